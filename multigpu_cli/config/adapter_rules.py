@@ -12,19 +12,24 @@ KEYS = " ".join(["data", "model", "model.args", "adapter", "multi_gpu", *_OWN])
 
 def find_adapter_errors(config: Config) -> Iterator[RequestError]:
     """An adapter without a pretrained model, and settings of an adapter without one."""
-    kind, model = config.adapter.kind, config.model.name
-    if model == "pretrained" and config.model.args.get("quantize", "none") != "none":
+    kind, pretrained = config.adapter.kind, is_pretrained(config)
+    if pretrained and config.model.args.get("quantize", "none") != "none":
         yield from _find_quantization_errors(config)
     if kind == "none":
         for key in [key for key in _OWN if config.get(key) != SETTINGS[key].default]:
             yield RequestError(
                 f"{key}: there is no adapter that reads it", remedy=f"--adapter lora, or leave out {key}"
             )
-    elif model != "pretrained" and not (model is None and config.data.name == "chat"):
+    elif not pretrained:
         yield RequestError(
             f"--adapter {kind} without --model pretrained: an adapter learns beside weights that have been trained",
             remedy="--model pretrained --model-dir DIR; or --freeze for parts of another network",
         )
+
+
+def is_pretrained(config: Config) -> bool:
+    """Whether the model is --model pretrained, which is also that of --data chat where none is named."""
+    return config.model.name == "pretrained" or (config.model.name is None and config.data.name == "chat")
 
 
 def _find_quantization_errors(config: Config) -> Iterator[RequestError]:

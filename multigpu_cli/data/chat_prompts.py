@@ -102,6 +102,6 @@ class PromptReader:
 
 
 def format_answer(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """what the model said, without the marks of its template."""
+    """What the model said, without the marks of its template."""
     text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
     return text

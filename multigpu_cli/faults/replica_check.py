@@ -36,6 +36,7 @@ def check_replicas(
     if world.size == 1:
         return
     state, names = model.state_dict(), {name for name, _ in model.named_buffers()}
+    state = dict(model.named_parameters()) | state  # which leaves out what an adapter learns beside
     buffers = {name: _checksum([state[name]], world) for name in state if name in names}
     sums = dict(buffers)
     if places < world.size:

@@ -60,6 +60,9 @@ def add_adapter(network: nn.Module, config: AdapterConfig, seed: int) -> nn.Modu
         warnings.simplefilter("ignore")  # of other versions of transformers, and of layers that need no setting
         torch.default_generator.manual_seed(make_key(seed, _ADAPTER))
         adapted = cast(nn.Module, peft.get_peft_model(network, settings))
+    if any(parameter.dtype == torch.float64 for parameter in network.parameters()):
+        for weight in (each for each in adapted.parameters() if each.requires_grad):
+            weight.data = weight.data.double()  # as peft does, except on the meta device
     frozen = tuple(adapted.state_dict().keys() - {name for name, p in adapted.named_parameters() if p.requires_grad})
     adapted.register_state_dict_post_hook(partial(_leave_out, frozen))
     adapted.register_load_state_dict_post_hook(partial(_do_without, frozen))

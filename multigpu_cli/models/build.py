@@ -45,9 +45,11 @@ def build_model(
     if adapter.kind != "none":
         from multigpu_cli.models.adapter import add_adapter, check_freeze  # late: few runs have one
 
-        model = add_adapter(model, adapter, offered["seed"])
+        model = adapt_model(add_adapter(model, adapter, offered["seed"]), whole_output=whole_output)
         check_freeze(model, config.freeze)
-    return prepare_model(adapt_model(model, whole_output=whole_output), config, name)
+    else:
+        model = adapt_model(model, whole_output=whole_output)
+    return prepare_model(model, config, name)
 
 
 def refuse_torchscript(model: nn.Module, origin: str) -> None:

@@ -44,10 +44,11 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
     return deepcopy(model, memory)
 
 
-def find_unsaved_buffers(model: nn.Module) -> list[str]:
-    """The names of buffers that are in no state dict, and so in no checkpoint."""
+def find_unsaved_tensors(model: nn.Module) -> list[str]:
+    """The names of parameters and buffers that are in no state dict, and so in no checkpoint."""
     saved = model.state_dict(keep_vars=True).keys()
-    return [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in saved]
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return [name for name, _ in tensors if name not in saved]
 
 
 def _has_other_tensors(model: nn.Module, earlier: list[Tensor]) -> bool:

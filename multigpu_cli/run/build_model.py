@@ -82,7 +82,7 @@ def build_model_to_shard(spec: RunSpec, world: World, task: Task, first_batch: C
     model, reason = None, "it sends the weights"
     if spec.user_objects:
         reason = "it is the caller's own"
-    elif not world.is_main or (spec.resume_point.checkpoint and spec.config.adapter.kind == "none"):
+    elif spec.resume_point.checkpoint or not world.is_main:
         model, reason = _build_without_weights(spec, world)
     if model is not None:
         return BuiltModel(model.train())
@@ -160,14 +160,14 @@ def _create_model(spec: RunSpec) -> nn.Module:
 
 def _build_without_weights(spec: RunSpec, world: World) -> tuple[nn.Module | None, str]:
     """The network on the meta device, or None with the reason against it."""
-    from multigpu_cli.models.on_meta import build_on_meta, find_unsaved_buffers  # late: only sharded runs need it
+    from multigpu_cli.models.on_meta import build_on_meta, find_unsaved_tensors  # late: only sharded runs need it
 
     seed_weights(spec.config.reproducibility.seed)  # so that only what the factory draws moves the generator
     model, reason = build_on_meta(lambda: init_model(spec.config, spec.source))
     if model is not None and _keeps_layout(spec, world) and has_2d_convolutions(model):
         return None, "the layout of its kernels is tried on it"
-    if model is not None and world.is_main and (unsaved := find_unsaved_buffers(model)):
-        return None, f"{unsaved[0]} is a buffer that no checkpoint has"
+    if model is not None and world.is_main and (unsaved := find_unsaved_tensors(model)):
+        return None, f"no checkpoint has {unsaved[0]}"
     return model, reason
 
 

@@ -1,6 +1,7 @@
 """A run as it was requested (RunRequest), and with its plan and all checks passed (RunSpec)."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,6 @@ from multigpu_cli.config.sources import dump
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import DataFingerprint
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.pretrained_base import describe_base
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 
 if TYPE_CHECKING:
@@ -59,10 +59,12 @@ class RunSpec(RunRequest):
     Attributes:
         plan: the arithmetic.
         data_fingerprint: of the dataset's contents.
+        base: what checkpoints record of the pretrained model; known once the run has begun.
     """
 
     plan: Plan
     data_fingerprint: DataFingerprint
+    base: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def pinned(self) -> dict[str, Any]:
@@ -91,11 +93,10 @@ class RunSpec(RunRequest):
         network = {"model": self.model, "task": self.task, "input_shape": list(source.input_shape)}
         sizes = {"num_classes": source.num_classes, "outputs": source.num_outputs}
         tokens = {"vocabulary": source.vocabulary.serialize()} if source.vocabulary else {}
-        base = describe_base(self.config, source)
         return flatten_settings(self.user_config) | {
             "learned": source.signature(),
             "built_for": network | sizes | tokens,
-            **({"base": base} if base else {}),
+            **({"base": dict(self.base)} if self.base else {}),
         }
 
     def checkpoint_metadata(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Starts an assembled run: prepares its folder, writes the settings and the first lines of the journal."""
 
 import platform
+from dataclasses import replace
 
 import torch
 
@@ -29,6 +30,8 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
     world, start, log, logs = run.world, run.spec.resume_point, run.log, run.folder / "logs"
     if world.local_rank == 0:
         record_run(world.agent_dir, world.attempt, str(run.folder))
+    base = run_on_main_rank(world, lambda: describe_base(run.config, run.spec.source))  # once: its files may go
+    run.spec = replace(run.spec, base=base)
     run_on_main_rank(world, lambda: _prepare_folder(run))
     models = gpu_models(run.spec.placement, world)
     log.journal.write(
@@ -72,7 +75,6 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
 
 
 def _prepare_folder(run: Run) -> None:
-    describe_base(run.config, run.spec.source)  # read here, so that the first checkpoint need not wait for it
     with fail_on_write_error(run.folder):
         rewind_run(run.spec.resume_point, run.checkpointer.store)
         (run.folder / "summary.json").unlink(missing_ok=True)  # the previous attempt's

@@ -53,6 +53,7 @@ def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
             {"model": "pretrained", "model_dir": "x", "model.args": {"quantize": "4bit"}},
             ["can't learn", "--adapter lora"],
         ),
+        ({"data": "chat", "model_dir": "x", "model.args": {"quantize": "4bit"}}, ["can't learn", "--adapter lora"]),
         (
             {
                 "model": "pretrained",

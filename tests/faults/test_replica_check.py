@@ -78,6 +78,17 @@ def test_statistics_count_as_weights_do() -> None:
     assert all("rank 1 differs in 1.num_batches_tracked" in text for text in run_on_each_rank(3, said))
 
 
+def test_weights_that_no_checkpoint_has_count_too() -> None:
+    """Those that an adapter learns beside: with --exact each rank reads them by itself."""
+
+    def said(world: World) -> str:
+        model = network()
+        model.register_state_dict_post_hook(lambda _module, state, *_: state.__delitem__("2.weight"))
+        return verdict(world, 1, model)
+
+    assert all("rank 1 differs in 2.weight" in text for text in run_on_each_rank(3, said))
+
+
 def test_so_does_what_the_optimizer_keeps() -> None:
     """A bit of a second moment may take long to show in a weight; a state that only one rank has is another, too."""
 

@@ -12,7 +12,7 @@ from multigpu_cli.config.schema import AdapterConfig, ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.adapter import adapter_weights, has_adapter, merge_adapter, without_adapter
 from multigpu_cli.models.build import build_model
-from multigpu_cli.models.on_meta import build_on_meta
+from multigpu_cli.models.on_meta import build_on_meta, find_unsaved_tensors
 from multigpu_cli.optimizers import EMAModel
 from tests.support.tiny_language_models import SIZES, make_model_folder
 
@@ -27,9 +27,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model_folder(tmp_path_factory.mktemp(name), name) for name in SIZES}
 
 
-def build(folder: Path, kind: str = "lora", seed: int = 1, freeze: tuple[str, ...] = (), **adapter: Any) -> nn.Module:
-    offered = {"model_dir": str(folder), "seed": seed}
-    return build_model(ModelConfig(freeze=freeze), "pretrained", offered, adapter=AdapterConfig(kind=kind, **adapter))
+def build(
+    folder: Path,
+    kind: str = "lora",
+    seed: int = 1,
+    freeze: tuple[str, ...] = (),
+    dtype: str = "float32",
+    **adapter: Any,
+) -> nn.Module:
+    config, offered = ModelConfig(freeze=freeze, args={"dtype": dtype}), {"model_dir": str(folder), "seed": seed}
+    return build_model(config, "pretrained", offered, adapter=AdapterConfig(kind=kind, **adapter))
 
 
 def learn(model: nn.Module) -> None:
@@ -89,6 +96,25 @@ def test_the_first_weights_follow_from_the_seed_alone(kind: str, folders: dict[s
     ]
 
 
+@pytest.mark.parametrize(("dtype", "learns"), [("float64", torch.float64), ("bfloat16", torch.float32)])
+def test_its_number_format_is_that_of_the_base_but_at_least_float32(
+    dtype: str, learns: torch.dtype, folders: dict[str, Path]
+) -> None:
+    on_meta, reason = build_on_meta(lambda: build(folders["gpt2"], "dora", dtype=dtype))
+    assert on_meta is not None, reason
+    for model in (build(folders["gpt2"], "dora", dtype=dtype), on_meta):
+        formats = {(p.requires_grad, p.dtype) for p in model.parameters()}
+        assert formats == {(False, getattr(torch, dtype)), (True, learns)}
+
+
+def test_patterns_of_freeze_are_those_of_the_names_that_learn(folders: dict[str, Path]) -> None:
+    first = "network.base_model.model.model.layers.0."
+    model = build(folders["llama"], freeze=(f"{first}*",))
+    learning = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert learning
+    assert not any(name.startswith(first) for name in learning)
+
+
 def test_the_state_is_what_learns(folders: dict[str, Path]) -> None:
     model = build(folders["llama"], modules_to_save=("lm_head",))
     average = EMAModel(model, 0.9)
@@ -97,6 +123,7 @@ def test_the_state_is_what_learns(folders: dict[str, Path]) -> None:
     logits, state = compute_logits(model), model.state_dict()
     assert all(".lora_" in name or ".modules_to_save." in name for name in state)
     assert sum(value.numel() for value in average.state_dict().values()) == 1 + sum(v.numel() for v in state.values())
+    assert "network.base_model.model.model.embed_tokens.weight" in find_unsaved_tensors(model)
     other = build(folders["llama"], modules_to_save=("lm_head",), seed=7)
     other.load_state_dict(state)
     assert torch.equal(compute_logits(other), logits)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.models.on_meta import build_on_meta, copy_to_meta, find_unsaved_buffers
+from multigpu_cli.models.on_meta import build_on_meta, copy_to_meta, find_unsaved_tensors
 from tests.support.awkward_models import shy
 
 
@@ -29,9 +29,9 @@ def test_a_network_without_memory_or_the_reason_against_it(build: Callable[[], n
         assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
-def test_buffers_that_no_checkpoint_has() -> None:
-    assert find_unsaved_buffers(shy((4,), 3, "silent")) == ["scale"]
-    assert find_unsaved_buffers(nn.Sequential(nn.BatchNorm1d(3))) == []
+def test_what_no_checkpoint_has() -> None:
+    assert find_unsaved_tensors(shy((4,), 3, "silent")) == ["scale"]
+    assert find_unsaved_tensors(nn.Sequential(nn.BatchNorm1d(3))) == []
 
 
 def test_a_copy_has_no_memory_and_leaves_the_network_as_it_is() -> None:

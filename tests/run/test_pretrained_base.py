@@ -90,6 +90,29 @@ def test_another_one_is_refused_by_name(what: str, here: Path) -> None:
         load_run(load_trained_weights(Path("lora")), {}, own_code=False)
 
 
+def lose_weights_after_first_checkpoint() -> None:
+    """In the process of the run."""
+
+    def save_and_lose(store: Store, step: int, *rest: Any, save: Any = Store.save) -> int:
+        size = int(save(store, step, *rest))
+        Path("model/model.safetensors").unlink(missing_ok=True)
+        return size
+
+    Store.save = save_and_lose  # type: ignore
+
+
+def test_what_was_read_is_recorded_whatever_becomes_of_the_file(here: Path) -> None:
+    changes = {"max_steps": 2, "checkpoint_every": 1, "adapter": "lora", "save_dir": "again"}
+    ended = run_training(1, **FLAGS | changes, prepare=lose_weights_after_first_checkpoint)
+    assert not ended.error, ended.error
+    recorded = load_trained_weights(Path("lora")).settings["base"]
+    assert load_trained_weights(Path("again")).settings["base"] == recorded
+    newest = Store(Path("again/checkpoints"), 1).find_newest()[0]
+    assert newest is not None
+    assert newest.manifest["step"] == 2
+    assert newest.manifest["settings"]["base"] == recorded
+
+
 def test_the_same_one_may_lie_elsewhere(here: Path) -> None:
     (here / "model").rename("moved")
     changes = {"model_dir": "moved"}

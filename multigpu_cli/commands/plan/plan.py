@@ -132,6 +132,8 @@ def _forecast_without_weights(config: Config, folder: Path) -> Forecast:
     ]
     about = {"model": str(folder), "data": config.data.name, "parameters": counts[0], "trained": counts[1]}
     notes = [f"{folder} has no weights: what a micro-batch keeps for backward, and all times, can't be measured"]
+    if config.model.args.get("quantize", "none") != "none":
+        notes.append("the weights are counted whole: with model.args.quantize those of linear layers take 4 bits each")
     if capacity and memory.total_bytes(0) > _FILLED * capacity:
         notes.append(f"these do not fit {format_bytes(capacity)}: --multi-gpu fsdp divides them over the workers")
     kind = torch.cuda.get_device_name(device[0]) if device else "no GPU here"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
+from multigpu_cli.config.adapter_rules import is_pretrained
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model
@@ -13,8 +14,7 @@ from multigpu_cli.runtime.model_folder import find_model_folder, has_weights
 
 def find_folder_without_weights(config: Config) -> Path | None:
     """The folder of --model-dir, if it has the configuration of the model to train and nothing else of it."""
-    chosen = config.model.name == "pretrained" or (config.model.name is None and config.data.name == "chat")
-    if not chosen or config.model.dir is None:
+    if not is_pretrained(config) or config.model.dir is None:
         return None
     folder = find_model_folder(config.model.dir)
     return None if has_weights(folder) else folder

@@ -30,3 +30,6 @@ def test_the_memory_of_a_model_whose_weights_are_not_there_yet(tmp_path: Path) -
         assert "a device before any sample" in text
         assert "has no weights: what a micro-batch keeps" in text
         assert ("frozen" in text) == (adapter == "lora")
+        assert "quantize" not in text
+    config = resolve(flags | {"adapter": "lora", "model.args": {"quantize": "4bit"}}, (), None)
+    assert "weights are counted whole" in "\n".join(format_plan(make_plan(config, request)))
