@@ -50,7 +50,9 @@ class JsonLines:
             if rb"\ud" in line.lower():  # half a character, perhaps
                 json.dumps(record, ensure_ascii=False).encode()
         except UnicodeError as error:
-            raise RequestError(f"{self.describe(index)}: no text in UTF-8 ({error})", remedy=f"{_REMEDY}, as UTF-8") from error
+            raise RequestError(
+                f"{self.describe(index)}: no text in UTF-8 ({error})", remedy=f"{_REMEDY}, as UTF-8"
+            ) from error
         except ValueError as error:
             raise RequestError(f"{self.describe(index)}: not JSON ({error})", remedy=_REMEDY) from error
         if not isinstance(record, dict):
