@@ -71,6 +71,7 @@ def load(
     limit = _find_limit(config, tokenizer, max_length)
     learns, paired = _choose_loss(form, loss_on)
     encoder, identity = ChatEncoder(tokenizer, template, learns, ends), hash_tokenizer(tokenizer, template)
+    text_model = describe_tokenizer(tokenizer, template)  # before its first text: it forgets how to cut and fill up
     tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, ends, identity))
     splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(tokenizer))
     notes = [check_samples(name, part, overlong, learns, ends, tokenizer) for name, part in splits.items()]
@@ -84,7 +85,7 @@ def load(
         num_classes=config.get_text_config().vocab_size,
         transform_signature=f"{identity} {learns} {limit}",
         note="".join(f"{each}; " for each in (_describe(form, learns, splits["train"], packs), *notes) if each),
-        text_model=describe_tokenizer(tokenizer, template),
+        text_model=text_model,
         vocabulary=Subwords(tokenizer.backend_tokenizer.to_str()),
         packed=packs is not None,
         paired=paired,

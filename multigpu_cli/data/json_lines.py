@@ -40,14 +40,20 @@ class JsonLines:
         """One record.
 
         Raises:
-            RequestError: the line is no JSON object; names it.
+            RequestError: the line is no JSON object, or no text; names it.
         """
         with self.path.open("rb") as file:
             file.seek(self._starts[index])
             line = file.readline()
         try:
-            record = json.loads(line)
-        except ValueError as error:  # of the syntax, or of the encoding
+            record = json.loads(line.decode("utf-8-sig"))
+            if rb"\ud" in line.lower():  # half a character, perhaps
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeError as error:
+            raise RequestError(
+                f"{self.describe(index)}: no text in UTF-8 ({error})", remedy=f"{_REMEDY}, as UTF-8"
+            ) from error
+        except ValueError as error:
             raise RequestError(f"{self.describe(index)}: not JSON ({error})", remedy=_REMEDY) from error
         if not isinstance(record, dict):
             raise RequestError(f"{self.describe(index)}: a {type(record).__name__}, not an object", remedy=_REMEDY)

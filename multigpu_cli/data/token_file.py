@@ -3,6 +3,7 @@
 import fcntl
 import mmap
 import os
+import stat
 import tempfile
 import time
 from array import array
@@ -57,8 +58,8 @@ class TokenFile:
 def open_tokens(folder: Path, key: str, count: int, encode: Encode, width: int = 1) -> TokenFile:
     """The tokens that an earlier process has left, or else those that `encode` makes now.
 
-    Processes that ask for the same at once wait for the first of them. Where the folder can't be written, each process
-    has a file of its own, which ends with it.
+    Processes that ask for the same at once wait for the first of them. Where the folder can't be written, or
+    others can write into it too, each process has a file of its own, which ends with it.
 
     Args:
         folder: of such files, for all programs of this user; what was not used for 30 days is removed.
@@ -71,9 +72,10 @@ def open_tokens(folder: Path, key: str, count: int, encode: Encode, width: int =
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _locked(folder / f"{key}.lock"):
-            found = _find(folder / f"{key}.tokens", count, encode, width)
-            return found or _make(folder, key, count, encode, width)
+        if _is_own(folder):
+            with _locked(folder / f"{key}.lock"):
+                found = _find(folder / f"{key}.tokens", count, encode, width)
+                return found or _make(folder, key, count, encode, width)
     except OSError:  # read-only, full, or without locks
         pass
     try:
@@ -85,6 +87,12 @@ def open_tokens(folder: Path, key: str, count: int, encode: Encode, width: int =
             f"--data chat: the tokens can be stored neither in {folder} nor in {tempfile.gettempdir()} ({error})",
             remedy="room in one of them (HF_HOME and TMPDIR say where they are): about as much as the data takes",
         ) from error
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else writes there: their tokens would be trained on."""
+    found = folder.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @contextmanager

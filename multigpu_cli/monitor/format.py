@@ -130,6 +130,8 @@ def _rate(fields: Mapping[str, Any]) -> list[str]:
     if tokens is None:
         return [f"{rate:,.0f} {format_label(unit)}/s"]
     padding = _readable("padding_share", fields["padding_share"])
+    if unit != "tokens":
+        return [f"{rate:,.0f} {format_label(unit)}/s", f"{tokens:,.0f} tokens/s", f"padding {padding}"]
     return [f"{rate:,.0f} of {tokens:,.0f} tokens/s learned", f"padding {padding}"]
 
 

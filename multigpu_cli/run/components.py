@@ -65,7 +65,7 @@ class TrainComponents:
     def __post_init__(self) -> None:
         if self.compiled:
             self.compiled.full_batch_size = lambda: (
-                self.plan.batches.micro_batch
+                self.plan.batches.micro_batch * self.task.rows_per_sample
             )  # out of memory may halve it during the run
 
     @property

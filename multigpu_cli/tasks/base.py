@@ -77,6 +77,7 @@ class Task(ABC):
     Attributes:
         unit: what the loss is the mean over.
         units_per_sample: of an ordinary sample: sums are divided by it at once, so that they stay in range.
+        rows_per_sample: of what the model is called with.
         sums: names of the sums of an evaluation beside the loss.
         expected_shapes: of targets and outputs, for messages.
         equal_passes: every worker runs the model equally often in an evaluation, because each pass communicates.
@@ -90,6 +91,7 @@ class Task(ABC):
     logits_note: str = ""
     unit: str = "sample"
     units_per_sample: int = 1
+    rows_per_sample: int = 1
     sums: tuple[str, ...] = ()
     expected_shapes: str = "what its loss_sum and measure take"
     equal_passes: bool = False

@@ -40,6 +40,7 @@ class DPO(Task):
         RequestError: the data are no preferences, or a setting is out of range.
     """
 
+    rows_per_sample = 2
     sums = ("chosen_reward", "rejected_reward")
     expected_shapes = "targets (n, 2, t) int64 tokens, -100 where none counts; outputs (2n, t, vocabulary) logits"
 

@@ -12,6 +12,7 @@ from multigpu_cli.data.collate import IGNORED, to_pair
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.model_folder import describe_tokenizer, load_text_model
 from tests.support.tiny_language_models import make_model_folder, make_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -146,6 +147,16 @@ def test_a_model_that_names_no_longest_text_takes_max_length(tmp_path: Path) -> 
     with pytest.raises(RequestError, match="names no longest text"):
         open_chat(path, tmp_path)
     assert open_chat(path, tmp_path, 2048).input_shape == (2048,)
+
+
+def test_of_a_tokenizer_that_cuts_the_same_is_recorded_before_its_first_text_and_later(tmp_path: Path) -> None:
+    """Its tokenizer.json may say so, and it forgets that with the first text that is not to be cut."""
+    folder, tokenizer = make_model_folder(tmp_path / "model"), make_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(8)
+    tokenizer.save_pretrained(folder)
+    source = open_chat(write(tmp_path / "a.jsonl", TALKS), folder)
+    assert source.train.chats.lengths.min() > 8
+    assert source.text_model == describe_tokenizer(load_text_model(folder).tokenizer, None)
 
 
 def make_folder_without_eos(folder: Path, **changes: Any) -> Path:

@@ -67,6 +67,12 @@ def test_where_the_folder_cant_be_written_each_process_has_its_own(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_what_others_may_have_put_there_is_not_read(tmp_path: Path) -> None:
+    open_tokens(tmp_path, "key", COUNT, lambda index: encode(index if index in (0, COUNT // 2, COUNT - 1) else 1))
+    tmp_path.chmod(0o777)
+    check(open_tokens(tmp_path, "key", COUNT, encode))
+
+
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     def ask() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000,) * 2)

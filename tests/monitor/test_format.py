@@ -48,6 +48,8 @@ def test_learned_tokens_stand_beside_all_tokens_and_the_padding() -> None:
     assert format.format_bar_facts(FIELDS | rates)[1:3] == shown
     assert "  ".join(shown) in format.format_train_line(FIELDS | rates, 9)
     assert "padding" not in format.format_other_numbers(FIELDS | rates)
+    pairs = {"samples_per_second": 12.0, "all_tokens_per_second": 5678.0, "padding_share": 0.0312}  # of --task dpo
+    assert format.format_bar_facts(FIELDS | pairs)[1:] == ["12 samples/s", "5,678 tokens/s", "padding 3.1 %"]
 
 
 @pytest.mark.parametrize(

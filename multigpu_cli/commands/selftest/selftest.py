@@ -24,6 +24,7 @@ from multigpu_cli.config.types import integer
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.registry import DATASETS
+from multigpu_cli.data.token_counts import TokenCounts
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import WRONG_REQUEST, RequestError
 from multigpu_cli.launch import WorkersFailed, run_in_workers
@@ -131,7 +132,8 @@ def _run_worker(config: Config, folder: Path) -> None:
 def measure_as_worker(config: Config, folder: Path, placement: Placement, world: World) -> None:
     """Measure as one of several workers, and write the results into the folder."""
     task = json.loads((folder / "task.json").read_text())
-    batch = Batch(**deserialize((folder / "batch.pt").read_bytes(), "batch.pt"))
+    read = deserialize((folder / "batch.pt").read_bytes(), "batch.pt")
+    batch = Batch(**read | {"tokens": read["tokens"] and TokenCounts(*read["tokens"])})
     source, fixed = prepare_run(config, world.size, task["steps"])
     process = _make_process(fixed, source, placement, world, world.size, task["steps"], folder)
     file = folder / f"rank_{world.rank}.pt"
@@ -238,7 +240,7 @@ def _measure_workers(
         config = replace(config, explicit=config.explicit | {"find_unused_parameters"})
     exact = bool(alone["exact"]) and "refused" not in alone["exact"]
     (folder / "task.json").write_text(json.dumps({"steps": steps, "exact": exact}))
-    publish(folder / "batch.pt", serialize(vars(batch)))
+    publish(folder / "batch.pt", serialize(vars(batch) | {"tokens": batch.tokens and tuple(batch.tokens)}))
     try:
         start(config, placement, folder)
     except WorkersFailed as failure:

@@ -30,6 +30,7 @@ from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank
+from tests.support.tiny_language_models import make_model_folder
 
 ROOT = Path(main_multi_gpu.__file__).parent
 HERE = f"{__name__}"
@@ -163,6 +164,17 @@ def test_what_is_right_holds(monkeypatch: pytest.MonkeyPatch, settings: dict[str
     found = outcome(monkeypatch, **settings)
     assert failing(found) == []
     assert [verdict.holds for verdict in found.values()] == [True] * 12
+
+
+def test_fine_tuning_on_conversations_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of unlike lengths, whose batches say how many tokens are learned."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    rows = [{"prompt": f"What is {n}?", "completion": " x" * (n % 5 + 1)} for n in range(40)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = str(make_model_folder(tmp_path / "model"))
+    own = {"data": "chat", "data_dir": str(tmp_path / "chat.jsonl"), "model": "pretrained", "model_dir": folder}
+    found = outcome(monkeypatch, **own, packing="off")
+    assert failing(found) == []
 
 
 def test_a_model_that_depends_on_its_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
