@@ -155,7 +155,7 @@ def check_weight_files(folder: Path) -> None:
     """Refuse a folder without all of its weights as safetensors.
 
     Raises:
-        RequestError: names what is missing.
+        RequestError: names what is missing, or not whole.
     """
     if (folder / _INDEX).is_file():
         shards = _list_weight_files(folder)
@@ -171,6 +171,22 @@ def check_weight_files(folder: Path) -> None:
             + (f"{pickled} is a pickle, which may run code" if pickled else f"there is no {_WEIGHTS} in it"),
             remedy="the same model as safetensors: save_pretrained(…) writes it",
         )
+    for name in _list_weight_files(folder):
+        _check_whole(folder, name)
+
+
+def _check_whole(folder: Path, name: str) -> None:
+    """Compare a file's size with what its header says; the weights are not read."""
+    from safetensors import SafetensorError, safe_open  # late: without it there is no pretrained model
+
+    try:
+        with safe_open(folder / name, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise RequestError(
+            f"--model-dir {folder}: {name} is not whole ({error})",
+            remedy="download that file again; where git-lfs left a pointer, git lfs pull",
+        ) from error
 
 
 def import_transformers() -> Any:

@@ -73,6 +73,11 @@ def leave_index(folder: Path) -> None:
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
 
 
+def cut_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
 BROKEN = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     "unknown architecture": (lambda folder: change_config(folder, model_type="unheard"), "unheard"),
@@ -85,7 +90,11 @@ BROKEN = {
     "a missing shard": (leave_index, "model-00002-of-00002.safetensors is missing, 1 of 2 shards"),
     "a larger model": (lambda folder: change_config(folder, num_hidden_layers=3), "9 tensors would be as initialised"),
     "another width": (lambda folder: change_config(folder, intermediate_size=32), "mlp"),
-    "a torn file": (lambda folder: (folder / "model.safetensors").write_bytes(b"123"), "--model-dir"),
+    "a torn file": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"123"),
+        "model.safetensors is not whole",
+    ),
+    "half a file": (cut_weights, "model.safetensors is not whole"),
 }
 
 
