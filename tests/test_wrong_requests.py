@@ -160,6 +160,9 @@ DOOR = [
     Row("--data-dir a.csv --data har", ["--data-dir a.csv", "--data har needs a folder", "--data csv"], {"a.csv": b""}),
     Row("--data a.jsonl", ["--data-dir a.jsonl", "--model-dir", "records --data csv"], {"a.jsonl": b'{"size": 1}'}),
     Row("--data a.tar", ["--data a.tar", "not a file of a known dataset", "module:factory"], {"a.tar": b""}),
+    Row(
+        "--data a.json", ["--data a.json", "one record in each line (jq -c '.[]' a.json > a.jsonl)"], {"a.json": b"[]"}
+    ),
     Row("--data b.csv", ["--data b.csv", "no such file", "did you mean 'a.csv'?"], {"a.csv": b""}),
     Row("--data a.csv --data-dir .", ["--data a.csv together with --data-dir ."], {"a.csv": b""}),
     Row("--data-dir .", ["could be several datasets", "add --data csv or --data npz"], {"a.csv": b"", "a.npz": b""}),

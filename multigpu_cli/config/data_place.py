@@ -19,8 +19,8 @@ IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".p
 _ARRAYS = ("train.bin", "train.npy")  # of tokens
 _MAX_FOLDERS, _MAX_FILES = 1000, 100  # in which an image is looked for
 _SUPPORTED = (
-    ".csv or .tsv (also .gz), .npz, .txt, a folder with one of these, or one with a folder of images for each class; "
-    "any other dataset needs --data NAME or --data module:factory"
+    ".csv or .tsv (also .gz), .jsonl, .npz, .txt, a folder with one of these, or one with a folder of images for each "
+    "class; any other dataset needs --data NAME or --data module:factory"
 )
 
 
@@ -107,7 +107,9 @@ def _recognize(place: Path, label: str) -> str:
         flags = " or ".join(f"--data {name}{apart}" for name in kinds)
         raise RequestError(f"{label} could be several datasets: {', '.join(kinds.values())}", remedy=f"add {flags}")
     found = "no dataset is recognized in this folder" if place.is_dir() else "not a file of a known dataset"
-    raise RequestError(f"{label}: {found}", remedy=_SUPPORTED)
+    lines = f"{place.stem}.jsonl, one record in each line (jq -c '.[]' {place.name} > {place.stem}.jsonl); or "
+    remedy = (lines if place.suffix.lower() == ".json" else "") + _SUPPORTED
+    raise RequestError(f"{label}: {found}", remedy=remedy)
 
 
 def _has_checkpoint(config: Config) -> bool:

@@ -34,6 +34,8 @@ def find_files(data_dir: str | None, file: str | None) -> ChatFiles:
     if data_dir is None:
         raise RequestError("--data chat needs --data-dir", remedy=_LAYOUT)
     place = Path(data_dir)
+    if not place.exists():
+        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=_LAYOUT)
     if place.is_dir():
         names = sorted(path.name for path in place.glob("*.jsonl"))
         if file is None and "train.jsonl" in names:

@@ -54,6 +54,7 @@ class ChatEncoder:
         """
         if conversation.messages is None:
             return self._encode_text(conversation)
+        self._check_template(place)
         whole = self._render(conversation, len(conversation.messages), place, asks=False)
         spans = [(0, len(whole))] if self._loss_on == "all" else self._find_answers(conversation, whole, place)
         found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
@@ -120,6 +121,14 @@ class ChatEncoder:
             raise self._refuse(whole, through, f"renders message {number + 1} otherwise when more follow", place)
         _check_said(messages[number], whole[len(before) : len(through)], number + 1, place)
         return len(before), len(through)
+
+    def _check_template(self, place: str) -> None:
+        if not (self._template or self._tokenizer.chat_template):
+            raise RequestError(
+                f"--data chat: {place} has messages, and the model has no chat template to render them with",
+                remedy="a model that is made for chat, or --set data.chat_template=FILE (TRL has some, in Jinja); "
+                "a base model learns from records with prompt and completion, or text",
+            )
 
     def _refuse(self, whole: str, text: str, how: str, place: str) -> RequestError:
         at = next((at for at, (one, other) in enumerate(zip(whole, text, strict=False)) if one != other), len(whole))

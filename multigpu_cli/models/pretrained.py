@@ -43,10 +43,7 @@ def build(
     if torch.get_default_device().type == "meta":  # a rank that is sent the weights
         return _build_without_weights(config, dtype, attention)
     check_weight_files(folder)
-    from safetensors import SafetensorError  # late: transformers has loaded it
-
     more = {} if quantize == "none" else {"quantization_config": _configure_4_bits()}
-
     try:
         network, told = import_transformers().AutoModelForCausalLM.from_pretrained(
             str(folder),
@@ -60,7 +57,7 @@ def build(
             output_loading_info=True,
             **more,
         )
-    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
         raise RequestError(f"--model-dir {folder}: {said}", remedy="a causal language model of transformers") from error
     wrong = [*told["missing_keys"], *(each[0] for each in told["mismatched_keys"])]

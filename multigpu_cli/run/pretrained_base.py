@@ -7,7 +7,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.runtime.model_folder import find_model_folder, hash_weights
 
-_WORDS = {"weights": "weights", "tokenizer": "tokenizer", "template": "chat template"}
+_OTHER = {"weights": "other weights", "tokenizer": "another tokenizer", "template": "another chat template"}
 
 
 def describe_base(config: Config, source: DataSource) -> dict[str, str]:
@@ -32,8 +32,7 @@ def check_base(before: Mapping[str, str], config: Config, source: DataSource, or
     now = describe_base(config, source) if before else {}
     differing = [
         RequestError(
-            f"--model-dir {config.model.dir}: its {_WORDS.get(name, name)} differs from that with which {origin} was "
-            "started",
+            f"--model-dir {config.model.dir} has {_OTHER.get(name, name)} than {origin} was started with",
             remedy="--model-dir with the folder of that very model; or a new run with another --save-dir",
         )
         for name in now

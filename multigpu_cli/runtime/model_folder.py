@@ -26,9 +26,20 @@ def find_model_folder(name: str | None) -> Path:
     if not (folder / "config.json").is_file():
         raise RequestError(
             f"--model-dir {name}: there is no config.json in it",
-            remedy="a folder as transformers' save_pretrained writes",
+            remedy=_suggest_model(folder),
         )
     return folder
+
+
+def _suggest_model(folder: Path) -> str:
+    """What may have been meant by a folder without a model."""
+    if (folder / "adapter_config.json").is_file():
+        return f"an adapter's folder is for --init-from {folder}; --model-dir is the model that it learned beside"
+    if (folder / "journal.jsonl").is_file():
+        return f"a run becomes a model by: multigpu export {folder} --to DIR --format hf (or merged, of an adapter)"
+    if len(found := sorted(folder.glob("*/config.json"))) == 1:
+        return f"--model-dir {found[0].parent}"
+    return "a folder as transformers' save_pretrained writes"
 
 
 class TextModel(NamedTuple):
@@ -50,27 +61,30 @@ def load_text_model(folder: Path) -> TextModel:
     Raises:
         RequestError: see `load_config` and `_load_tokenizer`.
     """
-    tokenizer = _load_tokenizer(folder)
-    return TextModel(load_config(folder), tokenizer, _find_generation_ends(folder, tokenizer))
+    config, tokenizer = load_config(folder), _load_tokenizer(folder)
+    return TextModel(config, tokenizer, _find_generation_ends(folder, tokenizer))
 
 
 def load_config(folder: Path) -> Any:
     """The configuration; a cache of keys and values is off, because it helps generation only.
 
     Raises:
-        RequestError: transformers does not know the architecture; code in the folder is not run.
+        RequestError: transformers does not know the architecture, or refuses a value; code in the folder is not run.
     """
     transformers = import_transformers()
+    from huggingface_hub import errors  # late: transformers needs it
+
+    invalid = getattr(errors, "StrictDataclassError", ValueError)  # since 0.30
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError, KeyError, TypeError, invalid) as error:
         own = "auto_map" in _read_json(folder / "config.json")
         raise RequestError(
             f"--model-dir {folder}: {_first_line(error)}",
             remedy="an architecture that is part of transformers: code that comes with a model is not run"
             if own
-            else f"python -c 'import transformers; print(transformers.__version__)' is {transformers.__version__}: "
-            "a newer one may know it",
+            else f"the config.json of the model as it was; transformers here is {transformers.__version__}; a newer "
+            "one may know it",
         ) from error
     config.use_cache = False
     return config
@@ -155,7 +169,7 @@ def check_weight_files(folder: Path) -> None:
     """Refuse a folder without all of its weights as safetensors.
 
     Raises:
-        RequestError: names what is missing.
+        RequestError: names what is missing, or not whole.
     """
     if (folder / _INDEX).is_file():
         shards = _list_weight_files(folder)
@@ -171,6 +185,22 @@ def check_weight_files(folder: Path) -> None:
             + (f"{pickled} is a pickle, which may run code" if pickled else f"there is no {_WEIGHTS} in it"),
             remedy="the same model as safetensors: save_pretrained(…) writes it",
         )
+    for name in _list_weight_files(folder):
+        _check_whole(folder, name)
+
+
+def _check_whole(folder: Path, name: str) -> None:
+    """Compare a file's size with what its header says; the weights are not read."""
+    from safetensors import SafetensorError, safe_open  # late: without it there is no pretrained model
+
+    try:
+        with safe_open(folder / name, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise RequestError(
+            f"--model-dir {folder}: {name} is not whole ({error})",
+            remedy="download that file again; where git-lfs left a pointer, git lfs pull",
+        ) from error
 
 
 def import_transformers() -> Any:
@@ -223,4 +253,5 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    lines = str(error).splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 2 if lines[0].endswith(":") else 1])

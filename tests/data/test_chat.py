@@ -183,6 +183,7 @@ def test_what_makes_no_training_is_refused(tmp_path: Path, model_dir: Path) -> N
         (good, model_dir, None, {"format": "chatml"}, "data.args.format"),
         (good, model_dir, None, {"format": "alpaca"}, r"good\.jsonl:\d+ has no 'instruction'"),
         (write(tmp_path / "d.jsonl", []), model_dir, None, {}, "is empty"),
+        (tmp_path / "gone.jsonl", model_dir, None, {}, "gone.jsonl: there is no such file or folder"),
         (tmp_path, model_dir, None, {}, "b.jsonl, c.jsonl"),
         (write(tmp_path / "e.jsonl", TALKS[:5]), model_dir, None, {"val": 0.05}, r"5 records in .*e\.jsonl leave none"),
     ]

@@ -95,6 +95,15 @@ def test_a_template_that_leaves_out_what_is_to_be_learned_is_refused(rendered: s
         decode_learned(tokenizer, Conversation([*TALK[:4], call]), "assistant", template)
 
 
+def test_messages_need_a_template() -> None:
+    bare = make_tokenizer(template=None)
+    with pytest.raises(
+        RequestError, match=r"a:1 has messages, and the model has no chat template.*\n.*chat_template=FILE"
+    ):
+        decode_learned(bare, Conversation(TALK), "assistant")
+    assert decode_learned(bare, Conversation(TALK[:3]), "assistant", CHATML)
+
+
 def test_a_template_of_the_users_own_in_place_of_the_models(tokenizer: Any) -> None:
     spoken = CHATML.replace("<|im_end|>\n", "<|im_end|>")
     ids = ChatEncoder(tokenizer, spoken, "all", []).encode(Conversation(TALK), "a:1").ids

@@ -73,6 +73,20 @@ def leave_index(folder: Path) -> None:
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
 
 
+def cut_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def leave_adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+
+
+def put_below(folder: Path) -> None:
+    (folder / "main").mkdir()
+    (folder / "config.json").rename(folder / "main" / "config.json")
+
+
 BROKEN = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     "unknown architecture": (lambda folder: change_config(folder, model_type="unheard"), "unheard"),
@@ -80,12 +94,20 @@ BROKEN = {
         lambda folder: change_config(folder, model_type="own", auto_map={"AutoConfig": "own.Config"}),
         "code that comes with a model is not run",
     ),
+    "no object": (lambda folder: (folder / "config.json").write_text("[]"), "--model-dir"),
+    "heads that don't divide": (lambda folder: change_config(folder, num_attention_heads=5), "--model-dir"),
+    "an adapter": (leave_adapter, "an adapter's folder is for --init-from"),
+    "a folder above": (put_below, "--model-dir .*/model/main"),
     "pickled weights": (leave_pickle, "pytorch_model.bin is a pickle"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
     "a missing shard": (leave_index, "model-00002-of-00002.safetensors is missing, 1 of 2 shards"),
     "a larger model": (lambda folder: change_config(folder, num_hidden_layers=3), "9 tensors would be as initialised"),
     "another width": (lambda folder: change_config(folder, intermediate_size=32), "mlp"),
-    "a torn file": (lambda folder: (folder / "model.safetensors").write_bytes(b"123"), "--model-dir"),
+    "a torn file": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"123"),
+        "model.safetensors is not whole",
+    ),
+    "half a file": (cut_weights, "model.safetensors is not whole"),
 }
 
 

@@ -71,22 +71,22 @@ def change_weights(folder: Path) -> None:
 
 
 CHANGES: dict[str, Callable[[Path], None]] = {
-    "chat template": change_template,
-    "tokenizer": change_tokenizer,
-    "weights": change_weights,
+    "another chat template": change_template,
+    "another tokenizer": change_tokenizer,
+    "other weights": change_weights,
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_another_one_is_refused_by_name(what: str, here: Path) -> None:
     CHANGES[what](here / "model")
-    for adapter in ["lora"] if what == "weights" else ["lora", "none"]:  # else the checkpoint has the weights
+    for adapter in ["lora"] if what == "other weights" else ["lora", "none"]:  # else the checkpoint has the weights
         before = {path: path.read_bytes() for path in Path(adapter).rglob("*") if path.is_file()}
         ended = run_training(1, **FLAGS | {"max_steps": 2}, adapter=adapter, save_dir=adapter)
         assert ended.kind == "RequestError"
-        assert f"--model-dir model: its {what} differs from that with which {adapter} was started" in ended.error
+        assert f"--model-dir model has {what} than {adapter} was started with" in ended.error
         assert before == {path: path.read_bytes() for path in Path(adapter).rglob("*") if path.is_file()}
-    with pytest.raises(RequestError, match=f"its {what} differs"):
+    with pytest.raises(RequestError, match=f"has {what} than"):
         load_run(load_trained_weights(Path("lora")), {}, own_code=False)
 
 
