@@ -68,8 +68,7 @@ def load(
     template = None if chat_template is None else _read_template(data_dir, chat_template)
     form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
     _check_tokenizer(tokenizer, config, ends)
-    limit = _find_limit(config, tokenizer, max_length)
-    learns, paired = _choose_loss(form, loss_on)
+    limit, (learns, paired) = _find_limit(config, tokenizer, max_length), _choose_loss(form, loss_on)
     encoder, identity = ChatEncoder(tokenizer, template, learns, ends), hash_tokenizer(tokenizer, template)
     text_model = describe_tokenizer(tokenizer, template)  # before its first text: it forgets how to cut and fill up
     tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, ends, identity))

@@ -155,7 +155,9 @@ def test_of_a_tokenizer_that_cuts_the_same_is_recorded_before_its_first_text_and
     tokenizer.backend_tokenizer.enable_truncation(8)
     tokenizer.save_pretrained(folder)
     source = open_chat(write(tmp_path / "a.jsonl", TALKS), folder)
-    assert source.train.chats.lengths.min() > 8
+    packs = source.train
+    assert isinstance(packs, Packs)
+    assert packs.chats.lengths.min() > 8
     assert source.text_model == describe_tokenizer(load_text_model(folder).tokenizer, None)
 
 
