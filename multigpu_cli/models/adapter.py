@@ -42,7 +42,8 @@ def add_adapter(network: nn.Module, config: AdapterConfig, seed: int) -> nn.Modu
         RequestError: peft is not installed, or a setting names no layer that can have an adapter, or one that can't.
     """
     try:
-        import peft
+        with torch.device("cpu"):  # its modules create tensors of their own, which would be on the meta device else
+            import peft
     except ImportError as missing:
         raise RequestError(
             f"--adapter {config.kind}: peft is not installed", remedy="pip install 'multigpu-cli[hugging-face]'"

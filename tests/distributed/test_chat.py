@@ -202,7 +202,6 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(adapter: str,
 def test_a_sharded_run_with_an_adapter_is_killed_and_goes_on_elsewhere_with_the_same_bits(
     kind: str, architecture: str, dtype: str, learns: str, here: Path
 ) -> None:
-    """GPT-2 has no buffers that would have rank 0 build the whole model; what a checkpoint lacks are its weights."""
     make_model_folder(here / "model", architecture, places=128)
     flags: dict[str, Any] = STEP | {
         "optimizer": "adamw",
@@ -227,6 +226,8 @@ def test_a_sharded_run_with_an_adapter_is_killed_and_goes_on_elsewhere_with_the_
     assert not whole.error, whole.error
     killed = run_training(3, **flags, multi_gpu="fsdp", save_dir="killed", prepare=die_at_third_checkpoint)
     assert killed.killed
+    start = next(read_events(Path("killed/journal.jsonl")))
+    assert start["plan"]["first_weights"].startswith("rank 0 builds the weights")
     ended = run_training(2, **flags, multi_gpu="fsdp", save_dir="killed")
     assert not ended.error, ended.error
     assert ended.summary["resumed_from"]
