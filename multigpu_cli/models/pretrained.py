@@ -59,7 +59,10 @@ def build(
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         said = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RequestError(f"--model-dir {folder}: {said}", remedy="a causal language model of transformers") from error
+        remedy = "a causal language model of transformers"
+        if attention == "flash" and isinstance(error, ImportError):
+            remedy = "pip install flash-attn, where there is a GPU for it; or --set model.args.attention=sdpa"
+        raise RequestError(f"--model-dir {folder}: {said}", remedy=remedy) from error
     wrong = [*told["missing_keys"], *(each[0] for each in told["mismatched_keys"])]
     if wrong:
         raise RequestError(

@@ -136,3 +136,9 @@ def test_unknown_arguments_are_named(name: str, value: str, llama: Path) -> None
 def test_four_bits_need_bitsandbytes(llama: Path) -> None:
     with pytest.raises(RequestError, match=r"quantize 4bit: bitsandbytes is not installed\n.*pip install bitsandbytes"):
         build(llama, quantize="4bit")
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_flash_attention_needs_its_package(llama: Path) -> None:
+    with pytest.raises(RequestError, match=r"(?s)FlashAttention2.*pip install flash-attn.*attention=sdpa"):
+        build(llama, attention="flash")
