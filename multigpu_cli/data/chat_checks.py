@@ -30,7 +30,7 @@ def _apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
     """Drop or cut what is too long, and say so.
 
     Raises:
-        RequestError: --set data.overlong=stop, or nothing is left.
+        RequestError: data.args.overlong=stop, or nothing is left.
     """
     beyond = int((chats.lengths > chats.limit).sum())
     if not beyond:
@@ -40,7 +40,8 @@ def _apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
         raise RequestError(
             f"--max-length {chats.limit}: {beyond} of {pluralize(len(chats), chats.noun)} for {split} are longer, "
             f"the longest has {chats.lengths[longest]} tokens ({chats.describe(longest)})",
-            remedy=f"--max-length {chats.lengths[longest]}, or --set data.overlong=drop or truncate",
+            remedy="--set data.args.overlong=drop or truncate; or, if the model knows as many places, "
+            f"--max-length {chats.lengths[longest]}",
         )
     if overlong == "drop":
         chats.select(np.flatnonzero(chats.lengths <= chats.limit))
@@ -61,7 +62,7 @@ def _check_learned(chats: Chats, learns: str) -> None:
         raise RequestError(
             f"--max-length {chats.limit}: of {pluralize(len(without), chats.noun)} nothing is learned; the first "
             f"({chats.describe(first)}) is cut off before what the model is to say",
-            remedy="a larger --max-length, or --set data.overlong=drop",
+            remedy="a larger --max-length, or --set data.args.overlong=drop",
         )
     raise RequestError(
         f"--data chat: of {pluralize(len(without), chats.noun)} nothing is learned with data.loss_on={learns}; the "

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.runtime.model_call import IGNORED
+from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.preserve_module_state import eval_mode
 
 _LOGITS = 2**26
@@ -124,6 +125,8 @@ def find_difference(model: nn.Module, vocabulary: int, device: torch.device, pla
         try:
             found = model(TokenTargets(tokens, targets, int((targets != IGNORED).sum()))).losses
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+            if is_out_of_memory(error):  # of this rank alone: the others would sum in another order
+                raise
             return (str(error).splitlines() or [type(error).__name__])[0]
     expected = score_logits(logits, targets).losses
     close = torch.finfo(logits.dtype).eps ** 0.5

@@ -12,6 +12,7 @@ from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
+from multigpu_cli.models.hugging_face import Logits
 from multigpu_cli.models.packing_check import check_packing
 from multigpu_cli.models.token_losses import (
     TokenLosses,
@@ -102,10 +103,9 @@ def try_chunks(model: nn.Module) -> tuple[bool, str]:
 
     The latter is for the plan, and "" where the question does not arise.
     """
-    if not hasattr(model, "compute_losses"):
+    if not isinstance(model, Logits):
         return False, ""
-    limits: Any = model.limits
-    vocabulary, places = limits
+    vocabulary, places = model.limits
     if difference := find_difference(model, vocabulary, next(model.parameters()).device, places):
         return False, f"of all tokens at once, since in chunks {difference}"
     return True, f"of the learned tokens alone, at most {count_tokens_at_once(vocabulary):,} at once"
