@@ -61,7 +61,7 @@ def test_there_are_twelve_rows() -> None:
     assert len({(row.flags["data"], row.flags["model"]) for row in ROWS}) == 12
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", [pytest.param(row, marks=[pytest.mark.slow] * (row % 3 > 0)) for row in range(12)])
 def test_a_row_trains_and_the_model_is_called_as_it_says(number: int) -> None:
     row = ROWS[number]
     ends = []
@@ -77,7 +77,7 @@ def test_a_row_trains_and_the_model_is_called_as_it_says(number: int) -> None:
     assert len({str(end["final"]) for end in ends}) == 1
 
 
-@pytest.mark.parametrize("number", [1, 4, 10, 11])
+@pytest.mark.parametrize("number", [*(pytest.param(row, marks=pytest.mark.slow) for row in (1, 4, 10)), 11])
 def test_with_ddp_too_the_number_of_workers_changes_nothing(number: int) -> None:
     """Its outputs go through DDP, which has to pass them on: tuples, dicts, objects."""
     row = ROWS[number]

@@ -254,8 +254,8 @@ def sections() -> dict[tuple[str, str], list[tuple[Path, Block]]]:
 
 
 def mark_chapters() -> Iterator[Any]:
-    """A minute and more in all: but of the first pages and of a chapter of each kind, `make test-all` runs them."""
-    often = {"MULTI_GPU_GUIDE.md", "QUICK_REFERENCE.md", "docs/guide/your-code.md", "docs/operations/checkpoints.md"}
+    """`make test-all` runs all, which takes minutes; CI those of the guide and of one more page."""
+    often = {"MULTI_GPU_GUIDE.md", "docs/guide/your-code.md"}
     for guide, chapter in sections():
         marks = [] if guide in often else [pytest.mark.slow]
         yield pytest.param((guide, chapter), id=f"{guide}-{chapter}", marks=marks)

@@ -10,7 +10,9 @@ from benchmarks.paired_timing import Row, Seconds, alternate, row, table, tenth
 from benchmarks.suite import PARTS, last_recorded, part
 
 
-@pytest.mark.parametrize("name", ["step_overhead", "monitoring", pytest.param("startup", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["step_overhead", *(pytest.param(name, marks=pytest.mark.slow) for name in ("monitoring", "startup"))]
+)
 def test_a_benchmark_gives_rows_with_aims(name: str) -> None:
     rows = part(name, tiny=True)
     assert all(each.least <= each.value <= each.most for each in rows)

@@ -87,7 +87,9 @@ def test_what_is_frozen_learns_from_its_epoch_on(flags: dict[str, Any], capfd: p
 FSDP = {"multi_gpu": "fsdp"}
 
 
-@pytest.mark.parametrize(("workers", "flags"), [(2, {}), (3, {}), (4, {}), (3, FSDP)], ids=str)
+@pytest.mark.parametrize(
+    ("workers", "flags"), [*(pytest.param(n, {}, marks=pytest.mark.slow) for n in (2, 4)), (3, {}), (3, FSDP)], ids=str
+)
 def test_the_curve_is_the_same_on_any_number_of_workers(workers: int, flags: dict[str, Any]) -> None:
     flags = {"keep": 9} | flags
     for count, folder, more in ((1, "run", {"multi_gpu": "auto"}), (workers, "several", {})):
@@ -107,7 +109,14 @@ def test_gathered_weights_that_an_evaluation_leaves_learn_from_their_epoch_on_to
 
 @pytest.mark.parametrize(
     ("workers", "flags"),
-    [(1, {"ema": 0.9}), (2, {"optimizer": "sgd"}), (3, {}), (2, {"exact": True, "ema": 0.9}), (2, FSDP | {"ema": 0.9})],
+    [
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, {"ema": 0.9}), (2, {"optimizer": "sgd"}), (3, {}))
+        ),
+        (2, {"exact": True, "ema": 0.9}),
+        (2, FSDP | {"ema": 0.9}),
+    ],
 )
 def test_a_resume_goes_on_to_the_bit_before_and_after_that_epoch(workers: int, flags: dict[str, Any]) -> None:
     flags = RUN | LATER | flags | {"checkpoint_every": "1", "keep": 99}

@@ -27,7 +27,7 @@ WAYS: dict[str, tuple[dict[str, Any], list[str], int]] = {  # flags, settings, a
 }
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=["writing", *(pytest.param(name, marks=pytest.mark.slow) for name in ("acting", "evaluating"))])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "writing":
         monkeypatch.setattr(files, "PIECE", 4096, raising=False)

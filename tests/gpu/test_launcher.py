@@ -16,7 +16,8 @@ LAUNCHER = Path(__file__).resolve().parents[2] / "launch_multi_gpu.sh"
 FLAGS = ["--model", "mlp", "--max-steps", "3", "--data-on-device", "off"]
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("dp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ddp", "dp"])
 def test_a_training_on_two_gpus(mode: str, tmp_path: Path) -> None:
     alone(lambda sim: None)  # compiles the library, once for all processes
     machine = Machine.of(2)

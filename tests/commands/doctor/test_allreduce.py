@@ -28,6 +28,7 @@ def test_three_workers_measure_themselves_and_their_pairs() -> None:
     assert next(judge_allreduce(found)).verdict == "ok"
 
 
+@pytest.mark.slow
 def test_a_planted_delay_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundredth of a second in one rank's all-reduce is in everybody's latency."""
     real = dist.all_reduce

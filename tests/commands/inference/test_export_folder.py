@@ -152,7 +152,7 @@ def count_bytes() -> int:
     storages = (
         each.untyped_storage()
         for each in gc.get_objects()
-        if type(each) in (Tensor, nn.Parameter) and not each.is_meta  # torch's fake tensors have no storage
+        if type(each) in (Tensor, nn.Parameter) and each.layout == torch.strided and not each.is_meta
     )
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
