@@ -1,8 +1,6 @@
 """Fine-tuning on conversations: the gradient of a full batch, and the same run on any number of workers."""
 
 import json
-import os
-import signal
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -14,10 +12,10 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import read_weights
 from multigpu_cli.models import token_losses
 from multigpu_cli.monitor.journal import read_events
+from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder, make_tokenizer
 
@@ -149,19 +147,6 @@ def test_the_gradient_is_that_of_the_full_batch_in_float64(
             moved = before[name] - after[f"network.{name}"]
             difference = float((moved / RATE - gradient).norm() / gradient.norm())
             assert difference < close, f"{workers} workers, {name}: {difference}"
-
-
-def die_at_third_checkpoint() -> None:
-    """In this process, a rank of the run: SIGKILL once two checkpoints are there."""
-    saved: list[int] = []
-
-    def save_or_die(store: Store, step: int, *rest: Any, save: Any = Store.save) -> int:
-        if len(saved) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        saved.append(step)
-        return int(save(store, step, *rest))
-
-    Store.save = save_or_die  # type: ignore
 
 
 @pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])

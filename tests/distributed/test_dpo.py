@@ -1,8 +1,6 @@
 """DPO: the curve of plain float64 steps, and the same run on any number of workers."""
 
 import json
-import os
-import signal
 from collections.abc import Iterator
 from math import log
 from pathlib import Path
@@ -14,11 +12,11 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import read_weights
 from multigpu_cli.config.schema import AdapterConfig
 from multigpu_cli.models.adapter import add_adapter
 from multigpu_cli.monitor.journal import read_events
+from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder, make_tokenizer
 
@@ -143,19 +141,6 @@ def test_two_steps_are_those_of_the_full_batch_in_float64(
     start = next(read_events(Path("3/journal.jsonl")))
     assert "(preference)" in start["plan"]["contents"]
     assert start["plan"]["contents"].endswith("10 training pairs), dpo")
-
-
-def die_at_third_checkpoint() -> None:
-    """In this process, a rank of the run: SIGKILL once two checkpoints are there."""
-    saved: list[int] = []
-
-    def save_or_die(store: Store, step: int, *rest: Any, save: Any = Store.save) -> int:
-        if len(saved) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        saved.append(step)
-        return int(save(store, step, *rest))
-
-    Store.save = save_or_die  # type: ignore
 
 
 def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(here: Path) -> None:

@@ -125,11 +125,11 @@ def test_shards_are_written_one_by_one(
     before = count_bytes()
 
     def count(save: Any) -> Any:
-        def counted(*args: Any, **named: Any) -> Any:
+        def count_and_call(*args: Any, **named: Any) -> Any:
             counts.append(count_bytes() - before)
             return save(*args, **named)
 
-        return counted
+        return count_and_call
 
     modeling = transformers.modeling_utils
     monkeypatch.setattr(modeling, "safe_save_file", count(modeling.safe_save_file))
