@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SHELL_FILES := launch_multi_gpu.sh .ci/run deploy/slurm.sbatch
-EVERY_MARK := slow or quality or browser or netns or root or gpu or slurm or not slow
+ALONE := alone or quality or netns or root or slurm
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-all walkthrough picture chaos mutants bench bench-peers gpu-bench gpu-check lint format clean
@@ -23,7 +23,8 @@ test: lint ## what CI runs, two tests at a time: lint, types, unit tests, severa
 test-all: export COVERAGE_FILE := $(CURDIR)/.coverage_cache/part
 test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores; at the end, which lines ran
 	rm -rf .coverage_cache
-	code=0; $(BIN)/coverage run -m pytest -m '$(EVERY_MARK)' || code=$$?; \
+	code=0; $(BIN)/coverage run -m pytest -n 2 --dist loadfile -m 'not ($(ALONE))' || code=$$?; \
+		$(BIN)/coverage run -m pytest -m '$(ALONE)' || code=$$?; \
 		$(BIN)/python -m tests.coverage_by_room; exit $$code
 
 walkthrough: ## what a new user types, in a fresh clone and environment: the README's commands, each row of "what you have"

@@ -61,7 +61,7 @@ def of_the_trainer() -> list[Block]:
     return [block for block in blocks(LESSON.read_text()) if "main_multi_gpu.py" in block.text]
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("block", of_the_trainer(), ids=lambda block: block.text.split("--out ")[1].strip())
 def test_the_measurements_of_the_lesson_run(block: Block, tmp_path: Path) -> None:
     code, output = run(block.text, copy_project(tmp_path))
