@@ -12,6 +12,7 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.data_source import LoaderOptions
 from multigpu_cli.errors import RequestError, combine_errors, did_you_mean
+from multigpu_cli.tasks.metrics.registry import METRICS
 
 _UNLIMITED = 10**6  # epochs: the user's own loop decides when training ends
 _NEVER = 999_999_999  # optimizer steps
@@ -158,7 +159,7 @@ class MultiGPUConfig:
         if faults:
             raise combine_errors(faults)
         config = replace(replace_settings(Config(), explicit), explicit=frozenset(explicit))
-        if errors := rules.find_rule_errors(config, rules.RuleContext(), invalid_keys=["data"]):
+        if errors := rules.find_rule_errors(config, rules.RuleContext(metrics=METRICS), invalid_keys=["data"]):
             raise to_python_error(combine_errors(errors))
         return config
 

@@ -56,6 +56,7 @@ class TrainState:
         scheduler: the user's own, if any.
         restore_warning: a message that names what the checkpoint could not restore.
         initial_weights: what --init-from loaded, on the rank that read it.
+        hook_states: of the checkpoint that was restored, by the names of the hooks.
     """
 
     model: nn.Module
@@ -66,6 +67,7 @@ class TrainState:
     scheduler: LRScheduler | None = None
     restore_warning: str = ""
     initial_weights: WeightMatch | None = None
+    hook_states: dict[str, Any] = field(default_factory=dict)
 
     def capture(self, into: dict[str, Any] | None = None) -> dict[str, Any]:
         """Plain values and tensors in host memory; see `begin_capture`."""
@@ -119,6 +121,7 @@ class TrainState:
         if self.scheduler and state.get("scheduler"):
             self.scheduler.load_state_dict(state["scheduler"])
         self.progress.__dict__.update(state["progress"])
+        self.hook_states = state.get("hooks") or {}  # older checkpoints have none
         self.progress.last.pop("epoch_loss", None)  # the name of train_loss in older checkpoints
 
     def eval_model(self) -> nn.Module:

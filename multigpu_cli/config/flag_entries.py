@@ -10,6 +10,8 @@ PARTS = {
     "task": "name",
     "optimizer": "name",
     "schedule": "name",
+    "metric": "name",
+    "hook": "name",
     "strategy": "name",
 }
 """Sections of a YAML file, with the word for what the flag of that name gives."""

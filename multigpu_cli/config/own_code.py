@@ -9,6 +9,8 @@ from multigpu_cli.errors import RequestError
 
 NAMING = ("data", "model", "task")
 """The parts whose name or arguments may cause an import."""
+FOLLOWING = ("metric", "hook")
+"""Parts of a training that may be the user's own code as well, each a list."""
 
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[\w.]*")
 _OF_GYMNASIUM = re.compile(r".*:.*", re.DOTALL)  # module:Env-v0; gymnasium imports the part before the colon
@@ -49,9 +51,11 @@ def _code(config: Config, environments: Collection[str], parts: Collection[str])
     head, _, id = config.data.name.partition(":")
     acts = head in environments
     for part in parts:
-        name, pattern = config.get(part) or "", _FACTORY
-        if ":" in (id if part == "data" and acts else name):
-            yield f"--{part} {name}"
+        given, pattern = config.get(part) or "", _FACTORY
+        name = given if isinstance(given, str) else ""
+        for each in (given,) if name else given:
+            if ":" in (id if part == "data" and acts else each):
+                yield f"--{part} {each}"
         if part == "data" and acts:
             pattern = _OF_GYMNASIUM
         elif part == "model" and name == "transformers":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from multigpu_cli.config import adapter_rules, data_place, launcher_rules, paths, sharding_rules
+from multigpu_cli.config import adapter_rules, data_place, launcher_rules, named_code, paths, sharding_rules
 from multigpu_cli.config.resume_rules import without_setting
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -21,7 +21,7 @@ class RuleContext(NamedTuple):
     """What the rules know besides the settings.
 
     Attributes:
-        datasets, environments, models, tasks: the built-in names; names with a colon are the user's own code.
+        datasets, environments, models, tasks, metrics: the built-in names; one with a colon is the user's own code.
         environ: the environment variables, which tell whether torchrun started this process.
     """
 
@@ -30,6 +30,7 @@ class RuleContext(NamedTuple):
     models: Collection[str] = ()
     tasks: Collection[str] = ()
     environ: Mapping[str, str] = {}
+    metrics: Collection[str] = ()
 
 
 class Rule(NamedTuple):
@@ -91,6 +92,14 @@ def _names(config: Config, facts: RuleContext) -> Iterator[RequestError]:
                 f"{flag} {name}: must be module:factory",
                 remedy=f"use {flag} my_file:build for build() in my_file.py, my_folder.my_file:build in a folder",
             )
+
+
+def _metrics(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    yield from named_code.find_metric_errors(config, facts.metrics)
+
+
+def _hooks(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    yield from named_code.find_hook_errors(config)
 
 
 def _rates(config: Config, facts: RuleContext) -> Iterator[RequestError]:
@@ -260,6 +269,8 @@ def _places(config: Config, facts: RuleContext) -> Iterator[RequestError]:
 
 RULES = (
     Rule("data model task", _names),
+    Rule("metric metric.args", _metrics),
+    Rule("hook hook.args", _hooks),
     Rule("lr base_lr base_batch_size lr_scaling warmup_epochs epochs env_steps", _rates),
     Rule("batch_size grad_accum_steps global_batch_size", _batch),
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),

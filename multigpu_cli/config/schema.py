@@ -1,8 +1,8 @@
 """Every setting of a run: one frozen dataclass per section, and one table for flags, YAML and help.
 
 A setting's key (in YAML and --set) is its flag in snake_case: --batch-size is batch_size. Those with a dot in their
-key have no flag: the free-form arguments of the parts (data.args.*, and so for model, task, optimizer and schedule),
-and what few people need, such as optimizer.rates.
+key have no flag: the free-form arguments of the parts (data.args.*, and so for model, task, optimizer, schedule, metric
+and hook), and what few people need, such as optimizer.rates.
 """
 
 from collections.abc import Iterator
@@ -45,8 +45,8 @@ def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = 
     return field(default=default, metadata={"key": key, "kind": kind, "help": help, "free": free})
 
 
-def _mapping(key: str, kind: ValueType, help: str) -> Any:
-    return field(default_factory=dict, metadata={"key": key, "kind": kind, "help": help, "free": False})
+def _mapping(key: str, kind: ValueType, help: str, *, free: bool = False) -> Any:
+    return field(default_factory=dict, metadata={"key": key, "kind": kind, "help": help, "free": free})
 
 
 def _arguments(key: str) -> Any:
@@ -186,6 +186,31 @@ class TaskConfig:
     env_group: int | None = setting("env_group", None, integer(1), "PPO: environments that are stepped as one batch")
     env_steps: int | None = setting("env_steps", None, integer(1), "PPO: length in environment steps", free=True)
     episodes: int | None = setting("episodes", None, integer(1), "PPO: length in episodes", free=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricConfig:
+    """Further metrics of an evaluation, and which number makes weights the best."""
+
+    PANEL = "Data, model, task"
+    names: tuple[str, ...] = setting(
+        "metric", (), types.named_code, "a further metric: a name, or your own as module:function; may be repeated"
+    )
+    args: dict[str, Any] = _arguments("metric.args")
+    best: str | None = setting(
+        "best", None, types.best, "what makes weights the best, e.g. val_macro_f1:max (default: the task's)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookConfig:
+    """The user's own code that follows a training."""
+
+    PANEL = "Logging"
+    names: tuple[str, ...] = setting(
+        "hook", (), types.named_code, "your own class as module:Class follows the training; repeatable", free=True
+    )
+    args: dict[str, Any] = _mapping("hook.args", types.args, "arguments", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +378,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    metric: MetricConfig = field(default_factory=MetricConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     length: LengthConfig = field(default_factory=LengthConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -363,6 +389,7 @@ class Config:
     communication: CommunicationConfig = field(default_factory=CommunicationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    hook: HookConfig = field(default_factory=HookConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     recipe: str | None = None
     explicit: frozenset[str] = frozenset()

@@ -142,6 +142,19 @@ def _modules(value: Any) -> tuple[str, ...]:
     return tuple(_text(name.strip()) for name in names)
 
 
+def _named_code(value: Any) -> tuple[str, ...]:
+    entries = [_text(part) for part in (value if isinstance(value, (list, tuple)) else [value])]
+    if wrong := [entry for entry in entries if not (entry.partition("=")[2] if "=" in entry else entry).strip()]:
+        raise ValueError(f"must be a name, or NAME=module:function, not {quote_value(wrong[0])}")
+    return tuple(entries)
+
+
+def _best(value: Any) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*:(max|min)", str(value)):
+        raise ValueError(f"must be NAME:max or NAME:min, such as val_loss:min, not {quote_value(value)}")
+    return str(value)
+
+
 def _args(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"must be a mapping of names to values, not {quote_value(value)}")
@@ -192,6 +205,8 @@ gpu_ids = ValueType("0,1", _ids)
 every = ValueType("500|10m", _every)
 patterns = ValueType("PATTERN", _patterns)
 modules = ValueType("NAME,NAME", _modules)
+named_code = ValueType("NAME", _named_code)
+best = ValueType("NAME:max|NAME:min", _best)
 args = ValueType("", _args)
 rates = ValueType("{PATTERN: X}", _rates)
 class_weights = ValueType("balanced|W,W", _class_weights)

@@ -31,6 +31,8 @@ class Plan:
         adapter: what learns beside a pretrained model; empty without one, and before the model is built.
         model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
         logits: how many of a pretrained language model are in memory at a time; empty otherwise.
+        metrics: those of --metric, and what makes weights the best, where the user says so; empty otherwise.
+        hooks: those of --hook in the order in which they are called, each in words.
     """
 
     placement_reason: str
@@ -56,6 +58,8 @@ class Plan:
     adapter: str = ""
     model_call: str = ""
     logits: str = ""
+    metrics: str = ""
+    hooks: tuple[str, ...] = ()
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
@@ -76,6 +80,8 @@ class Plan:
             *([("torch.compile", self.compiled)] if self.compiled else []),
             *([("model call", self.model_call)] if self.model_call else []),
             *([("logits", self.logits)] if self.logits else []),
+            *([("metrics", self.metrics)] if self.metrics else []),
+            *((f"hook {number}", text) for number, text in enumerate(self.hooks, 1)),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
         ]
@@ -114,6 +120,8 @@ class Plan:
             "first_weights": self.first_weights,
             "model_call": self.model_call,
             "logits": self.logits,
+            "metrics": self.metrics,
+            "hooks": list(self.hooks),
             "contents": self.description,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,

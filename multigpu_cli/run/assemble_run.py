@@ -21,6 +21,7 @@ from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import Checkpointer, CheckpointSchedule
 from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.hooks import Hooks
 from multigpu_cli.run.loss_meter import LossMeter
 from multigpu_cli.run.run import Run, RunControl, RunLog
 from multigpu_cli.run.sharded_save import agree_on_owner
@@ -34,12 +35,18 @@ if TYPE_CHECKING:
 
 
 def assemble_run(
-    components: TrainComponents, console: Console, stop: StopRequest, watchdog: Watchdog, stack: ExitStack
+    components: TrainComponents,
+    console: Console,
+    stop: StopRequest,
+    watchdog: Watchdog,
+    stack: ExitStack,
+    hooks: Hooks | None = None,
 ) -> Run:
     """Open journal, TensorBoard and the rest in the run folder, which this process group has locked.
 
     Args:
         stack: closes what is opened here.
+        hooks: the user's; None: none.
     """
     world, config, plan, progress = components.world, components.config, components.plan, components.progress
     folder = Path(components.spec.resume_point.folder)
@@ -63,7 +70,8 @@ def assemble_run(
     owner = agree_on_owner(world, folder) if components.strategy.sharded else ""
     if components.strategy.sharded and not owner:
         console.note(f"not all workers see {folder}: worker 0 gathers what the checkpoints hold, and writes them alone")
-    return Run(
+    hooks = hooks or Hooks(world)
+    run = Run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
         observer=StepObserver(
             watchdog,
@@ -72,11 +80,15 @@ def assemble_run(
             SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16),
             LossMeter(world, progress, plan.batches.steps_per_epoch),
             trace,
+            hooks if hooks.all else None,
         ),
         checkpointer=Checkpointer(store, writer, CheckpointSchedule(config.checkpoint), progress.step, owner=owner),
         log=RunLog(journal, board, console, progress_bar, _watch_gpu(world.device, stack), _count_flops(components)),
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
+        hooks=hooks,
     )
+    hooks.attach(run)
+    return run
 
 
 def _open_board(folder: Path, console: Console, stack: ExitStack) -> "TensorBoard":

@@ -44,6 +44,7 @@ from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.loss_units import LossNormalizer
+from multigpu_cli.tasks.metrics.load import load_metrics
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
@@ -60,6 +61,10 @@ def build_components(spec: RunSpec, world: World) -> TrainComponents:
     with ExitStack() as on_failure:  # loader processes would outlive it, in a process that goes on
         loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task, on_failure))
         components = _build_learner(spec, world, task, loaders)
+        if spec.config.metric.names or spec.config.metric.best:
+            from multigpu_cli.run.check_metrics import check_metrics
+
+            check_metrics(components)
         on_failure.pop_all()
     components.prompts = prompts
     return components
@@ -135,8 +140,11 @@ def _try_sharded(spec: RunSpec, task: Task, state: TrainState, strategy: Strateg
 
 def _build_task(spec: RunSpec, live: "UserObjects | None") -> Task:
     if live:
-        return build_task(spec.config, spec.source, live.criterion, has_logits=is_of_transformers(live.model))
+        task = build_task(spec.config, spec.source, live.criterion, has_logits=is_of_transformers(live.model))
+        task.own_metrics = load_metrics(spec.config.metric, spec.source, spec.task)
+        return task
     task = build_task(spec.config, spec.source)
+    task.own_metrics = load_metrics(spec.config.metric, spec.source, spec.task)
     own = type(task).evaluate is not Task.evaluate and not task.supports_equal_passes
     if spec.placement.shards and own:
         raise RequestError(

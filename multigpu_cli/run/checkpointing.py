@@ -101,6 +101,7 @@ def save_checkpoint(run: "Run") -> None:
         )
         more, began = run.task.state(run.world), time.perf_counter()
         _finish_pending_on_all_ranks(run)
+        run.hooks.share_saved()
         whole, rows = _collect_state(run, more)
         if run.world.is_main:
             _save_on_main_rank(run, whole, rows, began)
@@ -137,6 +138,7 @@ def _save_on_main_rank(run: "Run", state: dict[str, Any], rows: dict[str, Rows],
             f"checkpoint of step {step}: {size / 2**20:.1f} MiB in {seconds:.2f} s, stall {stall:.3f} s"
         )
 
+    run.hooks.saving(step)
     checkpointer.writer.submit(snapshot.finish, partial(_write_or_abandon, write, peers) if peers else write)
     stalled = time.perf_counter() - began
 
@@ -179,6 +181,8 @@ def finish_pending_checkpoint(run: "Run") -> None:
     elif checkpointer.best is checkpointer.best_in_flight:
         checkpointer.best = None
     checkpointer.best_in_flight = None
+    if not error:
+        run.hooks.saved()
 
 
 def _collect_state(run: "Run", task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Rows]]:
@@ -189,7 +193,7 @@ def _collect_state(run: "Run", task: dict[str, Any]) -> tuple[dict[str, Any], di
     """
     progress = run.progress
     before, progress.train_seconds = progress.train_seconds, progress.train_seconds + run.observer.timer.seconds
-    state = run.state.state_dict(task)
+    state = run.state.state_dict(task) | {"hooks": run.hooks.collect_state()}
     progress.train_seconds = before
     if not run.checkpointer.owner:
         return run.strategy.gather_state(state), {}
@@ -215,6 +219,8 @@ def wait_for_last_checkpoint(run: "Run") -> None:
     """
     run_on_all_ranks(run.world, lambda: None if run.world.is_main else _check_written(run))
     run_on_all_ranks(run.world, lambda: _check_written(run))
+    run.hooks.saved()
+    run.hooks.share_saved()
 
 
 def _check_written(run: "Run") -> None:

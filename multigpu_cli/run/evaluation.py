@@ -26,7 +26,8 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
             "eval", epoch=run.epoch, step=progress.step, split=split, samples=result.samples, **result.metrics
         )
         run.log.console.eval(entry)
-    run.progress.last |= {f"{split}_{name}": value for name, value in result.metrics.items()}
+        run.progress.last |= {f"{split}_{name}": value for name, value in result.metrics.items()}
+        run.hooks.evaluated(split, result.metrics)
     return result
 
 
@@ -66,6 +67,13 @@ def _show_progress(run: Run, split: str, loader: Loader) -> Iterator[None]:
 
 def evaluate_epoch(run: Run) -> None:
     """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
+    _evaluate_if_due(run)
+    if run.hooks:
+        with run.observer.timer.pause():
+            run.hooks.epoch_end()
+
+
+def _evaluate_if_due(run: Run) -> None:
     progress = run.progress
     report_skipped_steps(run)
     run.observer.loss.all_reduce_pending()

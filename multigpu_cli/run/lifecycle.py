@@ -19,6 +19,7 @@ from multigpu_cli.run.describe_learning_rates import describe_groups
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
 from multigpu_cli.run.fit_batch_sizes_to_memory import fit_batch_sizes_to_memory, try_micro_batch
 from multigpu_cli.run.freezing import freeze_until_due
+from multigpu_cli.run.hooks import build_hooks
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.spec import RunSpec
@@ -132,8 +133,11 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         freeze_until_due(components)
         console.plan(components.plan.rows(), "Plan")
         _show_model_tables(components, console)
+        hooks = build_hooks(spec.hooks, world, components.state.hook_states)
+        if left := sorted(components.state.hook_states.keys() - {kind.name for kind in spec.hooks}):
+            console.note(f"--hook {', '.join(left)}: not in this command, so its state is left out from now on")
         run_on_main_rank(world, lambda: stack.enter_context(lock_folder(Path(spec.resume_point.folder))))
-        run = assemble_run(components, console, stop, watchdog, stack)
+        run = assemble_run(components, console, stop, watchdog, stack, hooks)
         run.progress.startup_seconds += time.perf_counter() - began
         with record_failure(run):
             start_run(run, memory_warnings)

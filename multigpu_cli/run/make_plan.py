@@ -5,6 +5,7 @@ import inspect
 import torch
 
 from multigpu_cli.config.data_place import explain_dataset
+from multigpu_cli.config.named_code import parse_metric
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, resolve_learning_rate
@@ -72,6 +73,8 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=set_threads_per_rank(workers_here, count_cores(), exact=exact),
         compiled=_describe_compile(request),
+        metrics=_describe_metrics(config),
+        hooks=tuple(map(str, request.hooks)),
     )
 
 
@@ -117,6 +120,15 @@ def _describe_compile(request: RunRequest) -> str:
     if mode == "off" or request.placement.strategy != "ddp" or request.config.reproducibility.exact:
         return "" if mode == "off" else mode
     return f"{mode}, inside DDP: in pieces that end with its buckets, so that these travel during backward"
+
+
+def _describe_metrics(config: Config) -> str:
+    entries, best = map(parse_metric, config.metric.names), config.metric.best
+    parts = [", ".join(f"{name} ({code})" if ":" in code else name for name, code in entries)]
+    if best is not None:
+        name, _, which = best.partition(":")
+        parts.append(f"the best weights have the {'greatest' if which == 'max' else 'lowest'} {name}")
+    return "; ".join(filter(None, parts))
 
 
 def _list_unused_flags(request: RunRequest) -> list[str]:

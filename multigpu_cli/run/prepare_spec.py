@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multigpu_cli.config.own_code import NAMING, check_code
+from multigpu_cli.config.own_code import FOLLOWING, NAMING, check_code
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.data_source import DataSource
@@ -13,6 +13,7 @@ from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.run.agree_on_resume import agree_on_resume_point
 from multigpu_cli.run.device_and_data_rules import check_data, check_device, raise_all
+from multigpu_cli.run.load_hooks import load_hooks
 from multigpu_cli.run.make_plan import make_plan
 from multigpu_cli.run.pretrained_base import check_base
 from multigpu_cli.run.spec import RunRequest, RunSpec, describe_machine
@@ -51,7 +52,7 @@ def prepare_spec(
     elif start.global_batch and not config.batch.global_size:
         pinned = {"global_batch_size": start.global_batch}
     command, config = config, replace_settings(user_config, _pinned_settings(pinned)) if pinned else user_config
-    parts = user_objects.parts_by_name if user_objects else NAMING
+    parts = (*(user_objects.parts_by_name if user_objects else NAMING), *FOLLOWING)
     check_code(config, command, str(start.checkpoint), environments=ENVIRONMENTS, parts=parts)
     loaded = user_objects.source if user_objects else source
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded))
@@ -72,6 +73,7 @@ def prepare_spec(
         resume_point=start,
         source=source,
         user_objects=user_objects,
+        hooks=run_on_all_ranks(world, lambda: load_hooks(config.hook)),
     )
     spec = RunSpec(**vars(request), plan=make_plan(request, world), data_fingerprint=fingerprint)
     if world.size > 1 and config.reproducibility.exact:

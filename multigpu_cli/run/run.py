@@ -10,6 +10,7 @@ from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.progress import ProgressDisplay
 from multigpu_cli.run.checkpointing import Checkpointer
 from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.hooks import Hooks
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.runtime.restart_records import PreviousAttempt
 
@@ -78,6 +79,7 @@ class Run(TrainComponents):
     checkpointer: Checkpointer
     log: RunLog
     control: RunControl
+    hooks: Hooks
 
     @property
     def folder(self) -> Path:

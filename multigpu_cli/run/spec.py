@@ -13,6 +13,7 @@ from multigpu_cli.config.sources import dump
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import DataFingerprint
 from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.load_hooks import HookClass
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class RunRequest:
         resume_point: run folder and checkpoint.
         source: the dataset.
         user_objects: live objects, in place of what the settings name.
+        hooks: the classes of --hook, in the order in which they are called.
     """
 
     user_config: Config
@@ -40,6 +42,7 @@ class RunRequest:
     resume_point: ResumePoint
     source: DataSource
     user_objects: "UserObjects | None" = None
+    hooks: tuple[HookClass, ...] = ()
 
     @property
     def model(self) -> str:

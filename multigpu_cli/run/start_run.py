@@ -72,6 +72,7 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
             run.log_fault("resume", run.state.restore_warning)
         if not run.spec.same_length:
             log.console.note(f"the run now has {run.plan.schedule.total_steps} steps: the schedule was recomputed")
+    run.hooks.start()
 
 
 def _prepare_folder(run: Run) -> None:

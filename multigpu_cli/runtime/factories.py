@@ -92,7 +92,7 @@ def call_factory(
     except Exception as error:  # the user's own code may raise anything: reported as a RequestError
         if foreign := _explain_torchvision(f"--{where} {_name(factory)}", error):
             raise foreign from error
-        lines = [f"--{where}: {_name(factory)} raised {type(error).__name__} in {_describe_place(error)}: {error}"]
+        lines = [f"--{where}: {_name(factory)} raised {type(error).__name__} in {describe_place(error)}: {error}"]
         lines += ["  it was called with"] + [f"    {name} = {quote_value(value)}" for name, value in chosen.items()]
         remedy = f"change {where}.args, or use --debug to see the traceback"
         raise RequestError("\n".join(lines), remedy=remedy) from error
@@ -114,7 +114,7 @@ def _not_imported(name: str, module: str, flag: str, error: Exception) -> Except
         return RequestError(f"{flag} {name}: {package}", remedy=f"pip install 'multigpu-cli[{_EXTRAS[error.name]}]'")
     of_ours = isinstance(error, ImportError) and (error.name or "").startswith("multigpu_cli")
     return RequestError(
-        f"{flag} {name}: importing {module} raised {type(error).__name__} in {_describe_place(error)}: {error}",
+        f"{flag} {name}: importing {module} raised {type(error).__name__} in {describe_place(error)}: {error}",
         remedy="docs/migration.md lists the present names"
         if of_ours
         else f"python -c 'import {module}' must work where you run this",
@@ -140,7 +140,7 @@ def _explain_torchvision(what: str, error: Exception) -> RequestError | None:
     )
 
 
-def _describe_place(error: Exception) -> str:
+def describe_place(error: BaseException) -> str:
     """File and line of an error."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"

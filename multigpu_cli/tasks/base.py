@@ -1,7 +1,7 @@
 """The interface of tasks: a loss for training, exact sums for evaluation, and the order of results."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import fsum, nan
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ from multigpu_cli.runtime.preserve_module_state import eval_mode
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.metrics.base import Metric
+from multigpu_cli.tasks.metrics.meter import MetricMeter
 
 Loss = Callable[[Any, Any], Tensor]
 """A user's own loss: outputs and targets → a mean, or one loss for each sample."""
@@ -85,6 +87,7 @@ class Task(ABC):
             it to `super().evaluate` does.
         moved: called during long work other than forward and backward, so that the watchdog sees progress.
         batch_evaluated: called in an evaluation with the number of this worker's batches that are done.
+        own_metrics: of --metric; an evaluation gives them beside the task's.
         logits_note: how many logits are in memory at a time, for the plan; `check_model` finds out.
     """
 
@@ -96,6 +99,7 @@ class Task(ABC):
     expected_shapes: str = "what its loss_sum and measure take"
     equal_passes: bool = False
     supports_equal_passes: bool = False
+    own_metrics: Sequence[Metric] = ()
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -150,6 +154,10 @@ class Task(ABC):
     def figures(self, means: dict[str, float]) -> dict[str, float]:
         """Metrics beside the loss, from the means over units of the loss and of the task's `sums`."""
         return {}
+
+    def compared(self, outputs: Any, batch: Batch) -> tuple[Any, Any]:
+        """What the metrics of --metric compare: the model's outputs for a batch, and the targets."""
+        return at_least_float32(outputs) if isinstance(outputs, Tensor) else outputs, batch.targets
 
     def details(self, counts: Tensor) -> dict[str, Any]:
         """Tables from the summed counts, for the final report."""
@@ -210,18 +218,25 @@ class Task(ABC):
             torch.OutOfMemoryError, or a RuntimeError like it: it did not fit on this rank, and others wait for its part
                 of their passes (`equal_passes`).
         """
-        measure = partial(self._pass, model, loader, world, precision, batch_size)
+        meter = MetricMeter(self.own_metrics, -(-loader.size // batch_size), world)
+        measure = partial(self._pass, model, loader, world, precision, batch_size, meter)
         with eval_mode(model):
             slots, counts, units = measure() if self.equal_passes else run_on_all_ranks(world, measure)
         counts = _all_reduce_counts(world, counts)
         seen = int(all_reduce_sum(world, units))
         sums = (fsum(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
         means = dict(zip(("loss", *self.sums), sums, strict=True))
-        figures = self.metrics(counts, max(1, seen)) | self.figures(means)
+        figures = self.metrics(counts, max(1, seen)) | self.figures(means) | meter.reduce(world, self.moved)
         return Evaluation({"loss": means["loss"]} | figures, loader.size, self.details(counts))
 
     def _pass(
-        self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int
+        self,
+        model: nn.Module,
+        loader: Loader,
+        world: World,
+        precision: Precision,
+        batch_size: int,
+        meter: MetricMeter,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """This worker's part: (1 + sums, batches) float64 slots, (k,) counts, None without a batch, and () units."""
         slots = torch.zeros(1 + len(self.sums), -(-loader.size // batch_size), dtype=torch.float64, device=world.device)
@@ -230,8 +245,9 @@ class Task(ABC):
         seed = getattr(loader, "seed", 0)  # a task's own loader may have none
         for done, batch in enumerate(loader.eval_batches(batch_size, world.rank, world.size), 1):
             seed_micro_batch(seed, EVAL_EPOCH, batch.micro_batch_index, world.device)
-            with precision.autocast():
+            with precision.autocast(), meter.record(model):
                 measured = self.measure(model, batch)
+            meter.add(batch.micro_batch_index, len(batch), partial(self.compared, batch=batch))
             slots[0, batch.micro_batch_index] = measured.loss_sum
             if measured.sums is not None:
                 slots[1:, batch.micro_batch_index] = measured.sums

@@ -56,6 +56,9 @@ class Criterion(Task):
         outputs = model(batch.inputs)
         return BatchMetrics(self._sum(outputs, batch).double(), _right(self._logits(outputs), batch.targets))
 
+    def compared(self, outputs: Any, batch: Batch) -> tuple[Any, Any]:
+        return super().compared(self._logits(outputs), batch)
+
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         return {"accuracy": int(counts[0]) / units} if counts.numel() else {}
 

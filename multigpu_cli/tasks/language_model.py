@@ -76,7 +76,7 @@ class LanguageModel(Task):
         return torch.count_nonzero(batch.targets != IGNORED)
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
-        losses, right = self._compute_losses(model, batch)
+        losses, right = self._compute_losses(model, batch, whole=bool(self.own_metrics))
         return BatchMetrics(losses.double().sum(), right.sum().view(1))
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
@@ -84,8 +84,10 @@ class LanguageModel(Task):
         mean = self._compute_losses(model, batch).losses.double().sum(1) / counting.clamp(min=1)
         return {"tokens": counting.tolist(), "loss": mean.tolist()}
 
-    def _compute_losses(self, model: Callable[..., Any], batch: Batch, smoothing: float = 0.0) -> TokenLosses:
-        if self._in_chunks:
+    def _compute_losses(
+        self, model: Callable[..., Any], batch: Batch, smoothing: float = 0.0, *, whole: bool = False
+    ) -> TokenLosses:
+        if self._in_chunks and not whole:  # a metric compares the logits of all tokens
             learned = batch.tokens and batch.tokens.learned
             found: TokenLosses = model(TokenTargets(batch.inputs, batch.targets, learned, smoothing))
             return found

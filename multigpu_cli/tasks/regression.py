@@ -61,6 +61,11 @@ class Regression(Task):
             for number, column in enumerate(value.T)
         }
 
+    def compared(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Both in the targets' own unit."""
+        outputs, _ = self._match_shapes(outputs, batch.targets)
+        return outputs.double() * self.deviation + self.mean, batch.targets.double()
+
     def figures(self, means: dict[str, float]) -> dict[str, float]:
         return {"mae": means["absolute"], "rmse": means["squared"] ** 0.5}
 

@@ -12,6 +12,7 @@ from multigpu_cli.checkpoint.trained_weights import load_trained_weights
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.commands.workers import join_workers, place_on_machine
+from multigpu_cli.config.own_code import NAMING
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.wrap_unlabeled import wrap_unlabeled
@@ -25,6 +26,7 @@ from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Task
+from multigpu_cli.tasks.metrics.load import load_metrics
 
 Result = TypeVar("Result")
 
@@ -75,7 +77,13 @@ def run_distributed(
         weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))
         run = run_on_all_ranks(
             world,
-            lambda: load_run(weights, request.changes, own_code=request.own_code, checks_base=world.is_main),
+            lambda: load_run(
+                weights,
+                request.changes,
+                own_code=request.own_code,
+                checks_base=world.is_main,
+                parts=(*NAMING, "metric") if needs_targets else NAMING,
+            ),
         )
         precision = _choose_precision(run.config, world)
         part = run_on_all_ranks(
@@ -106,6 +114,8 @@ def _prepare_pass(
     changed: dict[str, Any] = {name: unlabeled} if unlabeled else {}
     source = replace(run.source, **changed)
     task = build_task(config, source)
+    if needs_targets:
+        task.own_metrics = load_metrics(config.metric, source, config.task.name or source.task)
     usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64
     model, number_format = run.model.to(world.device), Precision(precision.name, world.device)
     if type(task).evaluate is Task.evaluate:  # PPO's check begins to play

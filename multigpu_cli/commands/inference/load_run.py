@@ -1,6 +1,6 @@
 """Rebuilds a trained network from a run folder: settings, dataset, model, weights."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.checkpoint.trained_weights import TrainedWeights
-from multigpu_cli.config.own_code import check_code
+from multigpu_cli.config.own_code import NAMING, check_code
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.data_source import DataSource
@@ -38,7 +38,12 @@ class LoadedRun:
 
 
 def load_run(
-    weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: bool, checks_base: bool = True
+    weights: TrainedWeights,
+    changes: Mapping[str, Any],
+    *,
+    own_code: bool,
+    checks_base: bool = True,
+    parts: Collection[str] = NAMING,
 ) -> LoadedRun:
     """Open the run's dataset, build its network for it, and put the weights in.
 
@@ -46,13 +51,15 @@ def load_run(
         changes: settings that differ from the run's, by key: where data or pretrained model are now, or other data.
         own_code: the code that the run names may be imported.
         checks_base: whether this process reads the files of a pretrained model to see whether they are the run's.
+        parts: those of the run that may be its own code, and are used.
 
     Raises:
         RequestError: the code is not allowed, the dataset or the pretrained model is not there, or the weights do not
             fit it.
     """
     config = _merge_config(weights, changes)
-    check_code(config, _make_command_config(changes, own_code=own_code), str(weights.origin), environments=ENVIRONMENTS)
+    command = _make_command_config(changes, own_code=own_code)
+    check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=parts)
     source = open_data(config)
     if checks_base:
         check_base(weights.settings.get("base", {}), config, source, str(weights.origin))

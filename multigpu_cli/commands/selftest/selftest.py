@@ -38,6 +38,7 @@ from multigpu_cli.runtime.choose_strategy_and_devices import (
 )
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.metrics.registry import METRICS
 from multigpu_cli.tasks.open_data import check_has_samples, open_data
 from multigpu_cli.tasks.registry import TASKS
 
@@ -218,7 +219,7 @@ def _choose_devices(config: Config) -> Placement:
 def _why_no_exact(config: Config) -> str:
     """Why --exact can't be used with these settings; empty where it can."""
     tried = replace_settings(config, {"exact": True})
-    faults = rules.find_rule_errors(tried, rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS))
+    faults = rules.find_rule_errors(tried, rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS, metrics=METRICS))
     return faults[0].problem if faults else ""
 
 

@@ -1,0 +1,86 @@
+"""Tries the metrics of --metric on a first batch, and checks the name in --best, before anything is written."""
+
+from math import nan
+
+from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
+from multigpu_cli.run.build_components import first_batch
+from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
+from multigpu_cli.tasks.base import BatchMetrics
+from multigpu_cli.tasks.metrics.meter import MetricMeter
+
+
+def check_metrics(components: TrainComponents) -> None:
+    """Evaluate one small batch with the metrics, and compare names; all ranks call it together.
+
+    `compute` is not called: many a number has no value for two samples.
+
+    Raises:
+        RequestError: a metric can't be computed here, or --best names none; the same on every rank.
+    """
+    config, loaders = components.config.metric, components.loaders
+    if not config.names and config.best is None:
+        return
+    if config.best and loaders.val is None:
+        raise RequestError(f"--best {config.best}: the data has no validation split", remedy="leave it out")
+    if loaders.val is None and loaders.test is None:
+        raise RequestError(f"--metric {config.names[0]}: the data has neither a validation nor a test split")
+    if not components.evaluates_in_batches:
+        if config.names:
+            raise RequestError(
+                f"--metric {config.names[0]}: --task {components.spec.task} evaluates in its own way, not outputs "
+                "against targets",
+                remedy="leave it out; --best knows the task's own numbers",
+            )
+        return  # its numbers are known after the first evaluation
+    names = _try_metrics(components)
+    if config.best:
+        check_best_name(config.best, names)
+
+
+def check_best_name(best: str, names: list[str]) -> None:
+    """Whether an evaluation gives the number that --best names.
+
+    Args:
+        names: the numbers of an evaluation.
+
+    Raises:
+        RequestError: it does not.
+    """
+    name, known = best.partition(":")[0], sorted(f"val_{each}" for each in names)
+    if name not in known:
+        near = did_you_mean(name, known) if name not in names else f"did you mean 'val_{name}'?"
+        remedy = near if near.startswith("one of") else f"{near} ({', '.join(known)})"
+        raise RequestError(f"--best {best}: an evaluation has no {name!r}", remedy=remedy)
+
+
+def _try_metrics(components: TrainComponents) -> list[str]:
+    """The names of the numbers that an evaluation gives."""
+    task, model, world = components.task, components.state.model, components.world
+    meter, batch = MetricMeter(task.own_metrics, 1, world), first_batch(components.loaders.train, 2)
+    run = run_without_vote if components.strategy.sharded else run_on_all_ranks
+
+    def measure() -> BatchMetrics:
+        with eval_mode(model), preserve_buffers(model), components.state.precision.autocast(), meter.record(model):
+            return task.measure(model, batch)
+
+    measured = run(world, measure)
+
+    def count() -> None:
+        with eval_mode(model):
+            try:
+                meter.add(0, len(batch), lambda outputs: task.compared(outputs, batch))
+            except TrainingError as error:
+                raise RequestError(error.problem, remedy=error.remedy) from error
+
+    run_on_all_ranks(world, count)
+    own = [metric.name for metric in task.own_metrics]
+    known = ["loss", *task.metrics(measured.counts.cpu(), max(1, int(task.units(batch))))]
+    known += task.figures(dict.fromkeys(("loss", *task.sums), nan))
+    if taken := [name for name in own if name in known]:
+        raise RequestError(
+            f"--metric {taken[0]}: --task {components.spec.task} gives {taken[0]!r} already",
+            remedy=f"leave it out, or --metric NAME={taken[0]}",
+        )
+    return [*known, *own]
