@@ -146,6 +146,28 @@ def test_a_librarys_network_is_no_strangers_code_and_downloads_nothing(
     assert "model.pretrained=True names weights to download" in capfd.readouterr().err
 
 
+FOLLOWING: dict[str, dict[str, Any]] = {
+    "--metric f=planted:net": {"metric": ["f=planted:net"]},
+    "metric.args.macro_f1.of=planted:net": {"metric": ["macro_f1"], "metric.args": {"macro_f1": {"of": "planted:net"}}},
+    "--hook planted:Classification": {"hook": ["planted:Classification"]},
+}
+
+
+@pytest.mark.parametrize("called", FOLLOWING)
+def test_metrics_and_hooks_that_only_a_file_names_are_refused_where_they_would_run(
+    run: Path, called: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plant(run, FOLLOWING[called])
+    hook = "hook" in called
+    assert [run_apart(words) for words in (TRAIN[0], TRAIN[3])] == [2, 2]
+    assert f"names code that this command does not name: {called}\n" in capfd.readouterr().err
+    assert run_apart(["evaluate", "run"]) == (0 if hook else 2), "an evaluation has metrics, and no hooks"
+    assert run_apart(["predict", "run", "--out", "said.csv"]) == 0
+    assert not Path("ran").exists()
+    assert run_apart([*TRAIN[0], "--set", "hook=[]"]) == (0 if hook else 2), "hooks may change, metrics not"
+    assert not Path("ran").exists()
+
+
 @pytest.mark.parametrize("words", LOOK, ids=" ".join)
 def test_who_only_looks_runs_nothing(run: Path, words: list[str]) -> None:
     everywhere = {"model": "planted:net", "data": "planted:tensors", "task": "planted:Classification"}

@@ -79,6 +79,16 @@ DOOR = [
     Row("--schedule cos", ["--schedule", "cosine"]),
     Row("--model net.py:Net", ["--model net.py:Net", "module:factory"]),
     Row("--model nets/net:Net", ["--model nets/net:Net", "module:factory"]),
+    # metrics and hooks
+    Row("--metric macro-f1", ["--metric macro-f1: unknown name", "did you mean 'macro_f1'?"]),
+    Row("--metric loss=my:f1", ["'loss' is taken", "--metric NAME=my:f1"]),
+    Row("--metric my:f1 --metric other:f1", ["--metric other:f1", "'f1' is given twice"]),
+    Row("--metric macro_f1 --set metric.args.f1={a:1}", ["metric.args.f1", "did you mean 'macro_f1'?"]),
+    Row("--metric macro_f1 --set metric.args.macro_f1=3", ["metric.args.macro_f1: must be a mapping"]),
+    Row("--best val_loss", ["--best must be NAME:max or NAME:min", "'val_loss'"]),
+    Row("--hook Recorder", ["--hook Recorder: must be module:Class", "--hook my_file:Recorder"]),
+    Row("--hook my.py:Recorder", ["--hook my.py:Recorder: must be module:Class"]),
+    Row("--hook =my:Recorder", ["'' is no name"]),
     # the command line itself
     Row("--epoch 3", ["no such option: --epoch", "--epochs"]),
     Row("--batchsize 3", ["no such option: --batchsize", "--batch-size"]),
@@ -200,7 +210,62 @@ DOOR = [
 LINEAR = b"""from torch import nn
 def net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 """
+HOOKS = b"""class Misspelt:
+    def on_step_end(self, numbers, tensors): pass
+class Empty:
+    def run(self): pass
+class Short:
+    def step_end(self, numbers): pass
+class Half:
+    def start(self, numbers): pass
+    def state_dict(self): return {}
+class Anywhere(Short):
+    step_end, start, ranks = None, Half.start, "main"
+function = len
+"""
+METRICS = b"""class Neither:
+    def compute(self): return 1.0
+class Late:
+    def update(self, outputs, targets): pass
+class Wide:
+    def sums(self, outputs, targets): return outputs
+    def compute(self, sums): return 1.0
+def mean(outputs, targets): return (outputs.argmax(1) == targets).float().mean()
+def lonely(outputs): return outputs
+def failing(outputs, targets): return outputs.nothing
+def spoiling(outputs, targets): return outputs.mul_(2).sum(1)
+"""
 ENGINE = [
+    *(
+        Row(f"--hook my_hooks:{name}", [f"--hook my_hooks:{name}", *words], {"my_hooks.py": HOOKS})
+        for name, *words in (
+            ("Missing", "no 'Missing'"),
+            ("function", "not a class"),
+            ("Misspelt", "'on_step_end', which is never called", "did you mean 'step_end'?"),
+            ("Empty", "none of the methods of a hook; it has run", "one of: start, after_backward"),
+            ("Short", "step_end does not take 2 arguments", "def step_end(self, numbers, tensors)"),
+            ("Half", "state_dict, and no load_state_dict"),
+            ("Anywhere", "its ranks are 'main'"),
+        )
+    ),
+    *(
+        Row(f"--metric my_metrics:{name}", [f"--metric my_metrics:{name}", *words], {"my_metrics.py": METRICS})
+        for name, *words in (
+            ("Missing", "no 'Missing'"),
+            ("Neither", "neither a method update nor sums"),
+            ("Late", "no method compute"),
+            ("Wide", "sums returned a tensor (2, 10) float32"),
+            ("mean", "it returned a tensor () float32 for 2 samples", "update and compute"),
+            ("lonely", "can't be called with outputs, targets"),
+            ("failing", "raised AttributeError in my_metrics.py:12"),
+            ("spoiling", "it changed its outputs", "clone()"),
+        )
+    ),
+    Row("--metric torchmetrics:F1Score", ["package torchmetrics is not installed", "pip install torchmetrics"]),
+    Row("--metric r2", ["--metric multigpu_cli", "update raised ValueError"][1:]),
+    Row("--metric accuracy=macro_f1", ["--task classification gives 'accuracy' already"]),
+    Row("--metric macro_f1 --best val_f1:max", ["no 'val_f1'", "val_accuracy, val_loss, val_macro_f1"]),
+    Row("--best loss:min", ["--best loss:min", "did you mean 'val_loss'?"]),
     Row("--multi-gpu dp --gpu-ids 900,901", ["--gpu-ids 900,901", "no GPU"]),
     Row("--multi-gpu ddp --gpu-ids 900", ["--gpu-ids 900", "no GPU"]),
     Row("--data har", ["--data har", "--data-dir", "archive.ics.uci.edu"]),

@@ -64,7 +64,7 @@ def _compare_sums(everyone: Tensor, tensors: Sequence[str], ranks: range, step: 
     raise TrainingError(
         f"the replicas differ at step {step}: {who} differs in {', '.join(names[:3])}"
         + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
-        remedy="model and optimizer must not change their state by the rank, or by random numbers of their own; "
+        remedy="model, optimizer and hooks must not change their state by the rank, or by random numbers of their own; "
         "the last checkpoint is older than the difference",
     )
 

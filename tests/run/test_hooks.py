@@ -1,0 +1,187 @@
+"""When hooks are called, on which ranks, with what; and what happens if one fails, is slow, or changes something."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from multigpu_cli.monitor.history import load_history
+from tests.support.run_training import Ended, run_training
+
+HOOKS = """
+import json, os, time
+import torch
+
+class Notes:
+    ranks = "all"
+    def __init__(self):
+        self.count = 0
+    def note(self, name, numbers, **more):
+        fields = ("step", "epoch", "loss", "grad_norm", "split", "status", "error", "samples", "learning_rate")
+        told = {field: getattr(numbers, field) for field in fields} | more
+        told["checkpoint"] = os.path.basename(numbers.checkpoint)
+        told["metrics"] = sorted(numbers.metrics)
+        with open(f"notes-{numbers.rank}.jsonl", "a") as file:
+            file.write(json.dumps([name, told]) + "\\n")
+    def start(self, numbers): self.note("start", numbers, count=self.count)
+    def after_backward(self, numbers, tensors):
+        self.count += 1
+        norm = torch.stack([each.square().sum() for each in tensors.values()]).sum().sqrt()
+        self.note("after_backward", numbers, names=list(tensors), norm=float(norm))
+    def step_end(self, numbers, tensors): self.note("step_end", numbers, names=list(tensors))
+    def evaluated(self, numbers): self.note("evaluated", numbers)
+    def epoch_end(self, numbers): self.note("epoch_end", numbers)
+    def saved(self, numbers):
+        assert os.path.exists(numbers.checkpoint + "/manifest.json")
+        self.note("saved", numbers)
+    def end(self, numbers): self.note("end", numbers)
+    def failed(self, numbers): self.note("failed", numbers)
+    def state_dict(self): return {"count": self.count, "tensor": torch.tensor([self.count])}
+    def load_state_dict(self, state):
+        assert int(state["tensor"]) == state["count"]
+        self.count = state["count"]
+
+class OnOne:
+    ranks = (1,)
+    every = 2
+    def __init__(self): self.steps = []
+    def step_end(self, numbers, tensors):
+        assert numbers.rank == 1
+        self.steps.append(numbers.step)
+    def saved(self, numbers): pass
+    def end(self, numbers):
+        with open("on-one.json", "w") as file:
+            json.dump(self.steps, file)
+    def state_dict(self): return {"steps": self.steps}
+    def load_state_dict(self, state): self.steps = state["steps"]
+
+class Greedy:
+    def __init__(self, how): self.how = how
+    def after_backward(self, numbers, tensors):
+        if self.how == "gradient":
+            tensors["2.weight"].clamp_(-1, 1)
+        if self.how == "frozen":
+            numbers.loss = 3.0
+        if self.how == "raises":
+            raise KeyError("nothing there")
+    def step_end(self, numbers, tensors):
+        if self.how == "weight":
+            tensors["2.weight"][0, 0] = 1.0
+        if self.how == "hidden":
+            tensors["2.weight"].data[0, 0] = 1.0
+    def end(self, numbers): pass
+    def failed(self, numbers):
+        raise ValueError("cannot even fail")
+    def state_dict(self): return {"x": object()} if self.how == "state" else {}
+    def load_state_dict(self, state): pass
+
+class Slow:
+    budget_ms = 5
+    def step_end(self, numbers, tensors): time.sleep(0.02)
+    def start(self, numbers): pass
+"""
+RUN: dict[str, Any] = {"epochs": 2, "batch_size": 10, "global_batch_size": 20, "save_dir": "run"}
+STEPS, NAMES = 3, ["2.weight", "3.weight", "3.bias", "6.weight", "6.bias"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own_hooks.py").write_text(HOOKS)
+
+
+def notes(rank: int = 0) -> list[Any]:
+    return [json.loads(line) for line in Path(f"notes-{rank}.jsonl").read_text().splitlines()]
+
+
+def greedy(how: str, **more: Any) -> Ended:
+    return run_training(**RUN | more, hook=["own_hooks:Greedy"], sets=[f"hook.args.Greedy={{how: {how}}}"])
+
+
+def test_each_method_has_its_moment_on_each_rank() -> None:
+    ended = run_training(2, **RUN, hook=["own_hooks:Notes", "own_hooks:OnOne"], log_interval=1, keep=9)
+    assert ended.error == ""
+    found = notes()
+    steps = ["after_backward", "step_end"]
+    order = [name for name, _ in found if name != "saved"]
+    epoch = [*steps * STEPS, "evaluated", "epoch_end"]
+    assert order == ["start", *epoch, *epoch, "evaluated", "end"]
+    assert [told["checkpoint"] for name, told in found if name == "saved"] == ["step_00000003", "step_00000006"]
+    by_name: dict[str, list[Any]] = {}
+    for name, told in found:
+        by_name.setdefault(name, []).append(told)
+    journal = load_history(Path("run"))
+    for told in by_name["step_end"]:
+        line = journal.train[told["step"]]
+        assert (told["loss"], told["grad_norm"]) == (line["loss"], line["grad_norm"])
+        assert (told["epoch"], told["samples"], told["learning_rate"]) == (line["epoch"], line["samples"], line["lr"])
+        assert told["names"] == NAMES
+    norms = [told["norm"] for told in by_name["after_backward"]]
+    assert norms == pytest.approx([told["grad_norm"] for told in by_name["step_end"]])
+    assert [told["split"] for told in by_name["evaluated"]] == ["val", "val", "test"]
+    assert by_name["evaluated"][2]["metrics"] == ["test_accuracy", "test_loss"]
+    assert by_name["end"][0]["status"] == "completed"
+    other = notes(1)
+    assert [told["checkpoint"] for name, told in other if name == "saved"] == ["step_00000003", "step_00000006"]
+    assert [each for each in other if each[0] != "saved"] == [each for each in found if each[0] != "saved"]
+    assert json.loads(Path("on-one.json").read_text()) == [2, 4, 6]
+    plan = journal.plan["hooks"]
+    assert plan[0].startswith("own_hooks:Notes, on all ranks: start, after_backward, step_end, evaluated, epoch_end")
+    assert plan[1] == "own_hooks:OnOne, on rank 1: step_end, saved, end; each 2 steps"
+
+
+def test_state_goes_on_with_another_number_of_workers_and_hooks_may_change() -> None:
+    flags = RUN | {"hook": ["own_hooks:Notes", "own_hooks:OnOne"], "max_steps": 3}
+    assert run_training(2, **flags).error == ""
+    more = RUN | {"epochs": 3, "hook": ["own_hooks:OnOne", "again=own_hooks:Slow", "own_hooks:Notes"]}
+    assert run_training(**more).error == "", "one worker, on which OnOne has no place"
+    starts = [told["count"] for name, told in notes() if name == "start"]
+    assert starts == [0, 3]
+    assert run_training(2, **RUN | {"epochs": 4}, hook=["own_hooks:Notes"]).error == ""
+    assert [told["count"] for name, told in notes(1) if name == "start"] == [0, 9], "of the lowest rank"
+    state = torch.load("run/checkpoints/step_00000012/state.pt", weights_only=True)
+    assert list(state["hooks"]) == ["Notes"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("gradient", "Greedy: after_backward changed the gradient of 2.weight at step 1"),
+        ("weight", "Greedy: step_end changed the weight of 2.weight at step 1"),
+        ("raises", "Greedy: after_backward raised KeyError in own_hooks.py:"),
+        ("frozen", "Greedy: after_backward raised FrozenInstanceError"),
+        ("state", "state_dict returned a builtins.object, which a checkpoint can't hold"),
+    ],
+)
+def test_what_a_hook_must_not_do_ends_the_run_by_name(how: str, words: str) -> None:
+    ended = greedy(how)
+    assert ended.kind == "TrainingError"
+    assert f"--hook own_hooks:{words}" in ended.error or words in ended.error
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert words in summary["error"], "its own method failed raised as well, and hides nothing"
+
+
+def test_a_change_that_torch_does_not_count_is_found_when_replicas_are_compared() -> None:
+    flags = RUN | {"hook": ["own_hooks:Greedy"], "sets": ["hook.args.Greedy={how: hidden}"]}
+    ended = run_training(2, **flags)
+    assert "the replicas differ at step 3: rank" in ended.error
+    assert "2.weight" in ended.error
+    assert "hook" in ended.error
+
+
+def test_a_slow_one_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_training(**RUN, hook=["own_hooks:Slow"]).error == ""
+    said = capfd.readouterr().err
+    assert said.count("--hook own_hooks:Slow: step_end took 2") == 1
+    assert "of a budget of 5 ms" in said
+
+
+def test_a_failed_run_is_told_to_the_hook() -> None:
+    ended = run_training(**RUN, hook=["own_hooks:Notes"], model="tests.support.user_code:explosive", nonfinite="stop")
+    assert ended.kind == "TrainingError"
+    name, told = notes()[-1]
+    assert (name, told["status"]) == ("failed", "failed")
+    assert "NaN or infinite" in told["error"]

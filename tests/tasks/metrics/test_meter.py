@@ -1,0 +1,233 @@
+"""Each metric is exact: the same bits on any number of workers, and the number that another library finds."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn import metrics as reference
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from multigpu_cli.config.schema import DataConfig, MetricConfig, TaskConfig
+from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.loader import Loader
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.base import Task
+from multigpu_cli.tasks.classification import Classification
+from multigpu_cli.tasks.metrics.builtin import AUROC, R2, MacroAccuracy, MacroF1, compute_top5
+from multigpu_cli.tasks.metrics.load import load_metrics
+from multigpu_cli.tasks.regression import Regression
+from tests.support.ranks import run_on_each_rank
+from tests.support.world import ALONE, CPU
+
+HERE = "tests.tasks.metrics.test_meter"
+NAMES = (
+    "macro_f1",
+    "macro_accuracy",
+    "top5_accuracy",
+    *(f"{HERE}:{name}" for name in ("lead", "share", "Order", "Real")),
+)
+
+
+def lead(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.gather(1, targets.unsqueeze(1)).squeeze(1)
+
+
+def share(outputs: Tensor, targets: Tensor) -> tuple[Tensor, numpy.ndarray]:
+    """A ratio of sums, of which a batch may have nothing."""
+    return (outputs.argmax(1) == targets) & (targets == 1), (targets == 1).numpy()
+
+
+class Order:
+    """As torchmetrics' classes: its number depends on the order of the samples."""
+
+    sync_on_compute = True
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.seen: list[float] = []
+
+    def modules(self) -> list[Any]:
+        return [self]
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.seen += (outputs[:, 0] * (1 + targets)).tolist()
+
+    def compute(self) -> Tensor:
+        assert not self.sync_on_compute, "it would wait for the other ranks"
+        found = 0.0
+        for value in self.seen:
+            found = (found + value) * 0.9
+        return torch.tensor(found, dtype=torch.float64)
+
+
+class Real:
+    """Sums that are no whole numbers."""
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.stack([outputs.sum(), outputs.square().sum()])
+
+    def compute(self, sums: Tensor) -> float:
+        return float(sums[1] / sums[0].abs())
+
+
+def make_task(count: int, names: tuple[str, ...] = NAMES) -> tuple[Task, Loader]:
+    generator = torch.Generator().manual_seed(count)
+    inputs, targets = torch.randn(count, 7, generator=generator), torch.randint(7, (count,), generator=generator)
+    test = TensorDataset(inputs, targets)
+    source = DataSource(train=test, val=None, test=test, input_shape=(7,), num_classes=7)
+    task = Classification(source, TaskConfig())
+    task.own_metrics = load_metrics(MetricConfig(names=names), source, "classification")
+    return task, Loader(test, source, DataConfig(), device=CPU, seed=1)
+
+
+def evaluate(world: World) -> list[Any]:
+    """97 samples, and 5, of which some workers have none."""
+    torch.manual_seed(1)
+    model, found = nn.Linear(7, 7), []
+    for count in (97, 5):
+        task, loader = make_task(count)
+        found.append(task.evaluate(model, loader, world, Precision("off", CPU), 8).metrics)
+    return found
+
+
+def test_any_number_of_workers_finds_the_same_bits() -> None:
+    alone = evaluate(ALONE)
+    assert set(alone[0]) == {"loss", "accuracy", "macro_f1", "macro_accuracy", "top5_accuracy", "lead", "share"} | {
+        "order",
+        "real",
+    }
+    assert run_on_each_rank(3, evaluate) == [alone] * 3
+
+
+def test_numbers_are_those_of_their_definition() -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(7, 7)
+    task, loader = make_task(97)
+    found = task.evaluate(model, loader, ALONE, Precision("off", CPU), 8).metrics
+    inputs, targets = task.source.test.tensors  # type: ignore[union-attr]
+    outputs = model(inputs).detach()
+    predicted = outputs.argmax(1)
+    order = Order()
+    order.sync_on_compute = False
+    order.update(outputs, targets)
+    right = predicted == targets
+    expected = {
+        "macro_f1": reference.f1_score(targets, predicted, average="macro"),
+        "macro_accuracy": reference.balanced_accuracy_score(targets, predicted),
+        "top5_accuracy": reference.top_k_accuracy_score(targets, outputs, k=5),
+        "lead": float(lead(outputs, targets).double().mean()),
+        "share": float(right[targets == 1].double().mean()),
+        "order": float(order.compute()),
+    }
+    assert {name: found[name] for name in expected} == {name: pytest.approx(each) for name, each in expected.items()}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=30), st.integers(1, 9))
+def test_auroc_is_that_of_scikit_learn(samples: list[tuple[int, bool]], size: int) -> None:
+    scores, targets = (torch.tensor(column) for column in zip(*samples, strict=True))
+    metric = AUROC()
+    for at in range(0, len(scores), size):
+        part = scores[at : at + size].float()
+        metric.update(torch.stack([torch.zeros_like(part), part], 1), targets[at : at + size].long())
+    both = 0 < int(targets.sum()) < len(targets)
+    expected = reference.roc_auc_score(targets, scores) if both else float("nan")
+    assert metric.compute() == pytest.approx(expected, nan_ok=True)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
+def test_means_over_classes_are_those_of_scikit_learn(samples: list[tuple[int, int]]) -> None:
+    predicted, targets = (torch.tensor(column) for column in zip(*samples, strict=True))
+    outputs = nn.functional.one_hot(predicted, 4).float()
+    f1, accuracy = MacroF1(4), MacroAccuracy(4)
+    assert f1.compute(f1.sums(outputs, targets)) == pytest.approx(
+        reference.f1_score(targets, predicted, average="macro")
+    )
+    there = predicted[torch.isin(predicted, targets)]
+    if len(there) == len(predicted):  # else scikit-learn warns
+        expected = reference.balanced_accuracy_score(targets, predicted)
+        assert accuracy.compute(accuracy.sums(outputs, targets)) == pytest.approx(expected)
+
+
+def test_r2_and_top5_take_what_they_can_compare_only() -> None:
+    metric = R2()
+    outputs, targets = torch.randn(9, 2), torch.randn(9, 2)
+    metric.update(outputs[:4], targets[:4])
+    metric.update(outputs[4:], targets[4:])
+    assert metric.compute() == pytest.approx(reference.r2_score(targets, outputs))
+    with pytest.raises(ValueError, match="one shape"):
+        metric.update(outputs, targets[:, 0])
+    with pytest.raises(ValueError, match="class numbers"):
+        compute_top5(outputs, targets)
+
+
+def test_a_regression_is_compared_in_its_own_unit() -> None:
+    inputs = torch.randn(20, 3)
+    test = TensorDataset(inputs, 100 + 50 * inputs.sum(1))
+    scale = {"target_scale": (100.0, 50.0)}
+    source = DataSource(train=test, val=None, test=test, input_shape=(3,), num_classes=0, **scale)  # type: ignore[arg-type]
+    task = Regression(source, TaskConfig())
+    task.own_metrics = load_metrics(MetricConfig(names=(f"{HERE}:distance",)), source, "regression")
+    model = nn.Linear(3, 1)
+    found = task.evaluate(
+        model, Loader(test, source, DataConfig(), device=CPU, seed=1), ALONE, Precision("off", CPU), 8
+    )
+    assert found.metrics["distance"] == pytest.approx(found.metrics["mae"])
+
+
+def distance(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).abs()
+
+
+class NoNumber(Order):
+    def compute(self) -> Any:
+        return torch.zeros(2)
+
+
+class Broken(Order):
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        if len(outputs) < 8:
+            raise ValueError("too few")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("NoNumber", r"compute returned a tensor \(2,\) float32"),
+        ("Broken", "update raised ValueError in test_meter.py"),
+    ],
+)
+def test_an_error_on_rank_0_is_known_to_all(name: str, words: str) -> None:
+    def work(world: World) -> str:
+        task, loader = make_task(21, (f"{HERE}:{name}",))
+        try:
+            task.evaluate(nn.Linear(7, 7), loader, world, Precision("off", CPU), 8)
+        except TrainingError as error:
+            return str(error)
+        return ""
+
+    found = run_on_each_rank(2, work)
+    assert found[0] == found[1]
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(found[0])
+
+
+class Twice(Classification):
+    def measure(self, model: nn.Module, batch: Any) -> Any:
+        super().measure(model, batch)
+        return super().measure(model, batch)
+
+
+def test_a_task_with_two_passes_has_no_outputs_to_compare() -> None:
+    task, loader = make_task(9)
+    twice = Twice(task.source, TaskConfig())
+    twice.own_metrics = task.own_metrics
+    with pytest.raises(RequestError, match="calls the model 2 times for a batch"):
+        twice.evaluate(nn.Linear(7, 7), loader, ALONE, Precision("off", CPU), 8)
