@@ -227,8 +227,8 @@ def _collect_notes(
         yield "the global batch grows with the workers: fewer steps may not reach the same loss (--noise-scale)"
     if config.communication.grad_compression == "powersgd":
         yield "PowerSGD sends less than this: the forecast counts whole gradients, as in PowerSGD's first steps"
-    for number, text in enumerate(alone.components.plan.hooks, 1):
-        yield f"hook {number} is not called here, and so in none of these times: {text}"
+    for at, text in enumerate(alone.components.plan.hooks, 1):
+        yield f"hook {at} is not called here, and so in none of these times: {text}"
     end = find_scaling_limit(rows)
     if end < rows[-1].workers:
         yield f"beyond {pluralize(end, 'worker')}, the next row saves less than a tenth of the time"
