@@ -9,7 +9,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from multigpu_cli.commands import completion
-from multigpu_cli.config.schema import SETTINGS, Setting
+from multigpu_cli.config.schema import SETTINGS
+from multigpu_cli.config.setting import Setting
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _CALL = "This call"

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND
-from multigpu_cli.config.schema import SETTINGS, Config, Setting
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.setting import Setting
 
 
 def list_arguments(config: Config) -> list[str]:

@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from multigpu_cli.config.schema import SETTINGS, Config, Setting
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.setting import Setting
 from multigpu_cli.errors import RequestError, combine_errors
 
 OF_THE_COMMAND = {"save_dir", "resume", "own_code"}

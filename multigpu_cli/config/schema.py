@@ -7,50 +7,11 @@ and hook), and what few people need, such as optimizer.rates.
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from multigpu_cli.config import types
-from multigpu_cli.config.types import ClassWeights, ValueType, choice, integer, number
-
-
-class Setting(NamedTuple):
-    """One setting.
-
-    Attributes:
-        key: its name in YAML and --set.
-        section, attribute: where Config stores the value.
-        kind: the type of its values.
-        default: the value if it is not given.
-        help: one line, without the default.
-        panel: the group of flags in --help.
-        free: it may differ on resume.
-    """
-
-    key: str
-    section: str
-    attribute: str
-    kind: ValueType
-    default: Any
-    help: str
-    panel: str
-    free: bool
-
-    @property
-    def flag(self) -> str | None:
-        return None if "." in self.key else "--" + self.key.replace("_", "-")
-
-
-def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = False) -> Any:
-    """Declare a dataclass field with its flag."""
-    return field(default=default, metadata={"key": key, "kind": kind, "help": help, "free": free})
-
-
-def _mapping(key: str, kind: ValueType, help: str, *, free: bool = False) -> Any:
-    return field(default_factory=dict, metadata={"key": key, "kind": kind, "help": help, "free": free})
-
-
-def _arguments(key: str) -> Any:
-    return _mapping(key, types.args, "arguments")
+from multigpu_cli.config.setting import Setting, arguments, mapping, setting
+from multigpu_cli.config.types import ClassWeights, choice, integer, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +53,7 @@ class DataConfig:
 
     PANEL = "Data, model, task"
     name: str = setting("data", "digits", types.text, "dataset: a name, a file, or your own as module:factory")
-    args: dict[str, Any] = _arguments("data.args")
+    args: dict[str, Any] = arguments("data.args")
     inputs: int | None = setting(
         "data.inputs", None, integer(1, 1000), "so many parts of a sample are inputs, the others targets (default: 1)"
     )
@@ -138,7 +99,7 @@ class ModelConfig:
         "model", None, types.text, "network: a name, timm/NAME, or module:factory (default: the dataset's)"
     )
     dir: str | None = setting("model_dir", None, types.path, "folder of a pretrained model of transformers", free=True)
-    args: dict[str, Any] = _arguments("model.args")
+    args: dict[str, Any] = arguments("model.args")
     sync_bn: bool = setting("sync_bn", False, types.switch, "BatchNorm statistics over all GPUs (SyncBatchNorm)")
     grad_checkpointing: bool = setting(
         "grad_checkpointing", False, types.switch, "recompute activations in backward: less memory, more time"
@@ -177,7 +138,7 @@ class TaskConfig:
 
     PANEL = "Data, model, task"
     name: str | None = setting("task", None, types.text, "task: a name, or module:Class (default: the dataset's)")
-    args: dict[str, Any] = _arguments("task.args")
+    args: dict[str, Any] = arguments("task.args")
     label_smoothing: float = setting("label_smoothing", 0.0, number(0, 1, below=True), "softens one-hot targets")
     class_weights: ClassWeights | None = setting(
         "task.class_weights", None, types.class_weights, "a training sample's loss is multiplied by that of its class"
@@ -196,7 +157,7 @@ class MetricConfig:
     names: tuple[str, ...] = setting(
         "metric", (), types.named_code, "a further metric: a name, or your own as module:function; may be repeated"
     )
-    args: dict[str, Any] = _arguments("metric.args")
+    args: dict[str, Any] = arguments("metric.args")
     best: str | None = setting(
         "best", None, types.best, "what makes weights the best, e.g. val_macro_f1:max (default: the task's)"
     )
@@ -210,7 +171,7 @@ class HookConfig:
     names: tuple[str, ...] = setting(
         "hook", (), types.named_code, "your own class as module:Class follows the training; repeatable", free=True
     )
-    args: dict[str, Any] = _mapping("hook.args", types.args, "arguments", free=True)
+    args: dict[str, Any] = mapping("hook.args", types.args, "arguments", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +222,7 @@ class RateConfig:
     schedule: str = setting(
         "schedule", "cosine", choice("cosine", "linear", "constant", "step"), "how the rate falls after warm-up"
     )
-    args: dict[str, Any] = _arguments("schedule.args")
+    args: dict[str, Any] = arguments("schedule.args")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,8 +231,8 @@ class OptimizerConfig:
 
     PANEL = "Learning rate and optimizer"
     name: str = setting("optimizer", "adamw", choice("adamw", "sgd"), "optimizer (fused where the device has it)")
-    args: dict[str, Any] = _arguments("optimizer.args")
-    rates: dict[str, float] = _mapping(
+    args: dict[str, Any] = arguments("optimizer.args")
+    rates: dict[str, float] = mapping(
         "optimizer.rates", types.rates, "what the learning rate is multiplied by, e.g. {head.*: 10}"
     )
     layer_decay: float | None = setting(

@@ -101,7 +101,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "sample_every": 2,
     "trace_samples": True,
     "metric": ["macro_f1"],
-    "metric.args": {"macro_f1": {"x": 1}},
+    "metric.args": {"macro_f1": 1},
     "best": "val_macro_f1:max",
     "hook": ["own:Hook"],
     "hook.args": {"Hook": {"x": 1}},

@@ -174,7 +174,7 @@ def test_a_change_that_torch_does_not_count_is_found_when_replicas_are_compared(
 
 def test_a_slow_one_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_training(**RUN, hook=["own_hooks:Slow"]).error == ""
-    said = capfd.readouterr().err
+    said = "".join(capfd.readouterr())
     assert said.count("--hook own_hooks:Slow: step_end took 2") == 1
     assert "of a budget of 5 ms" in said
 

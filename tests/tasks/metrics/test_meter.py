@@ -88,13 +88,14 @@ def make_task(count: int, names: tuple[str, ...] = NAMES) -> tuple[Task, Loader]
     return task, Loader(test, source, DataConfig(), device=CPU, seed=1)
 
 
-def evaluate(world: World) -> list[Any]:
-    """97 samples, and 5, of which some workers have none."""
+def evaluate(world: World) -> list[dict[str, str]]:
+    """97 samples, and 5, of which some workers have none; with all digits, since NaN is not equal to itself."""
     torch.manual_seed(1)
     model, found = nn.Linear(7, 7), []
     for count in (97, 5):
         task, loader = make_task(count)
-        found.append(task.evaluate(model, loader, world, Precision("off", CPU), 8).metrics)
+        metrics = task.evaluate(model, loader, world, Precision("off", CPU), 8).metrics
+        found.append({name: repr(value) for name, value in metrics.items()})
     return found
 
 
@@ -150,10 +151,8 @@ def test_means_over_classes_are_those_of_scikit_learn(samples: list[tuple[int, i
     assert f1.compute(f1.sums(outputs, targets)) == pytest.approx(
         reference.f1_score(targets, predicted, average="macro")
     )
-    there = predicted[torch.isin(predicted, targets)]
-    if len(there) == len(predicted):  # else scikit-learn warns
-        expected = reference.balanced_accuracy_score(targets, predicted)
-        assert accuracy.compute(accuracy.sums(outputs, targets)) == pytest.approx(expected)
+    recalls = [(predicted[targets == name] == name).double().mean() for name in targets.unique()]
+    assert accuracy.compute(accuracy.sums(outputs, targets)) == pytest.approx(float(torch.stack(recalls).mean()))
 
 
 def test_r2_and_top5_take_what_they_can_compare_only() -> None:
