@@ -20,6 +20,7 @@ import torch
 
 from multigpu_cli import engine
 from multigpu_cli.commands import errors_text
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserve_stdout
@@ -73,6 +74,8 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         raise RequestError(
             f"train: a {type(config).__name__} is not a Config", remedy="train_with_multi_gpu for a model of your own"
         )
+    if dry_run:
+        config = replace_settings(config, {"mirror": None})  # a start would copy a checkpoint from there
     launch_env = LaunchEnv.from_environment(os.environ)
     placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     if placement.num_processes_to_launch and not dry_run:

@@ -27,6 +27,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
 from multigpu_cli.faults.interpret_error import describe_unexpected_error, is_peer_failure
+from multigpu_cli.run.restore_from_mirror import check_mirror_is_new
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.parent_death import die_with_parent
@@ -61,6 +62,7 @@ def self_launch(config: Config, placement: Placement, screen: str) -> dict[str, 
     Raises:
         WorkersFailed: some worker ended with a non-zero exit code.
     """
+    check_mirror_is_new(config)
     config = resolve_folder(config)
     run_folder, began = Path(str(config.checkpoint.save_dir)), time.time()
     try:

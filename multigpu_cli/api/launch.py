@@ -16,6 +16,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.restore_from_mirror import check_mirror_is_new
 from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.runtime.choose_strategy_and_devices import (
     Placement,
@@ -106,6 +107,7 @@ def run_in_processes(config: Config, placement: Placement, user_objects: UserObj
     Raises:
         RequestError: an object can't be pickled for another process.
     """
+    check_mirror_is_new(config)
     config = resolve_folder(config)
     try:
         ForkingPickler.dumps(user_objects)

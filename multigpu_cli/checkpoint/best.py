@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.checkpoint.files import Moved, ignore_progress, publish
-from multigpu_cli.checkpoint.manifest import read_manifest
+from multigpu_cli.checkpoint.manifest import BEST, read_manifest
 from multigpu_cli.checkpoint.serialize import deserialize
 from multigpu_cli.errors import RequestError
-
-BEST = "best_weights.pt"  # in a checkpoint's folder; its manifest names the sum under "best"
 
 
 class BestWeights(NamedTuple):

@@ -15,9 +15,8 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from multigpu_cli.checkpoint.best import BEST
 from multigpu_cli.checkpoint.files import compute_sha256
-from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, is_piece, read_manifest
+from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, is_piece, read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import format_differences, format_shape, read_weights
 from multigpu_cli.config.paths import find_weight_file

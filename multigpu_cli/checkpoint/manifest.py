@@ -10,6 +10,7 @@ from typing import Any
 from multigpu_cli.checkpoint.files import Moved, compute_sha256, ignore_progress
 
 MANIFEST = "manifest.json"
+BEST = "best_weights.pt"  # the best weights so far, in a checkpoint's folder; the manifest names their sum under "best"
 
 FindDamage = Callable[[Path], str | None]
 """What is wrong with a checkpoint; None if nothing is."""
@@ -19,6 +20,11 @@ def parse_step(folder: Path) -> int:
     """The step in the name of a checkpoint's folder; -1 if there is none."""
     number = re.match(r"step_(\d+)", folder.name)
     return int(number[1]) if number else -1
+
+
+def list_checkpoint_folders(home: Path) -> list[Path]:
+    """All checkpoints in RUN/checkpoints, intact or not, newest first."""
+    return sorted(home.glob("step_*"), key=parse_step, reverse=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

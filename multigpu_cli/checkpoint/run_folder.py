@@ -63,7 +63,13 @@ class CheckpointNotFound(RequestError):
 
 
 class NoIntactCheckpoint(CheckpointNotFound):
-    """All checkpoints in the run folder are damaged; a new run in it would overwrite the best weights."""
+    """All checkpoints in the run folder are damaged; a new run in it would overwrite the best weights.
+
+    Attributes:
+        folder: the run folder.
+    """
+
+    folder: Path
 
 
 def resume_exists(resume: str) -> bool:
@@ -162,10 +168,12 @@ def _no_intact_error(folder: Path, damages: Sequence[str]) -> NoIntactCheckpoint
     listed = "".join(f"\n  {damage}" for damage in damages)
     restart = "start a new run with --resume never and another --save-dir"
     restart += f" (from the best weights of this one: --init-from {best})" if best.is_file() else ""
-    return NoIntactCheckpoint(
+    error = NoIntactCheckpoint(
         f"{folder} has {pluralize(len(damages), 'checkpoint')}, and none is intact{listed}",
         remedy=f"{restart}; or use --resume PATH of an intact checkpoint, with another --save-dir",
     )
+    error.folder = folder
+    return error
 
 
 def _resume_from(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, notes: list[str]) -> ResumePoint:

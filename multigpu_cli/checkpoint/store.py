@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from multigpu_cli.checkpoint.best import BEST, BestWeights, add_best
+from multigpu_cli.checkpoint.best import BestWeights, add_best
 from multigpu_cli.checkpoint.files import Moved, flush_folder, ignore_progress, publish, publish_stream
 from multigpu_cli.checkpoint.manifest import (
+    BEST,
     MANIFEST,
     FindDamage,
     find_damage,
     find_damaged_piece,
     find_quick_damage,
+    list_checkpoint_folders,
     list_pieces,
     parse_step,
     read_manifest,
@@ -179,7 +181,7 @@ class Store:
 
     def list_folders(self) -> list[Path]:
         """All checkpoints, intact or not, newest first."""
-        return sorted(self.folder.glob("step_*"), key=parse_step, reverse=True)
+        return list_checkpoint_folders(self.folder)
 
 
 def _write(file: Path, state: dict[str, Any], moved: Moved) -> dict[str, Any]:

@@ -247,6 +247,19 @@ def report(
 
 
 @app.command(cls=Command)
+def mirror(
+    run: _Run,
+    to: Annotated[str, typer.Option(metavar="URL", help="s3://…, gs://… or file:…")],
+    as_json: _Json = False,
+) -> None:
+    """Copy the newest checkpoint and the weights of a run to a remote folder, as --mirror does while it trains."""
+    from multigpu_cli.commands.mirror import format_mirrored, mirror_run
+
+    found = mirror_run(run, to)
+    print_result(found, format_mirrored(found), as_json=as_json)
+
+
+@app.command(cls=Command)
 def clean(
     runs: Annotated[list[str], run_argument("DIR", "folders of runs, or of folders")],
     yes: Annotated[bool, typer.Option("--yes", help="remove them; without it they are only listed")] = False,

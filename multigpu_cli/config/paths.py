@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
+from multigpu_cli.config.mirror_url import find_url_errors
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
@@ -28,6 +29,8 @@ def find_path_errors(config: Config) -> Iterator[RequestError]:
         yield from _init_from(Path(config.model.init_from))
     if config.log.prompts is not None:
         yield from _prompts(Path(config.log.prompts))
+    if config.checkpoint.mirror is not None:
+        yield from find_url_errors(config.checkpoint.mirror)
     if config.checkpoint.save_dir is not None:
         yield from _save_dir(config.checkpoint.save_dir)
     if config.checkpoint.resume not in ("auto", "never"):

@@ -284,5 +284,5 @@ RULES = (
     Rule("data task num_envs env_group env_steps episodes", _reinforcement),
     Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
     Rule("data data_dir", _data_place),
-    Rule("init_from prompts save_dir resume", _places),
+    Rule("init_from prompts mirror save_dir resume", _places),
 )

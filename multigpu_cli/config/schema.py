@@ -293,6 +293,9 @@ class CheckpointConfig:
         "checkpoint_every", None, types.every, "optimizer steps or minutes (default: each epoch)", free=True
     )
     keep: int = setting("keep", 3, integer(1, 10**6), "how many of the newest checkpoints stay", free=True)
+    mirror: str | None = setting(
+        "mirror", None, types.url, "copy of the checkpoints in s3://…, gs://… or file:…, to go on from too", free=True
+    )
     own_code: bool = setting("own_code", False, types.switch, "import code that only a run folder names", free=True)
 
 

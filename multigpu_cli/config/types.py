@@ -200,6 +200,7 @@ def quote_value(value: Any) -> str:
 
 text = ValueType("NAME", _text)
 path = ValueType("PATH", _path)
+url = ValueType("URL", _text)
 switch = ValueType("", _switch)
 gpu_ids = ValueType("0,1", _ids)
 every = ValueType("500|10m", _every)

@@ -16,6 +16,7 @@ from multigpu_cli.checkpoint.run_folder import (
 )
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.run.restore_from_mirror import restore_from_mirror
 from multigpu_cli.runtime.collectives import all_gather_object, broadcast_object
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.restart_records import list_recorded_runs, record_run
@@ -29,10 +30,12 @@ def agree_on_resume_point(config: Config, world: World) -> ResumePoint:
     rank 0 has moved: that node sends it.
 
     Raises:
-        RequestError: no node has a checkpoint to resume from, although one is required, or all are damaged.
+        RequestError: no node has a checkpoint to resume from, although one is required, or all are damaged; or the
+            mirror can't be used.
         TrainingError: an earlier attempt is still active in the folder.
     """
     begun = _find_earlier_folders(world)
+    run_on_main_rank(world, lambda: restore_from_mirror(config, attempt=world.attempt, begun=begun))
     damaged: dict[str, str] = {}
     while damage := _find_damaged_piece(start := _agree(config, world, begun, damaged), world):
         damaged[_name_content(start.manifest)] = damage

@@ -24,6 +24,7 @@ from multigpu_cli.runtime.collectives import all_reduce_max
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 
 if TYPE_CHECKING:
+    from multigpu_cli.run.mirroring import MirrorProcess
     from multigpu_cli.run.run import Run
 
 
@@ -65,6 +66,7 @@ class Checkpointer:
         snapshot: what this rank wrote last, or is writing.
         owner: what the lock of the run folder says, if all ranks of a sharded run see it, and so write their rows.
         saves: checkpoints that were begun.
+        mirror: sends what the store holds to a remote folder, on rank 0.
     """
 
     store: Store
@@ -77,6 +79,7 @@ class Checkpointer:
     snapshot: dict[str, Any] | None = None
     owner: str = ""
     saves: int = 0
+    mirror: "MirrorProcess | None" = None
 
 
 def save_checkpoint(run: "Run") -> None:
@@ -183,6 +186,8 @@ def finish_pending_checkpoint(run: "Run") -> None:
     checkpointer.best_in_flight = None
     if not error:
         run.hooks.saved()
+    if checkpointer.mirror and (fault := checkpointer.mirror.read_new_fault()):
+        run.log_fault("mirror", f"{fault}; training goes on, and it is tried again")
 
 
 def _collect_state(run: "Run", task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Rows]]:

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from multigpu_cli.checkpoint.best import BEST, restore_file
+from multigpu_cli.checkpoint.best import restore_file
 from multigpu_cli.checkpoint.lock import check_owner, fail_on_write_error
+from multigpu_cli.checkpoint.manifest import BEST
 from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
 from multigpu_cli.faults.interpret_error import find_unused_parameters
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint

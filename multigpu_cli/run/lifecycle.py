@@ -141,6 +141,10 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         run.progress.startup_seconds += time.perf_counter() - began
         with record_failure(run):
             start_run(run, memory_warnings)
+            if world.is_main and run.config.checkpoint.mirror:
+                from multigpu_cli.run.mirroring import open_mirror  # late: only runs with a mirror
+
+                stack.enter_context(open_mirror(run))
             yield run
         if not run.control.summary_written:
             run.checkpointer.writer.wait()

@@ -96,6 +96,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "grad_compression": "fp16",
     "checkpoint_every": "10m",
     "keep": 9,
+    "mirror": "file:mirror",
     "log_interval": 1,
     "prompts": "prompts.jsonl",
     "sample_every": 2,

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.best import BEST
 from multigpu_cli.checkpoint.inspect import list_checkpoints
-from multigpu_cli.checkpoint.manifest import MANIFEST, read_manifest, sign_manifest
+from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, read_manifest, sign_manifest
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal

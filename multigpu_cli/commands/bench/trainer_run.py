@@ -44,6 +44,7 @@ def run_trainer(
         "log_interval": interval,
         "save_dir": str(folder),
         "resume": "never",
+        "mirror": None,
         "checkpoint_every": str(_ENDLESS),
         "warmup_epochs": 0.0,
     }

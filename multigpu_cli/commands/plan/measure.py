@@ -209,7 +209,9 @@ def _run_sharded_worker(config: Config) -> list[float]:
 
 def build_probed(config: Config, placement: Placement, world: World, folder: str) -> tuple[TrainComponents, str]:
     """The components of a training after the memory probe, and what it changed; the folder stays empty."""
-    spec = prepare_spec(replace_settings(config, {"save_dir": folder, "resume": "never"}), placement, world)
+    spec = prepare_spec(
+        replace_settings(config, {"save_dir": folder, "resume": "never", "mirror": None}), placement, world
+    )
     components = build_components(spec, world)
     return components, "; ".join(fit_batch_sizes_to_memory(components))
 

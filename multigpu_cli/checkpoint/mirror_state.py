@@ -1,0 +1,43 @@
+"""How far the mirror of a run has come: a small file in the run folder, without torch."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from multigpu_cli.checkpoint.files import publish
+
+STATE_FILE = "mirror.json"
+
+
+@dataclass(frozen=True)
+class MirrorState:
+    """What mirror.json holds.
+
+    Attributes:
+        id: of the run, which its mirror holds too; "" before the first contact.
+        url: where `step` was sent.
+        step: of the newest checkpoint in the mirror.
+        content: checksum of that checkpoint's manifest.
+        complete: all files of the ended run are there.
+        error: why the last try failed; "" after one that did not.
+    """
+
+    id: str = ""
+    url: str = ""
+    step: int | None = None
+    content: str = ""
+    complete: bool = False
+    error: str = ""
+
+
+def read_state(run: Path) -> MirrorState:
+    """The state of a run folder's mirror; an empty one where it has none."""
+    try:
+        found = json.loads((run / STATE_FILE).read_text())
+    except FileNotFoundError:
+        return MirrorState()
+    return MirrorState(**{name: found[name] for name in asdict(MirrorState())})
+
+
+def write_state(run: Path, state: MirrorState) -> None:
+    publish(run / STATE_FILE, json.dumps(asdict(state), indent=1).encode())

@@ -1,0 +1,49 @@
+"""mirror: sends a run's newest checkpoint and its weights to a remote folder, after a run that could not."""
+
+import fcntl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.checkpoint.lock import is_locked
+from multigpu_cli.checkpoint.mirror import Mirror
+from multigpu_cli.checkpoint.mirror_process import Follower, lock_mirror
+from multigpu_cli.checkpoint.mirror_state import read_state
+from multigpu_cli.checkpoint.run_folder import holds_run
+from multigpu_cli.config.mirror_url import find_url_errors
+from multigpu_cli.errors import RequestError, TrainingError, combine_errors
+
+_PATIENCE = 10.0  # seconds without progress until the command gives up
+_KEEP = 10**6  # nothing is removed there
+
+
+def mirror_run(run: str, url: str) -> dict[str, Any]:
+    """Send what the remote folder lacks; returns the URL and the step of its newest checkpoint.
+
+    Raises:
+        RequestError: there is no such run, it is at work, or the URL is wrong.
+        TrainingError: the remote folder refused it.
+    """
+    folder = Path(run)
+    if errors := list(find_url_errors(url)):
+        raise combine_errors(errors)
+    if not holds_run(folder):
+        raise RequestError(f"{run}: is no run folder", remedy="name the folder that holds its config.yaml")
+    if is_locked(folder):
+        raise RequestError(f"{run}: the run is at work", remedy="wait for its end; with --mirror it sends them itself")
+    ended = threading.Event()
+    ended.set()
+    try:
+        with lock_mirror(folder, fcntl.LOCK_NB):
+            complete = Follower(folder, Mirror(url), _KEEP).follow(ended, _PATIENCE)
+    except BlockingIOError as error:
+        raise RequestError(f"{run}: another process is sending it", remedy="wait for its end") from error
+    if not complete:
+        raise TrainingError(read_state(folder).error, remedy="the same command once the remote folder is back")
+    return {"url": read_state(folder).url, "step": read_state(folder).step}
+
+
+def format_mirrored(found: dict[str, Any]) -> Iterator[str]:
+    """What the remote folder holds now."""
+    yield f"{found['url']} holds the checkpoint of step {found['step']} and the run's files, read back and compared"

@@ -1,0 +1,40 @@
+"""The URL that --mirror names: which are known, and what it must not hold."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from multigpu_cli.errors import RequestError
+
+DRIVERS = {"file": "fsspec", "s3": "s3fs", "gs": "gcsfs"}
+"""The package that each kind of URL needs; fsspec comes with torch."""
+
+
+def find_url_errors(url: str) -> Iterator[RequestError]:
+    """What is wrong with a mirror's URL; the remote folder is not touched."""
+    parts = urlsplit(url)
+    known = parts.scheme in DRIVERS and (parts.scheme == "file" or bool(parts.netloc))
+    if not known or not (parts.netloc + parts.path).strip("/"):
+        yield RequestError(
+            f"--mirror {_hide_password(url)}: is not the URL of a folder",
+            remedy="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:/PATH",
+        )
+    elif "@" in parts.netloc or parts.query:
+        yield RequestError(
+            f"--mirror {_hide_password(url)}: holds credentials or options, which would be written into config.yaml",
+            remedy="leave them to the environment, for instance AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL",
+        )
+    elif find_spec(driver := DRIVERS[parts.scheme]) is None:
+        yield RequestError(f"--mirror {url}: needs {driver}, which is not installed", remedy=f"pip install {driver}")
+
+
+def make_absolute(url: str) -> str:
+    """The same folder from wherever a process looks at it: file:name is below the present folder."""
+    scheme, _, path = url.partition(":")
+    return f"file:{Path.cwd() / path}" if scheme == "file" and not path.startswith("/") else url
+
+
+def _hide_password(url: str) -> str:
+    head, at, tail = url.partition("?")[0].rpartition("@")
+    return f"{head.partition('://')[0]}://…@{tail}" if at else tail

@@ -1,0 +1,130 @@
+"""The remote folder: what is there is whole, whenever a transfer is cut; on disk, and on a local S3 server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigpu_cli.checkpoint.files import ignore_progress
+from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, sign_manifest
+from multigpu_cli.checkpoint.mirror import Mirror, MirrorError
+from tests.support.mirrors import CutMirror, s3_server, write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3_server() as name:
+        yield f"s3://{name}"
+
+
+@pytest.fixture(params=["file", "s3"])
+def mirror(request: pytest.FixtureRequest, tmp_path: Path) -> Mirror:
+    if request.param == "file":
+        return Mirror(f"file:{tmp_path}/mirror")
+    return Mirror(f"{request.getfixturevalue('bucket')}/{tmp_path.name}")
+
+
+def test_what_was_uploaded_comes_back(mirror: Mirror, tmp_path: Path) -> None:
+    assert (mirror.list_steps(), mirror.read_owner()) == ([], "")
+    mirror.write_owner("a run")
+    for step in (9, 100):
+        mirror.upload_checkpoint(write_checkpoint(tmp_path / "run", step), ignore_progress)
+    assert (mirror.list_steps(), mirror.read_owner()) == ([100, 9], "a run")
+    mirror.download_checkpoint(100, tmp_path / "other")
+    (folder,) = (tmp_path / "other" / "checkpoints").iterdir()
+    assert find_damage(folder) is None
+    assert (folder / BEST).read_bytes() == b"best of 100"
+    mirror.discard(lambda step: step < 100)
+    assert mirror.list_steps() == [100]
+
+
+def test_small_files_are_copied_both_ways_but_never_over_others(mirror: Mirror, tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.mkdir()
+    (run / "journal.jsonl").write_text("{}\n")
+    for name in ("journal.jsonl", "summary.json"):
+        mirror.upload_file(run / name)
+        mirror.download_file(name, other)
+    assert [file.name for file in other.iterdir()] == ["journal.jsonl"]
+    (run / "journal.jsonl").write_text("later")
+    mirror.upload_file(run / "journal.jsonl")
+    mirror.download_file("journal.jsonl", other)
+    assert (other / "journal.jsonl").read_text() == "{}\n"
+
+
+def test_wherever_an_upload_is_cut_only_whole_checkpoints_are_there(tmp_path: Path) -> None:
+    run, cuts = tmp_path / "run", 0
+    old, new = (write_checkpoint(run, step) for step in (1, 2))
+    while True:
+        mirror = CutMirror(f"file:{tmp_path}/mirror{cuts}", after=cuts)
+        try:
+            for folder in (old, new):
+                mirror.upload_checkpoint(folder, ignore_progress)
+            mirror.discard(lambda step: step == 1)
+        except MirrorError:
+            cuts += 1
+        else:
+            break
+        whole = Mirror(mirror.url)
+        for step in whole.list_steps():
+            whole.download_checkpoint(step, tmp_path / f"back{cuts}")  # raises where it is damaged
+        whole.upload_checkpoint(new, ignore_progress)
+        assert whole.list_steps()[0] == 2
+    assert cuts > 8
+
+
+def test_what_an_interrupted_upload_left_is_not_sent_again_unless_it_differs(tmp_path: Path) -> None:
+    folder, mirror = write_checkpoint(tmp_path, 5), CutMirror(f"file:{tmp_path}/mirror")
+    mirror.upload_checkpoint(folder, ignore_progress)
+    (tmp_path / "mirror" / "checkpoints" / folder.name / "state.pt").write_bytes(b"torn")
+    mirror.sent.clear()
+    mirror.upload_checkpoint(folder, ignore_progress)
+    assert mirror.sent == ["state.pt"]
+    assert find_damage(tmp_path / "mirror" / "checkpoints" / folder.name) is None
+
+
+def test_the_same_step_of_a_later_attempt_replaces_the_old_one(tmp_path: Path) -> None:
+    folder, mirror = write_checkpoint(tmp_path, 5), Mirror(f"file:{tmp_path}/mirror")
+    mirror.upload_checkpoint(folder, ignore_progress)
+    again = write_checkpoint(tmp_path, 5, content=b"of two workers")
+    mirror.upload_checkpoint(again, ignore_progress)
+    mirror.download_checkpoint(5, tmp_path / "other")
+    assert (tmp_path / "other" / "checkpoints" / folder.name / "state.pt").read_bytes() == b"of two workers"
+
+
+def test_a_store_that_changes_content_is_noticed(tmp_path: Path) -> None:
+    class Lossy(Mirror):
+        def _send(self, file: Path, *names: str) -> None:
+            super()._send(file, *names)
+            self._system.pipe_file(self._path(*names), b"x")
+
+    with pytest.raises(MirrorError, match=r"step_00000005/state.pt came back with other content"):
+        Lossy(f"file:{tmp_path}/mirror").upload_checkpoint(write_checkpoint(tmp_path, 5), ignore_progress)
+
+
+def test_a_damaged_checkpoint_is_not_brought_back(tmp_path: Path) -> None:
+    folder, mirror = write_checkpoint(tmp_path, 5), Mirror(f"file:{tmp_path}/mirror")
+    mirror.upload_checkpoint(folder, ignore_progress)
+    (tmp_path / "mirror" / "checkpoints" / folder.name / "state.pt").write_bytes(b"torn")
+    with pytest.raises(MirrorError, match=r"step_00000005 is damaged: state.pt has 4 bytes instead of"):
+        mirror.download_checkpoint(5, tmp_path / "other")
+    assert list((tmp_path / "other" / "checkpoints").iterdir()) == []
+
+
+def test_a_manifest_that_lists_a_file_elsewhere_is_damaged(tmp_path: Path) -> None:
+    folder, mirror = write_checkpoint(tmp_path, 5), Mirror(f"file:{tmp_path}/mirror")
+    mirror.upload_checkpoint(folder, ignore_progress)
+    manifest: dict[str, Any] = {"step": 5, "files": {"../../run.json": {"size": 1, "sha256": ""}}}
+    (tmp_path / "mirror" / "checkpoints" / folder.name / MANIFEST).write_bytes(sign_manifest(manifest))
+    with pytest.raises(MirrorError, match="no file of its folder"):
+        mirror.download_checkpoint(5, tmp_path / "other")
+
+
+def test_a_server_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with pytest.raises(MirrorError, match=r"mirror s3://bucket/run: listing failed \(EndpointConnectionError"):
+        Mirror("s3://bucket/run").list_steps()

@@ -1,0 +1,139 @@
+"""The process that follows a run folder: what it sends, in which order, and what it does while the mirror refuses."""
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from multigpu_cli.checkpoint.mirror import Mirror, MirrorError
+from multigpu_cli.checkpoint.mirror_process import Follower
+from multigpu_cli.checkpoint.mirror_state import read_state
+from tests.support.mirrors import read_mirrored_steps, write_checkpoint
+
+
+class Refusing(Mirror):
+    """A mirror that refuses everything at first."""
+
+    refusals = 2
+
+    def list_steps(self) -> list[int]:
+        if self.refusals > 0:
+            self.refusals -= 1
+            raise MirrorError("the server is gone")
+        return super().list_steps()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def follower(run: Path, keep: int = 3, name: str = "mirror") -> Follower:
+    return Follower(run, Mirror(f"file:{run.parent}/{name}"), keep)
+
+
+def end() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def test_the_newest_is_sent_first_and_the_oldest_leave(run: Path) -> None:
+    found, mirror = follower(run, keep=2), run.parent / "mirror"
+    for step in (1, 2):
+        write_checkpoint(run, step)
+    found.upload_new()
+    assert read_mirrored_steps(mirror) == [2]
+    for step in (3, 4):
+        write_checkpoint(run, step)
+        found.upload_new()
+    assert read_mirrored_steps(mirror) == [3, 4]
+    assert (read_state(run).step, read_state(run).complete) == (4, False)
+
+
+def test_at_the_end_the_weights_follow(run: Path) -> None:
+    write_checkpoint(run, 1)
+    for name in ("best.pt", "journal.jsonl"):
+        (run / name).write_text(name)
+    assert follower(run).follow(end())
+    mirror = run.parent / "mirror"
+    assert {file.name for file in mirror.iterdir()} == {"checkpoints", "best.pt", "journal.jsonl", "run.json"}
+    assert read_state(run).complete
+
+
+def test_what_was_sent_is_not_sent_again_by_the_next_attempt(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(run, 1)
+    follower(run).upload_new()
+    monkeypatch.setattr(Mirror, "upload_checkpoint", lambda *_: pytest.fail("sent again"))
+    follower(run).upload_new()
+
+
+def test_a_mirror_that_refuses_is_tried_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[str] = []
+    monkeypatch.setattr(time, "sleep", lambda _: errors.append(read_state(run).error))
+    write_checkpoint(run, 1)
+    assert Follower(run, Refusing(f"file:{run.parent}/mirror"), 3).follow(end())
+    assert errors == ["the server is gone"] * 2
+    assert (read_state(run).error, read_mirrored_steps(run.parent / "mirror")) == ("", [1])
+
+
+def test_it_gives_up_when_nothing_moves(run: Path) -> None:
+    write_checkpoint(run, 1)
+    mirror = Refusing(f"file:{run.parent}/mirror")
+    mirror.refusals = 10**9
+    assert not Follower(run, mirror, 3).follow(end(), patience=0.05)
+    assert read_state(run).error == "the server is gone"
+
+
+def test_a_damaged_checkpoint_is_left_out(run: Path) -> None:
+    write_checkpoint(run, 1)
+    (write_checkpoint(run, 2) / "state.pt").write_bytes(b"torn")
+    follower(run).upload_new()
+    assert read_mirrored_steps(run.parent / "mirror") == [1]
+
+
+def test_a_run_that_went_back_takes_its_mirror_along(run: Path) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(run, step)
+        follower(run).upload_new()
+    for step in (2, 3):
+        shutil.rmtree(run / "checkpoints" / f"step_0000000{step}")
+    found = follower(run)
+    found.upload_new()
+    assert read_mirrored_steps(run.parent / "mirror") == [1]
+    write_checkpoint(run, 2, content=b"another path")
+    found.upload_new()
+    assert read_mirrored_steps(run.parent / "mirror") == [1, 2]
+
+
+def test_a_mirror_of_another_run_is_left_as_it_is(run: Path) -> None:
+    write_checkpoint(run, 7)
+    follower(run).upload_new()
+    other = run.parent / "other"
+    write_checkpoint(other, 1)
+    follower(other, name="elsewhere").upload_new()  # so it has an id of its own
+    (run.parent / "empty").mkdir()
+    for folder in (other, run.parent / "empty"):
+        with pytest.raises(MirrorError, match="holds checkpoints of another run"):
+            follower(folder).upload_new()
+    assert read_mirrored_steps(run.parent / "mirror") == [7]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_sent_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, send = write_checkpoint(run, 1), Mirror._send
+
+    def remove_then_send(mirror: Mirror, file: Path, *names: str) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        write_checkpoint(run, 2)
+        monkeypatch.setattr(Mirror, "_send", send)
+        send(mirror, file, *names)
+
+    monkeypatch.setattr(Mirror, "_send", remove_then_send)
+    found = follower(run)
+    found.upload_new()
+    assert read_mirrored_steps(run.parent / "mirror") == []
+    found.upload_new()
+    assert read_mirrored_steps(run.parent / "mirror") == [2]
