@@ -11,6 +11,7 @@ PARTS = {
     "optimizer": "name",
     "schedule": "name",
     "strategy": "name",
+    "logger": "name",
 }
 """Sections of a YAML file, with the word for what the flag of that name gives."""
 

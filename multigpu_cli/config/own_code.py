@@ -4,11 +4,14 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from multigpu_cli.config.schema import Config
+from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
 
 NAMING = ("data", "model", "task")
-"""The parts whose name or arguments may cause an import."""
+"""The parts of a trained network whose name or arguments may cause an import."""
+
+NAMING_IN_TRAINING = (*NAMING, "logger")
+"""Those of a run: its loggers too, any number of them."""
 
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[\w.]*")
 _OF_GYMNASIUM = re.compile(r".*:.*", re.DOTALL)  # module:Env-v0; gymnasium imports the part before the colon
@@ -49,14 +52,16 @@ def _code(config: Config, environments: Collection[str], parts: Collection[str])
     head, _, id = config.data.name.partition(":")
     acts = head in environments
     for part in parts:
-        name, pattern = config.get(part) or "", _FACTORY
-        if ":" in (id if part == "data" and acts else name):
-            yield f"--{part} {name}"
+        given, pattern = config.get(part) or "", _FACTORY
+        for name in [given] if isinstance(given, str) else given:
+            if ":" in (id if part == "data" and acts else name):
+                yield f"--{part} {name}"
         if part == "data" and acts:
             pattern = _OF_GYMNASIUM
-        elif part == "model" and name == "transformers":
+        elif part == "model" and given == "transformers":
             pattern = _OF_TRANSFORMERS
-        for place, text in _texts(config.get(f"{part}.args"), f"{part}.args"):
+        arguments = config.get(f"{part}.args") if f"{part}.args" in SETTINGS else {}
+        for place, text in _texts(arguments, f"{part}.args"):
             if pattern.fullmatch(text):
                 yield f"{place}={text}"
 

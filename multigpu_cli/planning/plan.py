@@ -30,6 +30,7 @@ class Plan:
         compiled: how the model is compiled; empty if it is not.
         adapter: what learns beside a pretrained model; empty without one, and before the model is built.
         model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
+        loggers: where the journal is sent; empty if nowhere.
         logits: how many of a pretrained language model are in memory at a time; empty otherwise.
     """
 
@@ -56,6 +57,7 @@ class Plan:
     adapter: str = ""
     model_call: str = ""
     logits: str = ""
+    loggers: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
@@ -76,6 +78,7 @@ class Plan:
             *([("torch.compile", self.compiled)] if self.compiled else []),
             *([("model call", self.model_call)] if self.model_call else []),
             *([("logits", self.logits)] if self.logits else []),
+            *([("loggers", self.loggers)] if self.loggers else []),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
         ]
@@ -114,6 +117,7 @@ class Plan:
             "first_weights": self.first_weights,
             "model_call": self.model_call,
             "logits": self.logits,
+            "loggers": self.loggers,
             "contents": self.description,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,

@@ -72,6 +72,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=set_threads_per_rank(workers_here, count_cores(), exact=exact),
         compiled=_describe_compile(request),
+        loggers=_describe_loggers(config),
     )
 
 
@@ -117,6 +118,11 @@ def _describe_compile(request: RunRequest) -> str:
     if mode == "off" or request.placement.strategy != "ddp" or request.config.reproducibility.exact:
         return "" if mode == "off" else mode
     return f"{mode}, inside DDP: in pieces that end with its buckets, so that these travel during backward"
+
+
+def _describe_loggers(config: Config) -> str:
+    names = ", ".join(config.log.loggers)
+    return names and f"{names}, from the journal, in a process beside rank 0"
 
 
 def _list_unused_flags(request: RunRequest) -> list[str]:

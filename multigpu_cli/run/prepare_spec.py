@@ -4,13 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multigpu_cli.config.own_code import NAMING, check_code
+from multigpu_cli.config.own_code import NAMING_IN_TRAINING, check_code
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
+from multigpu_cli.monitor.loggers.check import check_loggers
 from multigpu_cli.run.agree_on_resume import agree_on_resume_point
 from multigpu_cli.run.device_and_data_rules import check_data, check_device, raise_all
 from multigpu_cli.run.make_plan import make_plan
@@ -51,8 +52,10 @@ def prepare_spec(
     elif start.global_batch and not config.batch.global_size:
         pinned = {"global_batch_size": start.global_batch}
     command, config = config, replace_settings(user_config, _pinned_settings(pinned)) if pinned else user_config
-    parts = user_objects.parts_by_name if user_objects else NAMING
+    parts = [*user_objects.parts_by_name, "logger"] if user_objects else NAMING_IN_TRAINING
     check_code(config, command, str(start.checkpoint), environments=ENVIRONMENTS, parts=parts)
+    if config.log.loggers:
+        run_on_main_rank(world, lambda: check_loggers(config))
     loaded = user_objects.source if user_objects else source
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded))
     if manifest and (base := manifest["settings"].get("base")):
