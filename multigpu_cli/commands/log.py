@@ -1,4 +1,4 @@
-"""log: sends the journal of a run to loggers, as far as it has not arrived; twice gives the same rows; without torch."""
+"""log: sends what has not arrived of a run's journal to loggers; twice gives the same rows; without torch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from multigpu_cli.monitor.loggers.position import hold_lock, read_position
 from multigpu_cli.monitor.loggers.process import LoggerProcess, list_unsent
 from multigpu_cli.monitor.loggers.registry import PACKAGES
 
-_PATIENCE = 60.0  # seconds without progress
+_PATIENCE = 120.0  # seconds without progress; importing a logger may take half a minute
 
 
 def send_journal(run: str, to: Sequence[str], *, again: bool) -> dict[str, Any]:
@@ -49,9 +49,9 @@ def send_journal(run: str, to: Sequence[str], *, again: bool) -> dict[str, Any]:
     return {"run": run, "sent_bytes": {name: read_position(folder, name).sent for name in names}}
 
 
-def format_sent(sent: dict[str, Any]) -> str:
+def format_sent(sent: dict[str, Any]) -> list[str]:
     """One line for each logger."""
-    return "\n".join(f"{name} has all of {sent['run']}" for name in sent["sent_bytes"])
+    return [f"{name} has all of {sent['run']}" for name in sent["sent_bytes"]]
 
 
 def _parse_names(to: Sequence[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The rules of --logger: known names, installed packages, and no password in any setting, since loggers get them all."""
+"""The rules of --logger: known names, installed packages, and no password in any setting."""
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec

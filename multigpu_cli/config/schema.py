@@ -326,7 +326,7 @@ class LogConfig:
         "logger", (), types.loggers, "send the journal to mlflow, wandb or your module:Class; several", free=True
     )
     logger_wait: float = setting(
-        "logger.wait", 20.0, number(0, 3600), "seconds that loggers may still send when the run has ended", free=True
+        "logger.wait", 60.0, number(0, 3600), "seconds that loggers may still send when the run has ended", free=True
     )
     trace_samples: bool = setting("trace_samples", False, types.switch, "write sample numbers to a file", free=True)
 

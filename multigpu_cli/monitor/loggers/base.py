@@ -57,7 +57,7 @@ class Ending(NamedTuple):
 
 
 class Logger(Protocol):
-    """What `--logger module:Class` names: a class that is called without arguments, in a process of its own.
+    """What `--logger module:Class` names: a class, called without arguments in a process of its own.
 
     An error in a method is shown once; the rows that were not taken over come again, after `open` of a new object.
     """
@@ -66,7 +66,7 @@ class Logger(Protocol):
         """Begin, or go on with, a run: the same `run_id` comes again after a restart."""
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
-        """Take over the numbers of a step; when it returns, they have arrived. A step may come again: the last counts."""
+        """Take over the numbers of a step, until they are safe; a step may come again: the last counts."""
 
     def close(self) -> None:
         """The attempt has ended."""

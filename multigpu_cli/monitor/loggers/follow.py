@@ -39,8 +39,8 @@ def follow(request: dict[str, Any], pipe: int, notes: int) -> None:
     ended, replay = threading.Event(), bool(request["replay"])
     if replay:
         ended.set()
-    run, options = Path(request["run"]), {"again": bool(request["again"]), "tries": 1 if replay else 0}
-    senders = [Sender(run, name, ended, note, **options) for name in request["loggers"]]
+    run, again, tries = Path(request["run"]), bool(request["again"]), 1 if replay else 3
+    senders = [Sender(run, name, ended, note, again=again, tries=tries) for name in request["loggers"]]
     for sender in senders:
         sender.start()
     if not replay:
@@ -65,8 +65,8 @@ def wait_for_end(pipe: int) -> None:
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Follow the journal that the request, JSON in the first argument, names."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, _ignore)  # a job's manager may signal all processes; the run's end decides
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(each, _ignore)  # a job's manager may signal all processes; the run's end decides
     os.nice(_NICE)
     pipe, notes, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):  # a library may read, or print

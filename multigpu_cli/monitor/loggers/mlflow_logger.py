@@ -1,14 +1,14 @@
 """MLflow: one run there, found by a tag, whose rows are the same however often they are sent.
 
-The server and the experiment come from MLflow's own environment variables: MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME,
+Server and experiment come from MLflow's own environment variables: MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME,
 MLFLOW_EXPERIMENT_NAME and so on. This file is imported in the process that follows the journal, and nowhere else.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import mlflow.environment_variables as variables
 from mlflow import MlflowClient
+from mlflow import environment_variables as variables
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 

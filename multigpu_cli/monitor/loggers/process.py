@@ -73,7 +73,8 @@ class LoggerProcess:
             stderr=subprocess.DEVNULL,  # of libraries, which may name a server with its password
             start_new_session=True,  # Ctrl-C, torchrun's signals and the terminal's end are not for it
         )
-        assert self._process.stdin and self._process.stdout
+        assert self._process.stdin
+        assert self._process.stdout
         self._pipe, self._notes = self._process.stdin, self._process.stdout
         os.set_blocking(self._notes.fileno(), False)
 

@@ -34,7 +34,7 @@ class Sender(threading.Thread):
         ended: set when nothing is added to the journal any more.
         note: gets a line for the user when the logger fails in another way than before.
         again: send from the beginning, whatever has arrived.
-        tries: give up after so many errors; 0 never does.
+        tries: once the run has ended, give up after so many errors.
 
     Attributes:
         moved: time.monotonic of the last progress.
@@ -42,7 +42,7 @@ class Sender(threading.Thread):
     """
 
     def __init__(
-        self, run: Path, logger: str, ended: threading.Event, note: Note, *, again: bool = False, tries: int = 0
+        self, run: Path, logger: str, ended: threading.Event, note: Note, *, again: bool = False, tries: int = 3
     ) -> None:
         super().__init__(name=f"logger {logger}", daemon=True)
         self._run, self._logger, self._ended, self._note, self._tries = run, logger, ended, note, tries
@@ -61,12 +61,14 @@ class Sender(threading.Thread):
             pause, failed = 1.0, 0
             while not self.arrived:
                 try:
-                    self._send_all(_make_destination(self._logger))
+                    destination = _make_destination(self._logger)
+                    self.moved = time.monotonic()  # importing its package may take half a minute
+                    self._send_all(destination)
                 except (
                     Exception
                 ) as error:  # what a logger or its server raises ends no run: it is told, and tried again
                     self._record_error(error)
-                    failed += 1
+                    failed += self._ended.is_set()
                     if failed == self._tries:
                         return
                     time.sleep(1.0) if self._ended.is_set() else self._ended.wait(pause)

@@ -1,8 +1,8 @@
 """Weights & Biases: one run there, whose own step counter is the line of the journal, so that no line counts twice.
 
 W&B drops a row whose counter is not beyond the last one, so the optimizer step is a metric of its own, and all others
-are drawn over it. Server, project and key come from W&B's own variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE and so
-on. This file is imported in the process that follows the journal, and nowhere else.
+are drawn over it. Server, project and key come from W&B's own variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE and
+so on. This file is imported in the process that follows the journal, and nowhere else.
 """
 
 import shutil
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import wandb
+from wandb.env import get_project
 
 from multigpu_cli.monitor.loggers.base import Ending, Row, RunIdentity
 
@@ -35,7 +36,7 @@ class WandbLogger:
         self._run = wandb.init(
             id=run.id,
             name=run.name,
-            project=wandb.env.get_project(run.project),
+            project=get_project(run.project),
             dir=str(self._folder / "loggers"),
             resume="allow",
             settings=settings,
