@@ -1,7 +1,7 @@
 """The process beside rank 0 that follows the journal and sends it to the loggers; it imports them, and no torch.
 
-It is in a session of its own: no terminal, no torchrun and no signal to the run reaches it. It ends by itself: the pipe
-on its stdin closes when rank 0 closes it or is killed, and from then on it has a few seconds to send the rest.
+It is in a session of its own: no terminal, no torchrun and no signal to the run reaches it. It ends by itself: rank 0
+writes into the pipe on its stdin, or is gone, and from then on it has some seconds to send the rest.
 """
 
 import json
@@ -28,7 +28,7 @@ def follow(request: dict[str, Any], pipe: int, notes: int) -> None:
 
     Args:
         request: run, loggers, wait, again, replay: as `LoggerProcess` writes it.
-        pipe: file descriptor that is closed at the other end when the run has ended.
+        pipe: file descriptor that can be read when the run has ended.
         notes: file descriptor for lines to the user; nobody may read them any more.
     """
 
@@ -55,11 +55,11 @@ def follow(request: dict[str, Any], pipe: int, notes: int) -> None:
 
 
 def wait_for_end(pipe: int) -> None:
-    """Wait until the other end of a pipe is closed, or this process has lost its parent."""
+    """Wait until something is in the pipe, its other end is closed, or this process has lost its parent."""
     parent = os.getppid()
     while os.getppid() == parent:
         readable, _, _ = select.select([pipe], [], [], 1.0)
-        if readable and not os.read(pipe, 4096):
+        if readable:
             return
 
 

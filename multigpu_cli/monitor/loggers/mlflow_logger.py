@@ -48,8 +48,7 @@ class MLflowLogger:
             there = self._client.create_run(experiment, round(1000 * run.began), tags, run.name)
             sent = 0
         self._run = there.info.run_id
-        if sent == 0:  # its rows may be there all the same
-            self._there = set(self._list_rows(there.data.metrics))
+        self._there = set(self._list_rows(there.data.metrics))  # a process may die before it notes what it has sent
         self._log_config(run.config, there.data.params)
         return sent
 

@@ -62,7 +62,7 @@ class LoggerProcess:
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._loggers, self._wait, self._warn, self._alive = run, loggers, wait, warn, alive
-        self._replay, self._status, self._told = replay, "", b""
+        self._replay, self._status, self._told, self._lost = replay, "", b"", False
         request: dict[str, Any] = {"run": str(run.resolve()), "loggers": list(loggers), "wait": wait}
         (run / FOLDER).mkdir(exist_ok=True)
         pipe = subprocess.PIPE
@@ -83,12 +83,17 @@ class LoggerProcess:
         if event["event"] == "end":
             self._status = str(event["status"])
         self._relay()
+        if not self._lost and self._process.poll() is not None:
+            self._lost = True
+            self._warn("the process of the loggers has ended; the training goes on, and the journal has everything")
 
     def close(self) -> None:
         """End the process: give it time after a completed run, less after a stop, none after a failure."""
         patience = {"completed": self._wait, "stopped": min(self._wait, _STOPPED)}.get(self._status, 0.0)
         until = time.monotonic() + patience + _MARGIN if patience or self._replay else 0.0
-        self._pipe.close()
+        with suppress(BrokenPipeError):  # it is gone already
+            self._pipe.write(b"end")  # closing alone is not seen while a loader process, a fork, holds the pipe too
+            self._pipe.close()
         try:
             while self._process.poll() is None and (self._replay or time.monotonic() < until):
                 self._relay()

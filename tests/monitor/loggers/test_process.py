@@ -76,7 +76,11 @@ def test_a_logger_that_fails_and_hangs_stops_nobody_and_loses_nothing(warnings: 
     assert steps() == [1, 2, 3, 4]
 
     Path("hang").unlink()
-    LoggerProcess(RUN, [OWN], 60, warnings.append, replay=True).close()
+    follower = LoggerProcess(RUN, [OWN], 60, warnings.append)
+    held = os.dup(follower._pipe.fileno())  # as forked loader processes hold it
+    follower({"event": "end", "time": 1.0, "status": "completed"})
+    follower.close()
+    os.close(held)
     assert steps() == list(range(1, 401))
     assert list_unsent(RUN, [OWN]) == []
     LoggerProcess(RUN, [OWN], 60, warnings.append, replay=True).close()
@@ -112,6 +116,22 @@ time.sleep(600)
     wait_for(lambda: not Path(f"/proc/{follower}/cmdline").exists(), "it ends")
     assert steps() == [1, 2]
     assert read_position(RUN, OWN).sent == (RUN / "journal.jsonl").stat().st_size
+
+
+def test_a_process_that_dies_is_told_of_once_and_stops_nobody(warnings: list[str]) -> None:
+    run_folder(RUN, [], seed=7)
+    follower = LoggerProcess(RUN, [OWN], 60, warnings.append)
+    follower._process.kill()
+    follower._process.wait()
+    with Journal(RUN / "journal.jsonl", [follower]) as journal:
+        journal.write("start", plan={})
+        write_steps(journal, 1, 3)
+        journal.write("end", status="completed", step=3, fingerprint="ab")
+    follower.close()
+    assert [text.partition(";")[0] for text in warnings] == [
+        "the process of the loggers has ended",
+        f"logger {OWN}: 5 lines of run/journal.jsonl not sent",
+    ]
 
 
 def test_only_one_process_sends_and_the_next_goes_on_where_it_stopped(warnings: list[str]) -> None:
