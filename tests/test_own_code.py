@@ -225,6 +225,17 @@ def test_what_the_command_names_or_allows_runs(run: Path, words: list[str]) -> N
     )
 
 
+def test_a_logger_that_only_a_file_names_is_refused_by_a_training_and_no_matter_to_others(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plant(run, {"logger": ["planted:Log"]})
+    assert run_apart(TRAIN[0]) == 2
+    assert "names code that this command does not name: --logger planted:Log\n" in capfd.readouterr().err
+    assert run_apart(USE[0]) == 0
+    assert run_apart([*TRAIN[0], "--logger", "none"]) == 0, "loggers are free on resume"
+    assert not Path("ran").exists()
+
+
 def test_all_workers_refuse_it(run: Path) -> None:
     plant(run, {"task": "planted:Classification"})
     refused = run_training(2, save_dir="run", data="synthetic", model="mlp")

@@ -78,6 +78,10 @@ DOOR = [
     Row("--multi-gpu dpp", ["--multi-gpu", "did you mean"]),
     Row("--schedule cos", ["--schedule", "cosine"]),
     Row("--model net.py:Net", ["--model net.py:Net", "module:factory"]),
+    Row("--logger mlfow", ["--logger mlfow", "did you mean 'mlflow'?"]),
+    Row("--logger mlflow --logger mlflow", ["--logger", "different loggers"]),
+    Row("--logger https://me:geheim@host", ["--logger must be a name, not an address", "MLFLOW_TRACKING_URI"]),
+    Row("--logger wandb --set data.args.url=http://me:geheim@host/x", ["data.args", "password", "environment"]),
     Row("--model nets/net:Net", ["--model nets/net:Net", "module:factory"]),
     # metrics and hooks
     Row("--metric macro-f1", ["--metric macro-f1: unknown name", "did you mean 'macro_f1'?"]),

@@ -260,6 +260,21 @@ def mirror(
 
 
 @app.command(cls=Command)
+def log(
+    run: _Run,
+    *,
+    to: Annotated[list[str], typer.Option(metavar="NAME", help="mlflow, wandb or your module:Class; may be repeated")],
+    again: Annotated[bool, typer.Option("--again", help="from the beginning, whatever has arrived")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Send a run's journal to experiment loggers: what has not arrived; twice gives the same rows."""
+    from multigpu_cli.commands.log import format_sent, send_journal
+
+    sent = send_journal(run, to, again=again)
+    print_result(sent, format_sent(sent), as_json=as_json)
+
+
+@app.command(cls=Command)
 def clean(
     runs: Annotated[list[str], run_argument("DIR", "folders of runs, or of folders")],
     yes: Annotated[bool, typer.Option("--yes", help="remove them; without it they are only listed")] = False,

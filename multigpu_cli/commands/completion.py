@@ -13,6 +13,7 @@ from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.models.registry import MODELS
+from multigpu_cli.monitor.loggers.registry import LOGGERS
 from multigpu_cli.tasks.metrics.registry import METRICS
 from multigpu_cli.tasks.registry import TASKS
 
@@ -31,6 +32,7 @@ def offer_for(key: str, metavar: str) -> Offer | None:
         "model": _complete_from(MODELS),
         "task": _complete_from(TASKS),
         "metric": _complete_from(METRICS),
+        "logger": _complete_from(LOGGERS),
         "config": lambda incomplete: _complete_from(find_recipes())(incomplete),  # late: reads folders
         "set": _complete_from(f"{key}=" for key in SETTINGS),
         "save_dir": complete_run_folders,

@@ -14,6 +14,7 @@ from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.models.registry import MODELS
+from multigpu_cli.monitor.loggers.registry import PACKAGES
 from multigpu_cli.tasks.metrics.registry import METRICS
 from multigpu_cli.tasks.registry import TASKS
 
@@ -71,7 +72,7 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
     config, faults, broken, filed, readable = gather(flags, values.get("set") or (), values.get("config"))
     if readable:
         config = rules.drop_launcher_settings(config, filed, environ)
-        context = rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS, environ, METRICS)
+        context = rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS, environ, METRICS, PACKAGES)
         faults += rules.find_rule_errors(config, context, invalid_keys=broken)
     if wrong or faults:
         raise combine_errors([*wrong, *faults])

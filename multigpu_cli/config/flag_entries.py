@@ -13,6 +13,7 @@ PARTS = {
     "metric": "name",
     "hook": "name",
     "strategy": "name",
+    "logger": "name",
 }
 """Sections of a YAML file, with the word for what the flag of that name gives."""
 

@@ -4,12 +4,13 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from multigpu_cli.config.schema import Config
+from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
 
 NAMING = ("data", "model", "task")
-"""The parts whose name or arguments may cause an import."""
-FOLLOWING = ("metric", "hook")
+"""The parts of a trained network whose name or arguments may cause an import."""
+
+FOLLOWING = ("metric", "hook", "logger")
 """Parts of a training that may be the user's own code as well, each a list."""
 
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[\w.]*")
@@ -52,15 +53,15 @@ def _code(config: Config, environments: Collection[str], parts: Collection[str])
     acts = head in environments
     for part in parts:
         given, pattern = config.get(part) or "", _FACTORY
-        name = given if isinstance(given, str) else ""
-        for each in (given,) if name else given:
-            if ":" in (id if part == "data" and acts else each):
-                yield f"--{part} {each}"
+        for name in [given] if isinstance(given, str) else given:
+            if ":" in (id if part == "data" and acts else name):
+                yield f"--{part} {name}"
         if part == "data" and acts:
             pattern = _OF_GYMNASIUM
-        elif part == "model" and name == "transformers":
+        elif part == "model" and given == "transformers":
             pattern = _OF_TRANSFORMERS
-        for place, text in _texts(config.get(f"{part}.args"), f"{part}.args"):
+        arguments = config.get(f"{part}.args") if f"{part}.args" in SETTINGS else {}
+        for place, text in _texts(arguments, f"{part}.args"):
             if pattern.fullmatch(text):
                 yield f"{place}={text}"
 

@@ -8,7 +8,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from multigpu_cli.config import adapter_rules, data_place, launcher_rules, named_code, paths, sharding_rules
+from multigpu_cli.config import (
+    adapter_rules,
+    data_place,
+    launcher_rules,
+    logger_rules,
+    named_code,
+    paths,
+    sharding_rules,
+)
 from multigpu_cli.config.resume_rules import without_setting
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -23,6 +31,7 @@ class RuleContext(NamedTuple):
     Attributes:
         datasets, environments, models, tasks, metrics: the built-in names; one with a colon is the user's own code.
         environ: the environment variables, which tell whether torchrun started this process.
+        loggers: the built-in loggers, with the package that each needs.
     """
 
     datasets: Collection[str] = ()
@@ -31,6 +40,7 @@ class RuleContext(NamedTuple):
     tasks: Collection[str] = ()
     environ: Mapping[str, str] = {}
     metrics: Collection[str] = ()
+    loggers: Mapping[str, str] = {}
 
 
 class Rule(NamedTuple):
@@ -40,14 +50,17 @@ class Rule(NamedTuple):
     check: Callable[[Config, RuleContext], Iterator[RequestError]]
 
 
-def find_rule_errors(config: Config, context: RuleContext, *, invalid_keys: Collection[str] = ()) -> list[RequestError]:
+def find_rule_errors(
+    config: Config, context: RuleContext, *, invalid_keys: Collection[str] = (), only: str = ""
+) -> list[RequestError]:
     """Every rule that a request breaks.
 
     Args:
         config: the resolved settings.
         invalid_keys: keys whose values are invalid and were reported already.
+        only: the one setting whose rules are checked.
     """
-    rules = [rule for rule in RULES if not set(rule.keys.split()) & set(invalid_keys)]
+    rules = [rule for rule in RULES if not set(rule.keys.split()) & set(invalid_keys) and only in ("", rule.keys)]
     return [error for rule in rules for error in rule.check(config, context)]
 
 
@@ -259,6 +272,15 @@ def _environment(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     yield from launcher_rules.find_launcher_errors(config, facts.environ)
 
 
+def _loggers(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    for name in config.log.loggers:
+        if ":" in name and (not _PLUGIN.fullmatch(name) or name.partition(":")[0].endswith(".py")):
+            yield RequestError(
+                f"--logger {name}: must be module:Class", remedy="use --logger my_file:Log for class Log in my_file.py"
+            )
+    yield from logger_rules.find_logger_errors(config, facts.loggers)
+
+
 def _data_place(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     yield from data_place.find_data_errors(config)
 
@@ -283,6 +305,7 @@ RULES = (
     Rule("multi_gpu shard_size nproc_per_node data task " + sharding_rules.KEYS, _sharding),
     Rule("data task num_envs env_group env_steps episodes", _reinforcement),
     Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
+    Rule("logger", _loggers),
     Rule("data data_dir", _data_place),
     Rule("init_from prompts mirror save_dir resume", _places),
 )

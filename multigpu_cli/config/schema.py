@@ -301,7 +301,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Journal, samples of a model, and sample trace."""
+    """Journal, samples of a model, loggers, and sample trace."""
 
     PANEL = "Logging"
     interval: int = setting("log_interval", 50, integer(1), "optimizer steps between journal lines", free=True)
@@ -310,6 +310,12 @@ class LogConfig:
     )
     sample_every: int = setting(
         "sample_every", 1, integer(1), "chat: epochs between completions of --prompts", free=True
+    )
+    loggers: tuple[str, ...] = setting(
+        "logger", (), types.loggers, "send the journal to mlflow, wandb or your module:Class; several", free=True
+    )
+    logger_wait: float = setting(
+        "logger.wait", 60.0, number(0, 3600), "seconds that loggers may still send when the run has ended", free=True
     )
     trace_samples: bool = setting("trace_samples", False, types.switch, "write sample numbers to a file", free=True)
 

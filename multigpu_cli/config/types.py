@@ -155,6 +155,21 @@ def _best(value: Any) -> str:
     return str(value)
 
 
+def _loggers(value: Any) -> tuple[str, ...]:
+    """Names of loggers; none, or nothing, is no logger. An address is not quoted: it may hold a password."""
+    names = tuple(str(part).strip() for part in (value if _is_list(value) else [value]))
+    if any("/" in name or "@" in name for name in names):
+        raise ValueError(
+            "must be a name, not an address: where a logger sends to stands in the environment "
+            "(MLFLOW_TRACKING_URI, WANDB_BASE_URL)"
+        )
+    if names in ((), ("none",)):
+        return ()
+    if "none" in names or len(set(names)) < len(names):
+        raise ValueError(f"must be different loggers, or none, not {quote_value(', '.join(names))}")
+    return tuple(_text(name) for name in names)
+
+
 def _args(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"must be a mapping of names to values, not {quote_value(value)}")
@@ -208,6 +223,7 @@ patterns = ValueType("PATTERN", _patterns)
 modules = ValueType("NAME,NAME", _modules)
 named_code = ValueType("NAME", _named_code)
 best = ValueType("NAME:max|NAME:min", _best)
+loggers = ValueType("NAME", _loggers)
 args = ValueType("", _args)
 rates = ValueType("{PATTERN: X}", _rates)
 class_weights = ValueType("balanced|W,W", _class_weights)

@@ -68,14 +68,19 @@ def read_events(path: Path | str) -> Iterator[Event]:
         FileNotFoundError: there is no journal.
     """
     with open(path, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # cut off by a kill, or still being written
-            match entry:
-                case {"event": str(), "time": int() | float()}:
-                    yield entry
+        yield from (event for line in lines if (event := parse_event(line)))
+
+
+def parse_event(line: str | bytes) -> Event | None:
+    """The event in a line of a journal; None if the line is cut off or is no event."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None  # cut off by a kill, or still being written
+    match entry:
+        case {"event": str(), "time": int() | float()}:
+            return dict(entry)
+    return None
 
 
 def _finite(value: Any) -> Any:

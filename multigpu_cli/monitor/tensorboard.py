@@ -86,7 +86,7 @@ class TensorBoard:
             case "train" | "eval":
                 from torch.utils.tensorboard.summary import scalar  # late: over a second
 
-                self._add([scalar(tag, value) for tag, value in _scalars(event)], event["time"])
+                self._add([scalar(tag, value) for tag, value in list_scalars(event)], event["time"])
             case "samples":
                 texts = (_quote_sample(sample) for sample in event["samples"])
                 self._add([_text(f"samples/{at}", text) for at, text in enumerate(texts, 1)], event["time"])
@@ -189,7 +189,8 @@ def _file_name() -> str:
     return f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
 
 
-def _scalars(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def list_scalars(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a `train` or `eval` event by their tags, such as train/loss; loggers use the same names."""
     group = str(event.get("split", "val")) if event["event"] == "eval" else "train"
     for name, value in event.items():
         if name not in _POSITION:

@@ -30,6 +30,7 @@ class Plan:
         compiled: how the model is compiled; empty if it is not.
         adapter: what learns beside a pretrained model; empty without one, and before the model is built.
         model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
+        loggers: where the journal is sent; empty if nowhere.
         logits: how many of a pretrained language model are in memory at a time; empty otherwise.
         metrics: those of --metric, and what makes weights the best, where the user says so; empty otherwise.
         hooks: those of --hook in the order in which they are called, each in words.
@@ -60,6 +61,7 @@ class Plan:
     logits: str = ""
     metrics: str = ""
     hooks: tuple[str, ...] = ()
+    loggers: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
@@ -82,6 +84,7 @@ class Plan:
             *([("logits", self.logits)] if self.logits else []),
             *([("metrics", self.metrics)] if self.metrics else []),
             *((f"hook {number}", text) for number, text in enumerate(self.hooks, 1)),
+            *([("loggers", self.loggers)] if self.loggers else []),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
         ]
@@ -122,6 +125,7 @@ class Plan:
             "logits": self.logits,
             "metrics": self.metrics,
             "hooks": list(self.hooks),
+            "loggers": self.loggers,
             "contents": self.description,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,

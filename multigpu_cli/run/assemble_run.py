@@ -31,6 +31,7 @@ from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu_sampler import Sampler
+    from multigpu_cli.monitor.loggers.process import LoggerProcess
     from multigpu_cli.monitor.tensorboard import TensorBoard
 
 
@@ -51,11 +52,13 @@ def assemble_run(
     world, config, plan, progress = components.world, components.config, components.plan, components.progress
     folder = Path(components.spec.resume_point.folder)
     board = _open_board(folder, console, stack) if world.is_main else None
+    loggers = _start_loggers(components, console, watchdog, stack) if world.is_main and config.log.loggers else []
 
     def open_files() -> tuple[Journal, SampleTrace | None]:
         with fail_on_write_error(folder):
             path = folder / "journal.jsonl" if world.is_main else None
-            journal = stack.enter_context(Journal(path, [board] if board else [], console.warn))
+            listeners = [board] if board else []
+            journal = stack.enter_context(Journal(path, [*listeners, *loggers], console.warn))
             if not config.log.trace_samples:
                 return journal, None
             trace = SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch, console.warn)
@@ -95,6 +98,25 @@ def _open_board(folder: Path, console: Console, stack: ExitStack) -> "TensorBoar
     from multigpu_cli.monitor.tensorboard import TensorBoard  # late: rank 0 alone has one
 
     return stack.enter_context(TensorBoard(folder / "tensorboard", console.warn))
+
+
+def _start_loggers(
+    components: TrainComponents, console: Console, watchdog: Watchdog, stack: ExitStack
+) -> "list[LoggerProcess]":
+    """Start the process that follows the journal; a machine that can't start one trains without."""
+    from multigpu_cli.monitor.loggers.process import LoggerProcess  # late: few runs have loggers
+
+    settings, folder = components.config.log, Path(components.spec.resume_point.folder)
+    try:
+        process = LoggerProcess(
+            folder, settings.loggers, settings.logger_wait, console.warn, alive=watchdog.mark_progress
+        )
+    except OSError as error:
+        again = " ".join(f"--to {name}" for name in settings.loggers)
+        console.warn(f"no process for the loggers ({error}); afterwards: multigpu log {folder} {again}")
+        return []
+    stack.callback(process.close)
+    return [process]
 
 
 def _watch_gpu(device: torch.device, stack: ExitStack) -> "Sampler | None":

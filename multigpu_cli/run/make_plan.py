@@ -75,6 +75,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         compiled=_describe_compile(request),
         metrics=_describe_metrics(config),
         hooks=tuple(map(str, request.hooks)),
+        loggers=_describe_loggers(config),
     )
 
 
@@ -129,6 +130,11 @@ def _describe_metrics(config: Config) -> str:
         name, _, which = best.partition(":")
         parts.append(f"the best weights have the {'greatest' if which == 'max' else 'lowest'} {name}")
     return "; ".join(filter(None, parts))
+
+
+def _describe_loggers(config: Config) -> str:
+    names = ", ".join(config.log.loggers)
+    return names and f"{names}, from the journal, in a process beside rank 0"
 
 
 def _list_unused_flags(request: RunRequest) -> list[str]:

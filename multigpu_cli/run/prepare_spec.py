@@ -11,6 +11,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
+from multigpu_cli.monitor.loggers.check import check_loggers
 from multigpu_cli.run.agree_on_resume import agree_on_resume_point
 from multigpu_cli.run.device_and_data_rules import check_data, check_device, raise_all
 from multigpu_cli.run.load_hooks import load_hooks
@@ -54,6 +55,8 @@ def prepare_spec(
     command, config = config, replace_settings(user_config, _pinned_settings(pinned)) if pinned else user_config
     parts = (*(user_objects.parts_by_name if user_objects else NAMING), *FOLLOWING)
     check_code(config, command, str(start.checkpoint), environments=ENVIRONMENTS, parts=parts)
+    if config.log.loggers:
+        run_on_main_rank(world, lambda: check_loggers(config))
     loaded = user_objects.source if user_objects else source
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded))
     if manifest and (base := manifest["settings"].get("base")):

@@ -1,6 +1,7 @@
 """`LaunchEnv`: the environment variables that a launcher such as torchrun sets for each worker process."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -79,3 +80,9 @@ class LaunchEnv:
             launcher="self-launched" if is_self_launched(env) else "torchrun started",
             environ=dict(env),
         )
+
+
+def list_secrets() -> tuple[str, ...]:
+    """The values of environment variables that hold keys and passwords, by their names, to keep them out of texts."""
+    named = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+    return tuple(value for name, value in os.environ.items() if named.search(name.upper()) and len(value) >= 6)

@@ -100,6 +100,8 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "log_interval": 1,
     "prompts": "prompts.jsonl",
     "sample_every": 2,
+    "logger": ["mlflow"],
+    "logger.wait": 5.0,
     "trace_samples": True,
     "metric": ["macro_f1"],
     "metric.args": {"macro_f1": 1},

@@ -42,6 +42,7 @@ def run_trainer(
         "epochs": _ENDLESS,
         "max_steps": interval * WINDOWS,
         "log_interval": interval,
+        "logger": [],
         "save_dir": str(folder),
         "resume": "never",
         "mirror": None,

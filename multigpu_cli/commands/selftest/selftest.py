@@ -174,7 +174,7 @@ def prepare_run(config: Config, workers: int, steps: int) -> tuple[DataSource, C
     epochs = max(config.length.epochs, -(-steps // batches.steps_per_epoch))
     own = {"global_batch_size": whole, "epochs": epochs, "resume": "never"}
     defaults = {name: SETTINGS[name].default for name in _OF_A_LAUNCH}
-    fixed = replace_settings(config, defaults | own | {"trace_samples": False, "mirror": None})
+    fixed = replace_settings(config, defaults | own | {"trace_samples": False, "mirror": None, "logger": []})
     return source, replace(fixed, explicit=(config.explicit - _OF_A_LAUNCH | own.keys()) - {"save_dir"})
 
 

@@ -1,0 +1,137 @@
+"""Starts the process that follows the journal, tells the user what goes wrong there, and ends it in bounded time."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multigpu_cli.errors import pluralize
+from multigpu_cli.monitor.append_file import Warn
+from multigpu_cli.monitor.history import JOURNAL
+from multigpu_cli.monitor.journal import Event
+from multigpu_cli.monitor.loggers.position import FOLDER, count_unsent_lines, read_position
+
+_ROOT = Path(__file__).resolve().parents[3]
+_START = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from multigpu_cli.monitor.loggers.follow import main; "
+    "main(sys.argv[1:])"
+)
+_STOPPED = 5.0  # seconds at most after a stop: torchrun kills 30 s after its signal, of which a checkpoint takes some
+_MARGIN = 1.0  # seconds for the process to end by itself when its time is up
+
+
+class Unsent(NamedTuple):
+    """A logger to which lines of the journal have not been sent."""
+
+    logger: str
+    lines: int
+    error: str
+
+
+class LoggerProcess:
+    """The process that sends a journal to the loggers; a listener of the journal on rank 0.
+
+    Nothing here waits for it before `close`.
+
+    Args:
+        run: the run folder; its journal may not exist yet.
+        loggers: names of the registry, or module:Class.
+        wait: seconds that it may still send after the run has completed.
+        warn: shows a line to the user.
+        again: send from the beginning.
+        replay: the run is over: send what is in the journal, and give up after an error or `wait` without progress.
+        alive: called while `close` waits.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        loggers: Sequence[str],
+        wait: float,
+        warn: Warn,
+        *,
+        again: bool = False,
+        replay: bool = False,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run, self._loggers, self._wait, self._warn, self._alive = run, loggers, wait, warn, alive
+        self._replay, self._status, self._told, self._lost = replay, "", b"", False
+        request: dict[str, Any] = {"run": str(run.resolve()), "loggers": list(loggers), "wait": wait}
+        (run / FOLDER).mkdir(exist_ok=True)
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(_ROOT), json.dumps(request | {"again": again, "replay": replay})],
+            stdin=pipe,
+            stdout=pipe,
+            stderr=subprocess.DEVNULL,  # of libraries, which may name a server with its password
+            start_new_session=True,  # Ctrl-C, torchrun's signals and the terminal's end are not for it
+        )
+        assert self._process.stdin
+        assert self._process.stdout
+        self._pipe, self._notes = self._process.stdin, self._process.stdout
+        os.set_blocking(self._notes.fileno(), False)
+
+    def __call__(self, event: Event) -> None:
+        """Note how the run ends, and show what the process has to say: one read that does not wait."""
+        if event["event"] == "end":
+            self._status = str(event["status"])
+        self._relay()
+        if not self._lost and self._process.poll() is not None:
+            self._lost = True
+            self._warn("the process of the loggers has ended; the training goes on, and the journal has everything")
+
+    def close(self) -> None:
+        """End the process: give it time after a completed run, less after a stop, none after a failure."""
+        patience = {"completed": self._wait, "stopped": min(self._wait, _STOPPED)}.get(self._status, 0.0)
+        until = time.monotonic() + patience + _MARGIN if patience or self._replay else 0.0
+        with suppress(BrokenPipeError):  # it is gone already
+            self._pipe.write(b"end")  # closing alone is not seen while a loader process, a fork, holds the pipe too
+            self._pipe.close()
+        try:
+            while self._process.poll() is None and (self._replay or time.monotonic() < until):
+                self._relay()
+                self._alive()
+                time.sleep(0.05)
+        finally:
+            self._relay()
+            self._notes.close()
+            if self._process.poll() is None and (patience or self._replay):
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            # after a failure it goes on alone, for as long as it may; the thread is there to note its end
+            threading.Thread(target=self._process.wait, name="logger process", daemon=True).start()
+        if patience:
+            for each in list_unsent(self._run, self._loggers):
+                self._warn(explain_unsent(self._run, each))
+
+    def _relay(self) -> None:
+        """Show the lines that the process has written."""
+        if self._notes.closed:
+            return
+        with suppress(BlockingIOError):
+            self._told += os.read(self._notes.fileno(), 65536)
+        *lines, self._told = self._told.split(b"\n")
+        for line in lines:
+            self._warn(line.decode(errors="replace") + ("" if self._replay else "; the training goes on"))
+
+
+def list_unsent(run: Path, loggers: Sequence[str]) -> list[Unsent]:
+    """The loggers of a run that have not got all of its journal."""
+    positions = [read_position(run, name) for name in loggers]
+    return [
+        Unsent(each.logger, lines, each.error) for each in positions if (lines := count_unsent_lines(run, each)) > 0
+    ]
+
+
+def explain_unsent(run: Path, unsent: Unsent) -> str:
+    """What was not sent, and what sends it."""
+    reason = f" ({unsent.error})" if unsent.error else ""
+    lines = f"{pluralize(unsent.lines, 'line')} of {run / JOURNAL}"
+    return f"logger {unsent.logger}: {lines} not sent{reason}; multigpu log {run} --to {unsent.logger} sends them"
