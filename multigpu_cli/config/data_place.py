@@ -11,7 +11,7 @@ from multigpu_cli.config.paths import suggest_path
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-FILES = {"csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"), "npz": (".npz",), "text": (".txt",), "chat": (".jsonl",)}
+FILES = {"csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"), "npz": (".npz",), "text": (".txt",), "chat": (".jsonl",), "arrow": (".arrow",)}
 """The datasets that are one file, and the suffixes of its name."""
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")

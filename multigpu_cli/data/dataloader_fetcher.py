@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import tee
 from multiprocessing import current_process
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from multigpu_cli.runtime.seeding import seed_host
 _MOST_PROCESSES = 8  # per worker
 _TRANSFER_COST = 30e-6  # seconds per sample of receiving a small batch from another process
 _LONGEST_PROBE = 0.5  # seconds
+_TYPICAL_BATCH = 32
 
 Result = TypeVar("Result")
 
@@ -95,15 +96,31 @@ class _CountingCollate:
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
 
-    def __call__(self, numbered: Sequence[tuple[int, Any]]) -> tuple[Collated, TokenCounts | None]:
+    def __call__(self, numbered: "Sequence[tuple[int, Any]] | WholeBatch") -> tuple[Collated, TokenCounts | None]:
+        if isinstance(numbered, WholeBatch):
+            self._collate.check_classes(numbered.indices, numbered.targets)
+            return Collated(numbered.inputs, numbered.targets), None
         made = self._collate(numbered)
         return made, count_tokens([item for _, item in numbered], made.targets)
+
+
+class WholeBatch(NamedTuple):
+    """A batch that the dataset itself has put together (`fetch_batch`).
+
+    Attributes:
+        indices: of its samples.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    indices: list[int]
 
 
 class SeededDataset(Dataset[Any]):
     """The user's dataset, with all random generators seeded from (seed, epoch, sample) before each item.
 
-    A dataset that fetches whole batches (`__getitems__`) is seeded once per batch, by its first sample; the samples of
+    A dataset of ours with `fetch_batch(indices)` puts batches together without a sample in between. One that fetches
+    whole batches (`__getitems__`), or does that, is seeded once per batch, by its first sample; the samples of
     a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated sample. Packs are made
     anew for each epoch; a method `set_epoch` of a user's is not called: here it would be for every sample, and for
     evaluations with a number that many can't take.
@@ -113,14 +130,24 @@ class SeededDataset(Dataset[Any]):
         self.dataset, self.seed = dataset, seed
         self._size = len(dataset)  # type: ignore[arg-type]
         self._make_packs = getattr(unwrap_dataset(dataset), "make_packs_of_epoch", None)
+        self._fetch_batch = getattr(dataset, "fetch_batch", None)
         self._whole = callable(getattr(unwrap_dataset(dataset), "__getitems__", None))
+
+    @property
+    def samples_per_fetch(self) -> int:
+        """How many samples it is quickest to ask for at once."""
+        return 1 if self._fetch_batch is None else _TYPICAL_BATCH
 
     def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
         self._seed(*where)
         index = where[1] % self._size
         return index, get_sample(self.dataset, index)
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]] | WholeBatch:
+        if self._fetch_batch is not None:
+            self._seed(*places[0])
+            indices = [index % self._size for _, index in places]
+            return WholeBatch(*self._fetch_batch(indices), indices)
         if not self._whole:
             return [self[where] for where in places]
         self._seed(*places[0])
@@ -184,9 +211,10 @@ def _seconds_a_sample(dataset: SeededDataset) -> float:
     """The shortest time of a few samples, since the first may open files."""
     taken: list[float] = []
     for index in range(min(8, len(dataset.dataset))):  # type: ignore[arg-type]
+        places = [(EVAL_EPOCH, index + row) for row in range(dataset.samples_per_fetch)]
         began = time.perf_counter()
-        dataset[EVAL_EPOCH, index]
-        taken.append(time.perf_counter() - began)
+        dataset.__getitems__(places)
+        taken.append((time.perf_counter() - began) / len(places))
         if sum(taken) > _LONGEST_PROBE:
             break
     return min(taken, default=0.0)

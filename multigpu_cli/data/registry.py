@@ -9,6 +9,7 @@ DATASETS = {
     "synthetic": "multigpu_cli.data.synthetic:load",
     "image-folder": "multigpu_cli.data.image_folder:load",
     "csv": "multigpu_cli.data.csv_table:load",
+    "arrow": "multigpu_cli.data.arrow:load",
     "npz": "multigpu_cli.data.npz:load",
     "text": "multigpu_cli.data.text:load",
     "chat": "multigpu_cli.data.chat:load",
