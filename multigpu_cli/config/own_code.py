@@ -48,6 +48,8 @@ def _code(config: Config, environments: Collection[str], parts: Collection[str])
     """
     head, _, id = config.data.name.partition(":")
     acts = head in environments
+    if "data" in parts:
+        yield from _mixed_code(config)
     for part in parts:
         name, pattern = config.get(part) or "", _FACTORY
         if ":" in (id if part == "data" and acts else name):
@@ -58,6 +60,16 @@ def _code(config: Config, environments: Collection[str], parts: Collection[str])
             pattern = _OF_TRANSFORMERS
         for place, text in _texts(config.get(f"{part}.args"), f"{part}.args"):
             if pattern.fullmatch(text):
+                yield f"{place}={text}"
+
+
+def _mixed_code(config: Config) -> Iterator[str]:
+    """The same of the datasets of a mixture."""
+    for number, entry in enumerate(config.data.mix):
+        if ":" in entry["data"]:
+            yield f"data.mix.{number}.data={entry['data']}"
+        for place, text in _texts(entry["args"], f"data.mix.{number}.args"):
+            if _FACTORY.fullmatch(text):
                 yield f"{place}={text}"
 
 

@@ -124,6 +124,18 @@ class DataConfig:
     packing: str = setting(
         "packing", "on", choice("on", "off"), "chat: several samples in a row; pairs of preferences never share one"
     )
+    shuffle_block: int | None = setting(
+        "data.shuffle_block",
+        None,
+        integer(1),
+        "shuffle blocks of N neighbours (default: samples; rows from 2^24: 4096)",
+    )
+    shuffle_window: int = setting(
+        "data.shuffle_window", 64, integer(1), "so many blocks of data.shuffle_block are mixed with each other"
+    )
+    mix: tuple[dict[str, Any], ...] = setting(
+        "data.mix", (), types.sources, "several datasets: [{data: NAME, data_dir: …, args: {…}, weight: 2}, …]"
+    )
     sample_weights: ClassWeights | None = setting(
         "data.sample_weights", None, types.class_weights, "training samples are drawn by the weights of their classes"
     )

@@ -70,7 +70,7 @@ class NumberRows(Dataset[tuple[Tensor, Tensor]]):
 class TokenRows(NumberRows):
     """Rows of tokens: inputs (t,) int64, and the tokens that follow each as targets; -100 behind the last.
 
-    Where the target is another column (labels), it holds a label beside each token, and is moved by one in the same way.
+    Where the target is another column (labels), it holds a label beside each token, and is moved by one as well.
     """
 
     def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -137,4 +137,3 @@ def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRo
             remedy="data.args.classes=[…], all of them; or leave out such rows",
         )
     return torch.tensor(numbers)
-

@@ -1,7 +1,7 @@
 """From stores of rows to a DataSource: which columns are inputs, what the target is, and how rows are divided."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,6 @@ from multigpu_cli.data.row_store import Column, RowStore
 from multigpu_cli.data.spread_split import RowSelection, divide_rows
 from multigpu_cli.data.table_features import FEW
 from multigpu_cli.errors import RequestError, did_you_mean
-from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime.model_call import TARGETS
 
 LARGE = 2**24  # rows; more of them are shuffled in blocks
@@ -62,8 +61,9 @@ def build_row_source(
     for store in stores.values():
         _check_same_columns(name, train, store, [*inputs, target])
     parts = _divide(name, stores, seed)
+    block = BLOCK if len(parts["train"][1]) > LARGE else None
     if inputs[0].name == _TOKENS and len(inputs) == 1:
-        return _build_tokens(inputs[0], target, parts, options)
+        return replace(_build_tokens(inputs[0], target, parts, options), shuffle_block=block)
     labels, names = _find_classes(name, train, target, options)
     roles = RowRoles(
         inputs=tuple(column.name for column in inputs),
@@ -73,9 +73,9 @@ def build_row_source(
         num_classes=len(names),
     )
     if inputs[0].kind == "bytes":
-        return _build_images(name, parts, roles, names, mode, options)
+        return replace(_build_images(name, parts, roles, names, mode, options), shuffle_block=block)
     samples = {part: NumberRows(store, rows, roles) for part, (store, rows) in parts.items()}
-    return _build_numbers(samples, inputs[0], names, mode)
+    return replace(_build_numbers(samples, names, mode), shuffle_block=block)
 
 
 def _choose_columns(name: str, store: RowStore, options: RowOptions) -> tuple[Column, list[Column]]:
@@ -85,7 +85,7 @@ def _choose_columns(name: str, store: RowStore, options: RowOptions) -> tuple[Co
         _find_column(store, column, setting)
     target = _find_target(name, store, options.target, ignored)
     chosen = asked or [each for each in store.columns if each not in (target.name, *ignored)]
-    if not asked and _TOKENS in chosen:
+    if not asked and _TOKENS in store.columns and _TOKENS not in ignored:
         chosen = [_TOKENS]
     if not chosen:
         raise RequestError(f"--data {name}: {store.label} has no column but the target, {target.name!r}")
@@ -238,9 +238,7 @@ def _build_images(
     )
 
 
-def _build_numbers(
-    samples: Mapping[str, NumberRows], column: Column, names: tuple[str, ...], mode: str
-) -> DataSource:
+def _build_numbers(samples: Mapping[str, NumberRows], names: tuple[str, ...], mode: str) -> DataSource:
     """Single numbers are standardised by what some training rows, spread evenly, teach; arrays stay as they are."""
     train = samples["train"]
     some = np.unique(np.linspace(0, len(train) - 1, min(len(train), _SCALED_BY)).astype(np.int64))

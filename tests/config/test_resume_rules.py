@@ -37,6 +37,12 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "num_workers": 3,
     "data_on_device": "off",
     "data.sample_weights": "balanced",
+    "data.shuffle_block": 256,
+    "data.shuffle_window": 8,
+    "data.mix": [
+        {"data": "csv", "data_dir": "a", "args": {"target": "y"}, "weight": 2.0},
+        {"data": "digits", "data_dir": None, "args": {}, "weight": 1.0},
+    ],
     "max_length": 512,
     "packing": "off",
     "data.mixup": 0.2,
