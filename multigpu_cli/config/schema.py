@@ -131,7 +131,7 @@ class DataConfig:
         "shuffle blocks of N neighbours (default: samples; rows from 2^24: 4096)",
     )
     shuffle_window: int = setting(
-        "data.shuffle_window", 64, integer(1), "so many blocks of data.shuffle_block are mixed with each other"
+        "data.shuffle_window", 64, integer(1), "so many such blocks are mixed with each other"
     )
     mix: tuple[dict[str, Any], ...] = setting(
         "data.mix", (), types.sources, "several datasets: [{data: NAME, data_dir: …, args: {…}, weight: 2}, …]"

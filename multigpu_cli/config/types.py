@@ -181,7 +181,7 @@ _SOURCE = {"data", "data_dir", "args", "weight"}
 def _sources(value: Any) -> tuple[dict[str, Any], ...]:
     """The datasets of a mixture, each as a mapping with all of its entries."""
     entries = [value] if isinstance(value, dict) else value
-    if not _is_list(entries) or len(entries) < 2 or not all(isinstance(each, dict) for each in entries):
+    if not _is_list(entries) or len(entries) == 1 or not all(isinstance(each, dict) for each in entries):
         raise ValueError(
             f"must be a list of at least two datasets, like {{data: csv, data_dir: a}}, not {quote_value(value)}"
         )

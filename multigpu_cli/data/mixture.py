@@ -91,17 +91,7 @@ def load(
         [shuffle_block or each.source.shuffle_block for each in mix],
         shuffle_window,
     )
-    for each, count, least in zip(mix, order.counts, order.of_period, strict=True):
-        if not count or not least:
-            raise RequestError(
-                f"data.mix: {each.name} has no place in an epoch of {len(order):,} samples with its weight of "
-                f"{each.weight:g}",
-                remedy="a larger weight, or leave it out; a weight counts in parts of 1/65,536",
-            )
-    words = [
-        f"{each.name} {100 * count / len(order):.1f} % from {pluralize(size, 'sample')}"
-        for each, count, size in zip(mix, order.counts, sizes, strict=True)
-    ]
+    shares = _describe_shares(mix, order)
     classes = first.num_classes if first.task == "classification" else 0
     splits = {part: _join([getattr(each.source, part) for each in mix], classes) for part in ("train", "val", "test")}
     warnings = tuple(warning for each in mix for warning in each.source.warnings)
@@ -117,8 +107,26 @@ def load(
         order_has_repeats=True,
         warnings=warnings,
         transform_signature=signature,
-        note=f"{'; '.join(words)}: ",
+        note=f"{shares}: ",
     )
+
+
+def _describe_shares(mix: Sequence[MixedSource], order: MixtureOrder) -> str:
+    """Each source's share of an epoch, in words.
+
+    Raises:
+        RequestError: one has none.
+    """
+    words = []
+    for each, count, least, size in zip(mix, order.counts, order.of_period, order.sizes, strict=True):
+        if not count or not least:
+            raise RequestError(
+                f"data.mix: {each.name} has no place in an epoch of {len(order):,} samples with its weight of "
+                f"{each.weight:g}",
+                remedy="a larger weight, or leave it out; a weight counts in parts of 1/65,536",
+            )
+        words.append(f"{each.name} {100 * count / len(order):.1f} % from {pluralize(size, 'sample')}")
+    return "; ".join(words)
 
 
 def _check_alike(first: MixedSource, other: MixedSource) -> None:

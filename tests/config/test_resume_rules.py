@@ -186,7 +186,7 @@ def test_any_other_explicit_difference_is_refused_naming_both_values(key: str) -
     if isinstance(new, dict):
         assert all(f"{name}={f'{value}'.strip('[]').replace(', ', ',')}" in told for name, value in new.items())
     elif isinstance(new, list):
-        assert ",".join(new) in told
+        assert ",".join(map(str, new)) in told
     else:
         assert ("is on" if new is True else f"{new}".removesuffix(".0")) in told
     before = "without" if old in (None, [], {}) else "with it off" if old is False else str(old).removesuffix(".0")

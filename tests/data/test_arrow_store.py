@@ -37,9 +37,9 @@ def test_what_hugging_face_wrote(tmp_path: Path) -> None:
 def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
     table = pyarrow.table({"a": list(range(200_000))})
     options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
-    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
-        with pyarrow.ipc.new_stream(sink, table.schema, options=options) as out:
-            out.write_table(table)
+    file = str(tmp_path / "a.arrow")
+    with pyarrow.OSFile(file, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema, options=options) as out:
+        out.write_table(table)
     with pytest.raises(RequestError, match="is compressed"):
         ArrowStore([tmp_path / "a.arrow"])
 

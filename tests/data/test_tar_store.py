@@ -65,5 +65,5 @@ def test_a_shard_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     write_tar(tmp_path, SAMPLES, shards=1)
     shard = tmp_path / "0000.tar"
     shard.write_bytes(shard.read_bytes()[:3000])
-    with pytest.raises(RequestError, match="unexpected end|ends at byte"):
+    with pytest.raises(RequestError, match=r"unexpected end|ends at byte"):
         open_shards(tmp_path).read("npy", range(len(open_shards(tmp_path))))
