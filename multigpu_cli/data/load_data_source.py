@@ -69,6 +69,8 @@ def _load_mixed(
     own = replace(config, name=entry["data"], dir=entry["data_dir"], args=entry["args"], mix=())
     if own.name == "mixture":
         raise RequestError("data.mix: a mixture within a mixture", remedy="one list of all datasets")
+    if own.name == "chat":
+        raise RequestError("data.mix: chat can't be mixed", remedy="one train.jsonl with the conversations of all")
     return MixedSource(own.name, load_data_source(own, seed, form, model_dir=model_dir), entry["weight"])
 
 

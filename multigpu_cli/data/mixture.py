@@ -151,7 +151,7 @@ def _check_alike(first: MixedSource, other: MixedSource) -> None:
         if each.source.order is not None or each.source.packed or each.source.paired:
             raise RequestError(
                 f"data.mix: {each.name} has an order, packs or pairs of its own, and can't be mixed",
-                remedy="for --data chat --packing off; for preferences one .jsonl file with all of them",
+                remedy="one dataset of all its samples",
             )
 
 
