@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def measure(tiny: bool = False) -> list[Row]:
         ]
         figures.append(_time_finding(stores["tar"][0], turns))
         steps = {name: _steps(source) for name, source in _open_sources(folder, 320 if tiny else 4000).items()}
-        took = alternate({name: (lambda work=work: next(work)) for name, work in steps.items()}, turns * 2)
+        took = alternate({name: partial(next, work) for name, work in steps.items()}, turns * 2)
     figures.append(took.micro("a step on rows in memory", "memory"))
     names = ("again", "arrow", "mixture")
     figures += [took.ratio(f"a step on {name} / on rows in memory", name, "memory") for name in names]

@@ -77,7 +77,7 @@ class ArrowStore:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
-    def read(self, name: str, rows: Sequence[int]) -> Any:
+    def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
         """A column of some rows: (n, *shape) numbers, or a list of bytes or texts."""
         column, chunks = self.columns[name], self._open_column(name)
         at = np.asarray(rows, dtype=np.int64)
@@ -187,7 +187,8 @@ def _describe(field: Any, feature: Any, chunks: Sequence[Any]) -> Column:
         return Column(kind="bytes", **known)
     if types.is_string(kind) or types.is_large_string(kind):
         return Column(kind="text", **known)
-    sizes, first = [], _storage(chunks[0])[:1]
+    sizes: list[int] = []
+    first = _storage(chunks[0])[:1]
     while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         first, kind = first.flatten(), kind.value_type
         sizes.append(len(first) // max(1, int(np.prod(sizes))))
@@ -215,7 +216,8 @@ def _storage(chunk: Any) -> Any:
 
 def _open_chunk(chunk: Any) -> _Chunk:
     """NumPy's views of a column's buffers."""
-    types, chunk, offsets = load_pyarrow().types, _storage(chunk), []
+    offsets: list[np.ndarray] = []
+    types, chunk = load_pyarrow().types, _storage(chunk)
     if types.is_struct(chunk.type):
         chunk = chunk.field("bytes")
     while types.is_list(chunk.type) or types.is_large_list(chunk.type) or types.is_fixed_size_list(chunk.type):

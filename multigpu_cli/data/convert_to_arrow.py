@@ -86,7 +86,8 @@ def _find_kind(file: Path) -> str:
 
 def _write_folder(files: list[Path], folder: Path) -> Converted:
     pyarrow = load_pyarrow()
-    rows, written, schema, sink, writer = 0, [], None, None, None
+    written: list[Path] = []
+    rows, schema, sink, writer = 0, None, None, None
     try:
         for table in _join_batches(files):
             schema = schema or table.schema

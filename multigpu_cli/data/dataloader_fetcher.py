@@ -48,6 +48,11 @@ class ItemFetcher:
         options = source.loader_options
         processes, reason = _loader_processes(SeededDataset(split, seed), wanted, workers_here)
         self.device = device
+        self._whole: Callable[[list[tuple[int, int]]], tuple[Collated, TokenCounts | None]] | None = None
+        if not processes and callable(getattr(split, "fetch_batch", None)):  # DataLoader would only cost time
+            self._whole = partial(
+                _fetch_whole, SeededDataset(split, seed), _CountingCollate(Collate(split, source.form))
+            )
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
             SeededDataset(split, seed),
@@ -68,12 +73,18 @@ class ItemFetcher:
             deque(self._loader, maxlen=0)
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
+        if self._whole is not None:
+            whole = self._whole
+            yield from self._move((chunk, whole([(epoch, index) for index in chunk.tolist()])) for chunk in chunks)
+            return
         requested, chunks = tee(chunks)
         self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in requested)
         with _without_traceback():
-            fetched = zip(chunks, self._loader, strict=True)
-            made = (Fetched(batch.inputs, batch.targets, indices, tokens) for indices, (batch, tokens) in fetched)
-            yield from move_batches(made, self.device)
+            yield from self._move(zip(chunks, self._loader, strict=True))
+
+    def _move(self, fetched: Iterable[tuple[Tensor, tuple[Collated, TokenCounts | None]]]) -> Iterator[Fetched]:
+        made = (Fetched(batch.inputs, batch.targets, indices, tokens) for indices, (batch, tokens) in fetched)
+        return move_batches(made, self.device)
 
     def close(self) -> None:
         """End the loader processes, if any."""
@@ -102,6 +113,12 @@ class _CountingCollate:
             return Collated(numbered.inputs, numbered.targets), None
         made = self._collate(numbered)
         return made, count_tokens([item for _, item in numbered], made.targets)
+
+
+def _fetch_whole(
+    dataset: "SeededDataset", collate: _CountingCollate, places: list[tuple[int, int]]
+) -> tuple[Collated, TokenCounts | None]:
+    return collate(dataset.__getitems__(places))
 
 
 class WholeBatch(NamedTuple):
@@ -147,7 +164,8 @@ class SeededDataset(Dataset[Any]):
         if self._fetch_batch is not None:
             self._seed(*places[0])
             indices = [index % self._size for _, index in places]
-            return WholeBatch(*self._fetch_batch(indices), indices)
+            inputs, targets = self._fetch_batch(indices)
+            return WholeBatch(inputs, targets, indices)
         if not self._whole:
             return [self[where] for where in places]
         self._seed(*places[0])

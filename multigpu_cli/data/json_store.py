@@ -46,7 +46,7 @@ class JsonStore:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, name: str, rows: Sequence[int]) -> Any:
+    def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
         """A field of some rows: (n, *shape) numbers, or a list of texts."""
         column, records = self.columns[name], self._parse(np.asarray(rows, dtype=np.int64))
         values = [record[name] for record in records]

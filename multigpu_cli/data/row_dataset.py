@@ -53,12 +53,12 @@ class NumberRows(Dataset[tuple[Tensor, Tensor]]):
         inputs, targets = self.fetch_batch([index])
         return inputs[0], targets[0]
 
-    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def fetch_batch(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs (n, …) and targets (n, …) of some samples."""
         rows = self.selection.find_rows(indices)
         return self.read_inputs(rows), read_targets(self.store, rows, self.roles)
 
-    def read_inputs(self, rows: Sequence[int]) -> Tensor:
+    def read_inputs(self, rows: Sequence[int] | np.ndarray) -> Tensor:
         """(n, …) of rows of the store."""
         columns = [self.store.read(name, rows) for name in self.roles.inputs]
         if self.roles.stacked:
@@ -73,7 +73,7 @@ class TokenRows(NumberRows):
     Where the target is another column (labels), it holds a label beside each token, and is moved by one as well.
     """
 
-    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def fetch_batch(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs (n, t) and targets (n, t) of some samples."""
         rows = self.selection.find_rows(indices)
         (name,) = self.roles.inputs
@@ -122,7 +122,7 @@ def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRo
     Raises:
         RequestError: a row has a label that training does not know.
     """
-    found = store.read(roles.target, rows)  # type: ignore[arg-type]  # an array of numbers is a sequence
+    found = store.read(roles.target, rows)
     if not roles.num_classes:
         return torch.from_numpy(np.asarray(found, dtype=np.float32))
     if roles.labels is None:

@@ -102,11 +102,11 @@ def _choose_columns(name: str, store: RowStore, options: RowOptions) -> tuple[Co
             f"--data {name}: these inputs don't go together: {words}",
             remedy=f"data.columns={inputs[0].name}, one column, or several of single numbers",
         )
-    for column in (*inputs, target):
-        if column.gaps:
+    for used in (*inputs, target):
+        if used.gaps:
             raise RequestError(
-                f"--data {name}: column {column.name!r} has {column.gaps:,} rows without a value",
-                remedy=f"fill or leave out such rows before, or data.ignore={column.name}",
+                f"--data {name}: column {used.name!r} has {used.gaps:,} rows without a value",
+                remedy=f"fill or leave out such rows before, or data.ignore={used.name}",
             )
     return target, inputs
 
@@ -242,7 +242,7 @@ def _build_numbers(samples: Mapping[str, NumberRows], names: tuple[str, ...], mo
     """Single numbers are standardised by what some training rows, spread evenly, teach; arrays stay as they are."""
     train = samples["train"]
     some = np.unique(np.linspace(0, len(train) - 1, min(len(train), _SCALED_BY)).astype(np.int64))
-    inputs, targets = train.fetch_batch(some)  # type: ignore[arg-type]  # an array of numbers is a sequence
+    inputs, targets = train.fetch_batch(some)
     scale = None
     if train.roles.stacked:
         moments = inputs.double()

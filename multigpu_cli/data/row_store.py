@@ -47,7 +47,7 @@ class RowStore(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, name: str, rows: Sequence[int]) -> Any:
+    def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
         """A column of some rows: (n, *shape) numbers, or a list of bytes or texts.
 
         Raises:

@@ -42,14 +42,16 @@ class RowSelection:
         if not self.parts:
             return at
         if self.part:
-            return at * _GROUP + self._draw(at)[self.part - 1]
+            held_out: np.ndarray = at * _GROUP + self._draw(at)[self.part - 1]
+            return held_out
         share = _GROUP - self.parts
         group = np.minimum(at // share, self.rows // _GROUP)
         place = at - group * share
         inside = group < self.rows // _GROUP  # behind the last whole group nothing is held out
         for held in np.sort(self._draw(group), axis=0):
             place = place + (inside & (place >= held))
-        return group * _GROUP + place
+        found: np.ndarray = group * _GROUP + place
+        return found
 
     def _draw(self, groups: np.ndarray) -> np.ndarray:
         """(parts, n): the different places in a group that are held out."""
@@ -83,4 +85,5 @@ def _mix(values: np.ndarray) -> np.ndarray:
     """SplitMix64's finalizer (Steele, Lea and Flood 2014): 64 well-mixed bits of each number."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed

@@ -67,7 +67,7 @@ class TarStore:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, name: str, rows: Sequence[int]) -> Any:
+    def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
         """A column of some rows: (n, *shape) numbers, or a list of bytes or texts."""
         ending, _, field = name.partition("json.")
         column, at = self.columns[name], 1 + 2 * self._endings.index(ending or "json")
@@ -195,7 +195,7 @@ def _group_members(file: Path) -> Iterator[list[_Member]]:
     try:
         with tarfile.open(file, "r:") as archive:
             while (info := archive.next()) is not None:
-                archive.members = []  # it would keep them all
+                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
                 if not info.isreg():
                     continue
                 folder, _, name = info.name.rpartition("/")

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ def test_rows_come_from_all_files_in_order(tmp_path: Path) -> None:
 
 
 def test_types_hold_for_all_rows(tmp_path: Path) -> None:
-    rows = [{"x": 1, "y": None}, {"x": 2.5, "y": 1}, {"y": 2, "x": 3, "deep": {"z": 1}}]
+    rows: list[dict[str, Any]] = [{"x": 1, "y": None}, {"x": 2.5, "y": 1}, {"y": 2, "x": 3, "deep": {"z": 1}}]
     store = JsonStore([write_jsonl(tmp_path / "a.jsonl", rows)])
     assert store.columns["x"].dtype == "float64"
     assert store.read("x", [0, 1]).tolist() == [1.0, 2.5]

@@ -16,12 +16,12 @@ from tests.support.row_files import ROWS, write_arrow
 NUMBERS = {"target": "label", "ignore": ["kind"]}
 
 
-def mix(*entries: dict[str, Any], **args: Any) -> DataSource:
+def mix(*entries: dict[str, Any], **args: Any) -> Any:
     given = tuple({"data_dir": None, "args": {}, "weight": 1.0} | each for each in entries)
     return load_data_source(DataConfig(name="mixture", mix=given, args=args), 42)
 
 
-def two(folder: Path, **args: Any) -> DataSource:
+def two(folder: Path, **args: Any) -> Any:
     write_arrow(folder / "a")
     write_arrow(folder / "b", [{**row, "a": row["a"] + 1000} for row in ROWS[:30]])
     places = [(folder / "a", 1.0), (folder / "b", 3.0)]
@@ -58,7 +58,7 @@ def test_each_sample_is_its_number_and_shares_follow_weights(tmp_path: Path) -> 
     large = [number for number, _ in found if number >= 48]
     assert (len(found), len(large)) == (40, 30)
     for number, inputs in found:
-        stored = source.train[number][0]  # type: ignore[index]
+        stored = source.train[number][0]
         assert torch.equal(source.prepare(stored[None])[0], torch.tensor(inputs))
     assert len(source.val) == 6 + 3
     assert "25.0 % from 48 samples" in source.note
