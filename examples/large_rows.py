@@ -18,7 +18,8 @@ def write_rows(file: Path, count: int, shift: float) -> None:
 if __name__ == "__main__":
     random.seed(0)
     folder = Path("large")
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for name, count, shift in (("day", 3000, 0.5), ("night", 1000, -0.5)):
         write_rows(folder / f"{name}.jsonl", count, shift)
-        print(convert_to_arrow(folder / f"{name}.jsonl", folder / name))
+        if not (folder / name).exists():  # the same rows, written before
+            print(convert_to_arrow(folder / f"{name}.jsonl", folder / name))

@@ -71,7 +71,8 @@ def _load_mixed(
         raise RequestError("data.mix: a mixture within a mixture", remedy="one list of all datasets")
     if own.name == "chat":
         raise RequestError("data.mix: chat can't be mixed", remedy="one train.jsonl with the conversations of all")
-    return MixedSource(own.name, load_data_source(own, seed, form, model_dir=model_dir), entry["weight"])
+    label = f"{own.name} {own.dir}" if own.dir else own.name
+    return MixedSource(label, load_data_source(own, seed, form, model_dir=model_dir), entry["weight"])
 
 
 def _arrays(found: Any) -> list[Tensor] | None:

@@ -19,7 +19,7 @@ class MixedSource(NamedTuple):
     """One dataset of a mixture.
 
     Attributes:
-        name: as in data.mix.
+        name: as in data.mix, with its folder.
         weight: its share of an epoch's samples, relative to the others.
     """
 
