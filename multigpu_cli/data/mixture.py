@@ -48,7 +48,9 @@ class MixedBatches(ConcatDataset[Any]):
                 return found
             if inputs is None:
                 inputs, targets = (torch.empty((len(at), *each.shape[1:]), dtype=each.dtype) for each in found)
-            inputs[places], targets[places] = found
+            here = torch.from_numpy(places)
+            inputs.index_copy_(0, here, found[0])
+            targets.index_copy_(0, here, found[1])
         assert inputs is not None
         return inputs, targets
 
