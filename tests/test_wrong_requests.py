@@ -176,7 +176,8 @@ DOOR = [
     Row("--data-dir empty", ["--data-dir empty", "no dataset is recognized", "--data NAME"], {"empty": None}),
     Row("--data-dir a.csv --data har", ["--data-dir a.csv", "--data har needs a folder", "--data csv"], {"a.csv": b""}),
     Row("--data a.jsonl", ["--data-dir a.jsonl", "--model-dir", "records --data csv"], {"a.jsonl": b'{"size": 1}'}),
-    Row("--data a.tar", ["--data a.tar", "not a file of a known dataset", "module:factory"], {"a.tar": b""}),
+    Row("--data a.zip", ["--data a.zip", "not a file of a known dataset", "module:factory"], {"a.zip": b""}),
+    Row("--data a.parquet", ["not a file of a known dataset", "data convert a.parquet --to a"], {"a.parquet": b""}),
     Row(
         "--data a.json", ["--data a.json", "one record in each line (jq -c '.[]' a.json > a.jsonl)"], {"a.json": b"[]"}
     ),

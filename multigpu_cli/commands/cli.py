@@ -21,7 +21,9 @@ app = typer.Typer(
     context_settings=_CONTEXT,
 )
 
-data_app = typer.Typer(cls=Group, rich_markup_mode=None, context_settings=_CONTEXT, help="Look at a dataset.")
+data_app = typer.Typer(
+    cls=Group, rich_markup_mode=None, context_settings=_CONTEXT, help="Look at a dataset, or convert it."
+)
 app.add_typer(data_app, name="data")
 
 _Json = Annotated[bool, typer.Option("--json", help="as JSON")]
@@ -199,6 +201,19 @@ def preview(
 
     found = preview_data(config, count)
     print_result(found, format_preview(found, choose_marks(sys.stdout, context.obj)), as_json=values["json"])
+
+
+@data_app.command(cls=Command)
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=".parquet, .csv, .tsv or .jsonl file, or a folder")],
+    to: Annotated[str, typer.Option(metavar="DIR", help="a new folder, for --data arrow")],
+    as_json: _Json = False,
+) -> None:
+    """Write Parquet, CSV or JSON lines as Arrow files once, for --data arrow; a piece at a time, in little memory."""
+    from multigpu_cli.commands.data_convert import convert_data, format_conversion
+
+    found = convert_data(source, to)
+    print_result(found, format_conversion(found), as_json=as_json)
 
 
 def _read_config(context: typer.Context, values: Mapping[str, Any], *, allow_launcher: bool = False) -> Config:

@@ -11,16 +11,25 @@ from multigpu_cli.config.paths import suggest_path
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-FILES = {"csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"), "npz": (".npz",), "text": (".txt",), "chat": (".jsonl",)}
-"""The datasets that are one file, and the suffixes of its name."""
+FILES: dict[str, tuple[str, ...]] = {
+    "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
+    "npz": (".npz",),
+    "text": (".txt",),
+    "chat": (".jsonl",),
+    "arrow": (".arrow",),
+    "tar": (".tar",),
+    "jsonl": (),  # a .jsonl file is taken for a chat
+}
+"""The datasets that are files, and the suffixes by which one is recognized."""
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
 _ARRAYS = ("train.bin", "train.npy")  # of tokens
+_ARROW = "dataset_dict.json"  # Hugging Face's list of parts
 _MAX_FOLDERS, _MAX_FILES = 1000, 100  # in which an image is looked for
 _SUPPORTED = (
-    ".csv or .tsv (also .gz), .jsonl, .npz, .txt, a folder with one of these, or one with a folder of images for each "
-    "class; any other dataset needs --data NAME or --data module:factory"
+    ".csv or .tsv (also .gz), .jsonl, .npz, .txt, .arrow, .tar, a folder with one of these, or one with a folder of "
+    "images for each class; any other dataset needs --data NAME or --data module:factory"
 )
 
 
@@ -64,9 +73,12 @@ def find_datasets(place: Path) -> dict[str, str]:
     if len(found["text"]) > 1 or found["csv"] or found["npz"]:
         found["text"] = []  # a README.txt or license
     found["text"] += [name for name in _ARRAYS if name in names]
+    found["arrow"] += [_ARROW] if _ARROW in names else []
     kinds = {name: f"{place.name or place} holds {files[0]}" for name, files in found.items() if files}
     if _holds_images(place):
         kinds["image-folder"] = f"{place.name or place} holds folders of images"
+    if len(kinds) > 1:
+        kinds.pop("tar", None)  # the archive that the others come from
     return kinds
 
 
@@ -108,7 +120,8 @@ def _recognize(place: Path, label: str) -> str:
         raise RequestError(f"{label} could be several datasets: {', '.join(kinds.values())}", remedy=f"add {flags}")
     found = "no dataset is recognized in this folder" if place.is_dir() else "not a file of a known dataset"
     lines = f"{place.stem}.jsonl, one record in each line (jq -c '.[]' {place.name} > {place.stem}.jsonl); or "
-    remedy = (lines if place.suffix.lower() == ".json" else "") + _SUPPORTED
+    columns = f"multigpu data convert {place} --to {place.stem}, and --data arrow --data-dir {place.stem}; or "
+    remedy = {".json": lines, ".parquet": columns}.get(place.suffix.lower(), "") + _SUPPORTED
     raise RequestError(f"{label}: {found}", remedy=remedy)
 
 

@@ -51,6 +51,8 @@ def _code(config: Config, environments: Collection[str], parts: Collection[str])
     """
     head, _, id = config.data.name.partition(":")
     acts = head in environments
+    if "data" in parts:
+        yield from _mixed_code(config)
     for part in parts:
         given, pattern = config.get(part) or "", _FACTORY
         for name in [given] if isinstance(given, str) else given:
@@ -63,6 +65,16 @@ def _code(config: Config, environments: Collection[str], parts: Collection[str])
         arguments = config.get(f"{part}.args") if f"{part}.args" in SETTINGS else {}
         for place, text in _texts(arguments, f"{part}.args"):
             if pattern.fullmatch(text):
+                yield f"{place}={text}"
+
+
+def _mixed_code(config: Config) -> Iterator[str]:
+    """The same of the datasets of a mixture."""
+    for number, entry in enumerate(config.data.mix):
+        if ":" in entry["data"]:
+            yield f"data.mix.{number}.data={entry['data']}"
+        for place, text in _texts(entry["args"], f"data.mix.{number}.args"):
+            if _FACTORY.fullmatch(text):
                 yield f"{place}={text}"
 
 

@@ -192,6 +192,24 @@ def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
 
 
+def _mixture(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    data = config.data
+    if data.mix and data.name != "mixture":
+        yield RequestError(f"data.mix together with --data {data.name}", remedy="only one of them")
+    if data.mix and data.dir is not None:
+        yield RequestError("data.mix together with --data-dir", remedy="data_dir: … of each dataset in data.mix")
+    for name in [str(entry["data"]) for entry in data.mix if ":" not in entry["data"]]:
+        if facts.datasets and name not in facts.datasets:
+            yield RequestError(f"data.mix: {name}: unknown name", remedy=did_you_mean(name, facts.datasets))
+    if data.shuffle_block is not None and data.sample_weights is not None:
+        yield RequestError(
+            "data.shuffle_block together with data.sample_weights: these are drawn from all samples",
+            remedy="only one of them",
+        )
+    if data.mix and data.sample_weights is not None:
+        yield RequestError("data.mix together with data.sample_weights", remedy="weight: … of each dataset in data.mix")
+
+
 def _adapter(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     yield from adapter_rules.find_adapter_errors(config)
 
@@ -298,6 +316,7 @@ RULES = (
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
     Rule("init_from init_partial", _starting_weights),
     Rule("data model model_dir max_length packing prompts sample_every", _pretrained),
+    Rule("data data_dir data.mix data.shuffle_block data.sample_weights", _mixture),
     Rule(adapter_rules.KEYS, _adapter),
     Rule("freeze model.unfreeze_at epochs env_steps episodes", _unfreezing),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),

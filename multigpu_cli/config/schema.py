@@ -85,6 +85,13 @@ class DataConfig:
     packing: str = setting(
         "packing", "on", choice("on", "off"), "chat: several samples in a row; pairs of preferences never share one"
     )
+    shuffle_block: int | None = setting(
+        "data.shuffle_block", None, integer(1), "neighbours shuffled as a block (default: 1; of 2^24 rows or more 4096)"
+    )
+    shuffle_window: int = setting("data.shuffle_window", 64, integer(1), "so many such blocks are mixed at a time")
+    mix: tuple[dict[str, Any], ...] = setting(
+        "data.mix", (), types.sources, "several datasets: [{data: NAME, data_dir: …, args: {…}, weight: 2}, …]"
+    )
     sample_weights: ClassWeights | None = setting(
         "data.sample_weights", None, types.class_weights, "training samples are drawn by the weights of their classes"
     )

@@ -198,7 +198,8 @@ def _config(values: dict[str, Any], recipe: str | None) -> Config:
     """The settings; a dataset recognized at --data-dir is not explicit, so that a checkpoint's dataset is kept."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     found = list(data_place.find_datasets(Path(values["data_dir"]))) if values.keys() & _PLACE == {"data_dir"} else []
-    for key, value in (({"data": found[0]} if len(found) == 1 else {}) | values).items():
+    implied = {"data": found[0]} if len(found) == 1 else {"data": "mixture"} if values.get("data.mix") else {}
+    for key, value in (implied | values).items():
         sections[SETTINGS[key].section][SETTINGS[key].attribute] = value
     parts: dict[str, Any] = {name: kind(**sections[name]) for name, kind in SECTIONS.items()}
     return Config(**parts, recipe=recipe, explicit=frozenset(values))

@@ -203,6 +203,34 @@ def _class_weights(value: Any) -> ClassWeights:
     return weights if isinstance(value, dict) else tuple(weights.values())
 
 
+_SOURCE = {"data", "data_dir", "args", "weight"}
+
+
+def _sources(value: Any) -> tuple[dict[str, Any], ...]:
+    """The datasets of a mixture, each as a mapping with all of its entries."""
+    entries = [value] if isinstance(value, dict) else value
+    if not _is_list(entries) or len(entries) == 1 or not all(isinstance(each, dict) for each in entries):
+        raise ValueError(
+            f"must be a list of at least two datasets, like {{data: csv, data_dir: a}}, not {quote_value(value)}"
+        )
+    found = []
+    for entry in entries:
+        if unknown := [str(name) for name in entry if name not in _SOURCE]:
+            raise ValueError(f"has an entry {unknown[0]!r}; {did_you_mean(unknown[0], sorted(_SOURCE))}")
+        if "data" not in entry:
+            raise ValueError(f"has a dataset without a name: {quote_value(entry)}")
+        folder = entry.get("data_dir")
+        found.append(
+            {
+                "data": _text(entry["data"]),
+                "data_dir": None if folder is None else _path(folder),
+                "args": _args(entry.get("args") or {}),
+                "weight": number(0, above=True).parse(entry.get("weight", 1)),
+            }
+        )
+    return tuple(found)
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
@@ -226,4 +254,5 @@ best = ValueType("NAME:max|NAME:min", _best)
 loggers = ValueType("NAME", _loggers)
 args = ValueType("", _args)
 rates = ValueType("{PATTERN: X}", _rates)
+sources = ValueType("[{data: NAME, …}, …]", _sources)
 class_weights = ValueType("balanced|W,W", _class_weights)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from torch import Tensor
-
+from multigpu_cli.data.epoch_order import OrderOfEpoch
 from multigpu_cli.data.loader import Batch, StepWork
 from multigpu_cli.planning.batch import BatchPlan
 
@@ -36,8 +35,8 @@ class BatchStream(Protocol):
     def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
         """Samples trained on in this number of steps."""
 
-    def sample_order(self, epoch: int) -> Tensor:
-        """(n,) int64: the index of the sample at each position of an epoch."""
+    def sample_order(self, epoch: int) -> OrderOfEpoch:
+        """The index of the sample at each position of an epoch."""
 
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         """This worker's part of one ordered pass; the first batch is also used to check model and task against it."""

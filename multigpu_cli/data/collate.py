@@ -213,9 +213,20 @@ class Collate:
                 remedy="samples of one shape, or a method collate_fn(samples) of the dataset: it returns the batch's "
                 "(inputs, targets), padded as the model wants them",
             ) from error
-        if self._classes and isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.ndim == 1:
-            self._check_labels([number for number, _ in numbered], targets)
+        self.check_classes([number for number, _ in numbered], targets)
         return Collated(inputs, targets)
+
+    def check_classes(self, numbers: list[int], targets: Any) -> None:
+        """Refuse a class number that the dataset does not have.
+
+        Args:
+            numbers: of the samples.
+
+        Raises:
+            RequestError: names the sample and its label.
+        """
+        if self._classes and isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.ndim == 1:
+            self._check_labels(numbers, targets)
 
     def _check_labels(self, numbers: list[int], labels: Tensor) -> None:
         """Here, on the host: a GPU would only fail an assertion, and be lost to the process."""

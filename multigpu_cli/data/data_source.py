@@ -63,6 +63,8 @@ class DataSource:
         packed: a training sample holds several texts side by side, told apart by their position ids.
         paired: a sample is a chosen and a rejected answer, in rows of their own.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
+        order_has_repeats: that order numbers a sample that comes again beyond the dataset's end, by its length.
+        shuffle_block: neighbours that are shuffled as a block, where data.shuffle_block says nothing; see BlockOrder.
         loader_options: options of the DataLoader.
         form: which parts of a sample are inputs, and which are targets.
         model_kwargs: further arguments that a model's factory may name.
@@ -90,6 +92,8 @@ class DataSource:
     transform_signature: str = ""
     new: Dataset[Any] | None = None
     order: SampleOrder | None = None
+    order_has_repeats: bool = False
+    shuffle_block: int | None = None
     packed: bool = False
     paired: bool = False
     loader_options: LoaderOptions = LoaderOptions()

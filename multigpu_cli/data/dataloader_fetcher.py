@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import tee
 from multiprocessing import current_process
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from multigpu_cli.runtime.seeding import seed_host
 _MOST_PROCESSES = 8  # per worker
 _TRANSFER_COST = 30e-6  # seconds per sample of receiving a small batch from another process
 _LONGEST_PROBE = 0.5  # seconds
+_TYPICAL_BATCH = 32
 
 Result = TypeVar("Result")
 
@@ -47,6 +48,11 @@ class ItemFetcher:
         options = source.loader_options
         processes, reason = _loader_processes(SeededDataset(split, seed), wanted, workers_here)
         self.device = device
+        self._whole: Callable[[list[tuple[int, int]]], tuple[Collated, TokenCounts | None]] | None = None
+        if not processes and callable(getattr(split, "fetch_batch", None)):  # DataLoader would only cost time
+            self._whole = partial(
+                _fetch_whole, SeededDataset(split, seed), _CountingCollate(Collate(split, source.form))
+            )
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
             SeededDataset(split, seed),
@@ -67,12 +73,18 @@ class ItemFetcher:
             deque(self._loader, maxlen=0)
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
+        if self._whole is not None:
+            whole = self._whole
+            yield from self._move((chunk, whole([(epoch, index) for index in chunk.tolist()])) for chunk in chunks)
+            return
         requested, chunks = tee(chunks)
         self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in requested)
         with _without_traceback():
-            fetched = zip(chunks, self._loader, strict=True)
-            made = (Fetched(batch.inputs, batch.targets, indices, tokens) for indices, (batch, tokens) in fetched)
-            yield from move_batches(made, self.device)
+            yield from self._move(zip(chunks, self._loader, strict=True))
+
+    def _move(self, fetched: Iterable[tuple[Tensor, tuple[Collated, TokenCounts | None]]]) -> Iterator[Fetched]:
+        made = (Fetched(batch.inputs, batch.targets, indices, tokens) for indices, (batch, tokens) in fetched)
+        return move_batches(made, self.device)
 
     def close(self) -> None:
         """End the loader processes, if any."""
@@ -95,15 +107,37 @@ class _CountingCollate:
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
 
-    def __call__(self, numbered: Sequence[tuple[int, Any]]) -> tuple[Collated, TokenCounts | None]:
+    def __call__(self, numbered: "Sequence[tuple[int, Any]] | WholeBatch") -> tuple[Collated, TokenCounts | None]:
+        if isinstance(numbered, WholeBatch):
+            self._collate.check_classes(numbered.indices, numbered.targets)
+            return Collated(numbered.inputs, numbered.targets), None
         made = self._collate(numbered)
         return made, count_tokens([item for _, item in numbered], made.targets)
+
+
+def _fetch_whole(
+    dataset: "SeededDataset", collate: _CountingCollate, places: list[tuple[int, int]]
+) -> tuple[Collated, TokenCounts | None]:
+    return collate(dataset.__getitems__(places))
+
+
+class WholeBatch(NamedTuple):
+    """A batch that the dataset itself has put together (`fetch_batch`).
+
+    Attributes:
+        indices: of its samples.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    indices: list[int]
 
 
 class SeededDataset(Dataset[Any]):
     """The user's dataset, with all random generators seeded from (seed, epoch, sample) before each item.
 
-    A dataset that fetches whole batches (`__getitems__`) is seeded once per batch, by its first sample; the samples of
+    A dataset of ours with `fetch_batch(indices)` puts batches together without a sample in between. One that fetches
+    whole batches (`__getitems__`), or does that, is seeded once per batch, by its first sample; the samples of
     a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated sample. Packs are made
     anew for each epoch; a method `set_epoch` of a user's is not called: here it would be for every sample, and for
     evaluations with a number that many can't take.
@@ -113,14 +147,25 @@ class SeededDataset(Dataset[Any]):
         self.dataset, self.seed = dataset, seed
         self._size = len(dataset)  # type: ignore[arg-type]
         self._make_packs = getattr(unwrap_dataset(dataset), "make_packs_of_epoch", None)
+        self._fetch_batch = getattr(dataset, "fetch_batch", None)
         self._whole = callable(getattr(unwrap_dataset(dataset), "__getitems__", None))
+
+    @property
+    def samples_per_fetch(self) -> int:
+        """How many samples it is quickest to ask for at once."""
+        return 1 if self._fetch_batch is None else _TYPICAL_BATCH
 
     def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
         self._seed(*where)
         index = where[1] % self._size
         return index, get_sample(self.dataset, index)
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]]:
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]] | WholeBatch:
+        if self._fetch_batch is not None:
+            self._seed(*places[0])
+            indices = [index % self._size for _, index in places]
+            inputs, targets = self._fetch_batch(indices)
+            return WholeBatch(inputs, targets, indices)
         if not self._whole:
             return [self[where] for where in places]
         self._seed(*places[0])
@@ -184,9 +229,10 @@ def _seconds_a_sample(dataset: SeededDataset) -> float:
     """The shortest time of a few samples, since the first may open files."""
     taken: list[float] = []
     for index in range(min(8, len(dataset.dataset))):  # type: ignore[arg-type]
+        places = [(EVAL_EPOCH, index + row) for row in range(dataset.samples_per_fetch)]
         began = time.perf_counter()
-        dataset[EVAL_EPOCH, index]
-        taken.append(time.perf_counter() - began)
+        dataset.__getitems__(places)
+        taken.append((time.perf_counter() - began) / len(places))
         if sum(taken) > _LONGEST_PROBE:
             break
     return min(taken, default=0.0)

@@ -5,25 +5,21 @@ DATA_DIR/train/cat/…  DATA_DIR/val/…  DATA_DIR/test/…   as they are; witho
 """
 
 import os
-import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from multigpu_cli.config.data_place import IMAGES
 from multigpu_cli.data.channel_transform import Standardised, model_input_shape
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.decode_image import IMAGENET, check_pillow, check_sizes, cut_square, decode_image
 from multigpu_cli.data.locate_dataset_files import locate_other_file
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError
 
 _VALIDATION = ("val", "valid", "validation")
-_MEAN, _DEVIATION = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)  # of ImageNet's pixels, red green blue
 _LAYOUT = "a folder for each class: DATA_DIR/cat/…, DATA_DIR/dog/…, or the same within train/, val/ and test/"
 
 Entry = tuple[Path, int]
@@ -54,30 +50,8 @@ class Images(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.entries[index]
-        pixels = _decode(path, self.resize)
-        spare = [pixels.shape[0] - self.size, pixels.shape[1] - self.size]
-        top, left = [random.randint(0, room) if self.augment else room // 2 for room in spare]
-        cut = pixels[top : top + self.size, left : left + self.size]
-        if self.augment and random.random() < 0.5:
-            cut = cut[:, ::-1]
-        return torch.from_numpy(np.ascontiguousarray(cut.transpose(2, 0, 1))), label
-
-
-def _decode(path: Path, shorter: int) -> np.ndarray:
-    """(height, width, 3) bytes, turned the way it was taken, its shorter side resized."""
-    from PIL import Image, ImageOps  # an extra, and not for those who bring no images
-
-    try:
-        with Image.open(path) as file:
-            file.draft("RGB", (shorter, shorter))  # a JPEG is then decoded at a fraction of its size
-            image = ImageOps.exif_transpose(file).convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise RequestError(
-            f"--data image-folder: {path} is no image that can be read ({error})", remedy="mend it, or take it away"
-        ) from error
-    scale = shorter / min(image.size)
-    width, height = (max(shorter, round(side * scale)) for side in image.size)
-    return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+        pixels = decode_image(path, self.resize, f"--data image-folder: {path}")
+        return cut_square(pixels, self.size, augment=self.augment), label
 
 
 def load(
@@ -100,7 +74,7 @@ def load(
     Raises:
         RequestError: no such folders, or Pillow is not installed.
     """
-    _check(size, resize)
+    check_sizes(size, resize)
     root = _root(data_dir)
     names, train, val, test = _splits(root, seed)
 
@@ -118,18 +92,13 @@ def load(
         input_shape=model_input_shape((3, size, size), mode),
         num_classes=len(names),
         class_names=tuple(names),
-        prepare=Standardised(_MEAN, _DEVIATION, mode),
+        prepare=Standardised(*IMAGENET, mode),
         model="resnet18",
     )
 
 
 def _root(data_dir: str | None) -> Path:
-    try:
-        import PIL  # noqa: F401
-    except ImportError as missing:
-        raise RequestError(
-            "--data image-folder needs Pillow", remedy="pip install pillow, or this program with its extra [images]"
-        ) from missing
+    check_pillow("image-folder")
     if data_dir is None:
         raise RequestError("--data image-folder needs --data-dir", remedy=_LAYOUT)
     return Path(data_dir).expanduser()
@@ -178,9 +147,3 @@ def _images_of(folder: Path) -> list[Path]:
     if files := _images_in(folder):
         return files
     raise RequestError(f"data.args.new: {folder} holds no images", remedy="a folder within --data-dir, or a whole path")
-
-
-def _check(size: Any, resize: Any) -> None:
-    for name, value, least in (("size", size, 1), ("resize", size if resize is None else resize, size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise RequestError(f"data.args.{name}: {value!r} pixels", remedy=f"a whole number of at least {least}")

@@ -15,6 +15,7 @@ from multigpu_cli.data.collate import PAIR, SampleForm, to_tensors
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.infer_shape import infer_source
 from multigpu_cli.data.materialized_iterable import MaterializedIterable
+from multigpu_cli.data.mixture import MixedSource
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError
@@ -43,6 +44,9 @@ def load_data_source(
     offered: dict[str, Any] = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
     if config.name in DATASETS:
         offered |= {"model_dir": model_dir, "max_length": config.max_length, "packing": config.packing}
+    if config.name == "mixture":
+        offered |= {"shuffle_block": config.shuffle_block, "shuffle_window": config.shuffle_window}
+        offered["mix"] = [_load_mixed(config, entry, seed, form, model_dir) for entry in config.mix]
     parameters = inspect.signature(factory).parameters
     if "split" not in parameters or "split" in config.args:
         source = _from_one(factory, offered, config.args, config.name, seed, form)
@@ -56,6 +60,19 @@ def load_data_source(
     for split in ("train", "val", "test", "new"):
         _check_finite(getattr(source, split), f"--data {config.name}, split {split}")
     return source
+
+
+def _load_mixed(
+    config: DataConfig, entry: Mapping[str, Any], seed: int, form: SampleForm, model_dir: str | None
+) -> MixedSource:
+    """One dataset of data.mix, loaded as it would be alone."""
+    own = replace(config, name=entry["data"], dir=entry["data_dir"], args=entry["args"], mix=())
+    if own.name == "mixture":
+        raise RequestError("data.mix: a mixture within a mixture", remedy="one list of all datasets")
+    if own.name == "chat":
+        raise RequestError("data.mix: chat can't be mixed", remedy="one train.jsonl with the conversations of all")
+    label = f"{own.name} {own.dir}" if own.dir else own.name
+    return MixedSource(label, load_data_source(own, seed, form, model_dir=model_dir), entry["weight"])
 
 
 def _arrays(found: Any) -> list[Tensor] | None:

@@ -14,7 +14,7 @@ from multigpu_cli.data.batch_transforms import BatchTransforms
 from multigpu_cli.data.class_weights import count_repeats, draw_samples, resolve_sample_weights
 from multigpu_cli.data.collate import to_pair
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.epoch_order import EVAL_EPOCH, epoch_order
+from multigpu_cli.data.epoch_order import EVAL_EPOCH, OrderOfEpoch, shuffle_epoch
 from multigpu_cli.data.token_counts import TokenCounts
 from multigpu_cli.data.transfer import Fetched, move_batches, to_device
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
@@ -88,6 +88,8 @@ class Loader:
             self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source)
         self.data_location = self._fetch.data_location
         self._weights_wanted = config.sample_weights
+        self._repeats = config.sample_weights is not None or source.order_has_repeats
+        self._block, self._window = config.shuffle_block or source.shuffle_block, config.shuffle_window
         self._transforms = BatchTransforms(config, source, seed, device, training=split is source.train)
 
     def close(self) -> None:
@@ -127,12 +129,12 @@ class Loader:
             micro = plan.micro_batch
             yield layout, (self._finish_batch(next(batches), index, epoch, micro) for index, _, _ in layout.passes)
 
-    def sample_order(self, epoch: int) -> Tensor:
-        """(n,) int64: the index of the sample at each position of an epoch of training."""
+    def sample_order(self, epoch: int) -> OrderOfEpoch:
+        """The index of the sample at each position of an epoch of training."""
         if self._weights_wanted is not None:
             return draw_samples(self._weights, self.seed, epoch)
         own = self.source.order
-        return epoch_order(self.size, self.seed, epoch) if own is None else own(epoch)
+        return shuffle_epoch(self.size, self.seed, epoch, self._block, self._window) if own is None else own(epoch)
 
     @cached_property
     def _weights(self) -> Tensor:
@@ -140,13 +142,16 @@ class Loader:
         assert self._weights_wanted is not None
         return resolve_sample_weights(self._weights_wanted, self.source, "data.sample_weights")
 
-    def _keyed_order(self, epoch: int) -> Tensor:
-        """(n,) int64: the order, where a sample that comes again gets a number of its own beyond the dataset's end.
+    def _keyed_order(self, epoch: int) -> OrderOfEpoch:
+        """The order, where a sample that comes again gets a number of its own beyond the dataset's end.
 
         It is fetched modulo the size, and augmented by that number: each time differently.
         """
         order = self.sample_order(epoch)
-        return order if self._weights_wanted is None else order + self.size * count_repeats(order)
+        if self._weights_wanted is None:
+            return order
+        drawn = order[:]
+        return drawn + self.size * count_repeats(drawn)
 
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         """This worker's part of one ordered pass: the same batches, each sample once, for any number of workers."""
@@ -175,7 +180,7 @@ class Loader:
         if micro_batch is None:
             return Batch(*self._transforms.evaluate(inputs, targets), keys, index, tokens)
         pair = self._transforms.train(inputs, targets, keys, epoch, micro_batch)
-        return Batch(*pair, keys if self._weights_wanted is None else keys % self.size, index, tokens)
+        return Batch(*pair, keys % self.size if self._repeats else keys, index, tokens)
 
 
 class _InMemoryFetcher:
@@ -189,7 +194,8 @@ class _InMemoryFetcher:
             free, _ = torch.cuda.mem_get_info(device)
             on_device = config.on_device == "on" or (config.on_device == "auto" and size <= _SHARE_OF_GPU * free)
         home = device if on_device else torch.device("cpu")
-        self._size, self._repeats = len(split), config.sample_weights is not None
+        self._size = len(split)
+        self._repeats = config.sample_weights is not None or source.order_has_repeats
         self._home, parts = home, tuple(tensor.to(home) for tensor in tensors)
         self._inputs, self._targets = to_pair(parts, "a sample", source.form)
         self.data_location = f"in {'GPU' if home.type == 'cuda' else 'host'} memory"

@@ -28,7 +28,7 @@ def test_a_stream_is_read_once_and_trained_on_in_its_own_order(tmp_path: Path) -
     loader = DataLoader(Stream(12), batch_size=4)
     dataset, order, config = from_loader(loader, MultiGPUConfig(seed=3))
     assert order is not None
-    assert order(0).tolist() == order(1).tolist() == list(range(12))
+    assert order(0)[:].tolist() == order(1)[:].tolist() == list(range(12))
     assert config.batch_size == 4
     held_out = with_collate(loader, 3, "val")
     assert not torch.equal(dataset[0][0], held_out[0][0]), "what is drawn for validation is not what is trained on"

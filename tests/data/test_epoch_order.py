@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -5,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.epoch_order import epoch_order
+from multigpu_cli.data.epoch_order import BlockOrder, epoch_order
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.planning.batch import plan_batches
 
@@ -77,3 +79,33 @@ def test_no_interruption_and_no_number_of_workers_changes_a_step(
     assert interrupted == train_attempts([], epochs, loader, batch, whole)
     seen = sorted(index for step in interrupted for index in step)
     assert seen == sorted(list(range(samples)) * epochs)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    count=st.integers(1, 300),
+    block=st.integers(1, 40),
+    window=st.integers(1, 9),
+    cuts=st.lists(st.integers(0, 300), max_size=5),
+)
+def test_blocks_hold_each_sample_once_however_the_order_is_cut(
+    count: int, block: int, window: int, cuts: list[int]
+) -> None:
+    order = BlockOrder(count, 42, 1, block, window)
+    whole = order[:]
+    assert whole.sort().values.tolist() == list(range(count))
+    edges = sorted({0, count, *(cut for cut in cuts if cut < count)})
+    again = BlockOrder(count, 42, 1, block, window)
+    pieces = [again[first:last] for first, last in pairwise(edges)]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_blocks_are_shuffled_by_seed_and_epoch() -> None:
+    first = BlockOrder(1000, 42, 0, 10, 4)[:]
+    others = [BlockOrder(1000, 42, 1, 10, 4)[:], BlockOrder(1000, 43, 0, 10, 4)[:]]
+    assert not any(torch.equal(first, other) for other in others)
+    assert len(set((first // 10)[:40].tolist())) == 4, "a window holds its blocks"
+    assert (first.diff() != 1).float().mean() > 0.9, "samples of a window are mixed"
+    assert BlockOrder(8, 42, 0, 2, 2)[:].tolist() == [2, 3, 1, 0, 4, 5, 6, 7], (
+        "a run of an earlier version goes on in its order"
+    )

@@ -189,6 +189,8 @@ def shorten_source(source: DataSource, micro_batch: int, global_batch: int, work
     return replace(
         source,
         train=_take_first(source.train, size),
+        order=None,  # of all samples
+        order_has_repeats=False,
         val=_take_first(held_out, 4 * micro_batch * (workers + 1) + micro_batch),
         test=None,
     )

@@ -1,0 +1,123 @@
+"""Where each row of some files lies: found once, kept in a file beside them, and mapped into memory from there."""
+
+import fcntl
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from multigpu_cli.errors import RequestError
+
+_MAGIC = b"mgpuidx1"
+
+Build = Callable[[Callable[[np.ndarray], None]], dict[str, Any]]
+"""Passes pieces (n, width) int64 of the table to its argument, in order; returns facts, plain values for JSON."""
+
+
+class Index(NamedTuple):
+    """A table of places, and what was learned of the files on the way.
+
+    Attributes:
+        rows: (n, width) int64, mapped.
+        facts: plain values.
+    """
+
+    rows: np.ndarray
+    facts: dict[str, Any]
+
+
+def open_index(name: str, files: Sequence[Path], width: int, build: Build, version: str) -> Index:
+    """The index that an earlier process has left beside the first file, or else one that is made now.
+
+    It holds as long as names, sizes and times of change of all files are the same. Processes that ask for it at once
+    wait for the first of them. Where the folder can't be written, each process makes its own, which ends with it.
+
+    Args:
+        name: of the dataset, for messages.
+        width: numbers in a row.
+        version: of what `build` writes.
+
+    Raises:
+        RequestError: there is no room, or `build` refuses the files.
+    """
+    facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    mark = {"version": version, "files": facts, "width": width}
+    folder = files[0].parent
+    place = folder / f".multigpu-{sha256(repr([file.name for file in files]).encode()).hexdigest()[:12]}.index"
+    with _locked(folder):
+        if found := _find(place, mark):
+            return found
+        try:
+            number, draft = tempfile.mkstemp(prefix=f"{place.name}.", suffix=".draft", dir=folder)
+        except OSError:  # read-only: a file of this process's own
+            with tempfile.TemporaryFile() as file:
+                return _make(name, file, mark, build)
+        try:
+            with open(number, "w+b") as file:
+                index = _make(name, file, mark, build)
+            Path(draft).chmod(0o644)
+            Path(draft).replace(place)
+            return index
+        finally:
+            Path(draft).unlink(missing_ok=True)
+
+
+def _make(name: str, file: Any, mark: dict[str, Any], build: Build) -> Index:
+    try:
+        facts = build(lambda rows: file.write(np.ascontiguousarray(rows, dtype=np.int64).tobytes()))
+        foot = json.dumps({**mark, "facts": facts}).encode()
+        file.write(foot + len(foot).to_bytes(8, "little") + _MAGIC)
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise RequestError(
+            f"--data {name}: no index can be written ({error})", remedy="room for it, beside the data or in TMPDIR"
+        ) from error
+    index = _open(file, mark)
+    assert index is not None
+    return index
+
+
+def _find(place: Path, mark: dict[str, Any]) -> Index | None:
+    try:
+        with place.open("rb") as file:
+            return _open(file, mark)
+    except OSError:
+        return None
+
+
+def _open(file: BinaryIO, mark: dict[str, Any]) -> Index | None:
+    """The index, if it is whole and of these files."""
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    end = len(mapped) - 16
+    if end < 0 or mapped[-8:] != _MAGIC:
+        return None
+    length = int.from_bytes(mapped[end : end + 8], "little")
+    try:
+        foot = json.loads(mapped[max(0, end - length) : end])
+        if {key: foot[key] for key in mark} != mark:
+            return None
+        facts = foot["facts"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    numbers = np.frombuffer(mapped, dtype=np.int64, count=(end - length) // 8)
+    return Index(numbers.reshape(-1, mark["width"]), facts)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process holds the folder. It only saves work: files appear whole, whoever writes them."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(number, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(number)

@@ -1,0 +1,40 @@
+"""Reads bytes of many files by their places; only some of the files are open at a time."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+_MOST = 64
+
+
+class OpenFiles:
+    """Files that are opened when they are read, without a position: forked processes may share them.
+
+    Args:
+        files: in order.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = list(files)
+        self._open: OrderedDict[int, int] = OrderedDict()
+
+    def read(self, file: int, offset: int, size: int) -> bytes:
+        """Some bytes of a file.
+
+        Raises:
+            OSError: the file ends before.
+        """
+        number = self._open.get(file)
+        if number is None:
+            if len(self._open) == _MOST:
+                os.close(self._open.popitem(last=False)[1])
+            number = self._open[file] = os.open(self.files[file], os.O_RDONLY | os.O_CLOEXEC)
+        content = os.pread(number, size, offset)
+        if len(content) != size:
+            raise OSError(f"{self.files[file]} ends at byte {offset + len(content)} of {offset + size}")
+        return content
+
+    def __del__(self) -> None:
+        for number in self._open.values():
+            os.close(number)

@@ -1,0 +1,38 @@
+"""What data.mix and data.shuffle_block do not go together with, and that code in a mixture is code like any other."""
+
+import pytest
+
+from multigpu_cli.config.own_code import check_code
+from multigpu_cli.config.rules import RuleContext, find_rule_errors
+from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.errors import RequestError
+
+MIX = "data.mix=[{data: digits}, {data: %s}]"
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ([MIX % "har", "data=har"], "data.mix together with --data har"),
+        ([MIX % "har", "data_dir=."], "data.mix together with --data-dir"),
+        ([MIX % "harr"], "data.mix: harr: unknown name"),
+        ([MIX % "har", "data.sample_weights=balanced"], "data.mix together with data.sample_weights"),
+        (["data.shuffle_block=8", "data.sample_weights=balanced"], "data.shuffle_block together with"),
+        ([MIX % "har"], ""),
+        (["data.shuffle_block=8"], ""),
+    ],
+)
+def test_rules(sets: list[str], message: str) -> None:
+    context = RuleContext(["digits", "har", "mixture"], (), (), ())
+    found = "\n".join(str(error) for error in find_rule_errors(resolve({}, sets, None), context))
+    assert message in found
+    assert bool(message) == bool(found)
+
+
+@pytest.mark.parametrize("entry", ["planted:data", "synthetic, args: {maker: 'planted:make'}"])
+def test_code_that_only_a_run_names_is_refused(entry: str) -> None:
+    stored = resolve({}, [MIX % entry], None)
+    with pytest.raises(RequestError, match="planted:"):
+        check_code(stored, Config(), "run", environments=())
+    check_code(stored, stored, "run", environments=())

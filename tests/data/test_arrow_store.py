@@ -1,0 +1,86 @@
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+from multigpu_cli.data.arrow_files import find_arrow_files
+from multigpu_cli.data.arrow_store import ArrowStore
+from multigpu_cli.errors import RequestError
+from tests.support.row_files import ROWS, write_arrow
+
+
+def test_what_hugging_face_wrote(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features(
+        {
+            "label": datasets.ClassLabel(names=["no", "yes"]),
+            "vector": datasets.Sequence(datasets.Value("float32"), length=3),
+            "plane": datasets.Array2D((2, 2), "uint8"),
+        }
+    )
+    rows = {
+        "label": [0, 1] * 5,
+        "vector": [[n, 1, 2] for n in range(10)],
+        "plane": [[[n, 1], [2, 3]] for n in range(10)],
+    }
+    whole = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": whole, "test": whole}).save_to_disk(str(tmp_path / "data"))
+    files = find_arrow_files(str(tmp_path / "data"))
+    assert list(files) == ["train", "test"]
+    store = ArrowStore(files["train"])
+    assert store.columns["label"].class_names == ("no", "yes")
+    assert store.columns["plane"].shape == (2, 2)
+    assert store.read("vector", [7, 2]).tolist() == [[7, 1, 2], [2, 1, 2]]
+    assert store.read("plane", [9]).tolist() == [[[9, 1], [2, 3]]]
+
+
+def test_a_compressed_file_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.table({"a": list(range(200_000))})
+    options = pyarrow.ipc.IpcWriteOptions(compression="zstd")
+    file = str(tmp_path / "a.arrow")
+    with pyarrow.OSFile(file, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema, options=options) as out:
+        out.write_table(table)
+    with pytest.raises(RequestError, match="is compressed"):
+        ArrowStore([tmp_path / "a.arrow"])
+
+
+@pytest.mark.parametrize("content", [b"", b"no arrow at all"])
+def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.arrow").write_bytes(content)
+    with pytest.raises(RequestError, match=r"a\.arrow|no rows"):
+        ArrowStore([tmp_path / "a.arrow"])
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    file = write_arrow(tmp_path) / "data.arrow"
+    file.write_bytes(file.read_bytes()[:1500])
+    with pytest.raises(RequestError, match=r"data\.arrow"):
+        ArrowStore([file])
+
+
+def test_files_of_different_columns_are_refused(tmp_path: Path) -> None:
+    one, two = write_arrow(tmp_path / "a"), write_arrow(tmp_path / "b", [{"a": 1}])
+    with pytest.raises(RequestError, match="different columns"):
+        ArrowStore([one / "data.arrow", two / "data.arrow"])
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ("{}", "can't be read"),
+        ('{"_data_files": [{"filename": "gone.arrow"}]}', "is missing"),
+        ('{"_data_files": [{"filename": "../a.arrow"}]}', "not in its folder"),
+        ('{"_data_files": [], "_indices_data_files": [{"filename": "i.arrow"}]}', "flatten_indices"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, state: str, message: str) -> None:
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(RequestError) as refused:
+        find_arrow_files(str(tmp_path))
+    assert message in str(refused.value) + str(refused.value.remedy)
+
+
+def test_the_rows_of_two_files_follow_each_other(tmp_path: Path) -> None:
+    one, two = write_arrow(tmp_path / "a", ROWS[:9]), write_arrow(tmp_path / "b", ROWS[9:], batch=100)
+    store = ArrowStore([one / "data.arrow", two / "data.arrow"])
+    assert store.read("a", [8, 9, 59]).tolist() == [2.0, 2.25, 14.75]

@@ -1,0 +1,83 @@
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from multigpu_cli.data import convert_to_arrow as module
+from multigpu_cli.data.arrow_files import find_arrow_files
+from multigpu_cli.data.arrow_store import ArrowStore
+from multigpu_cli.data.convert_to_arrow import convert_to_arrow
+from multigpu_cli.errors import RequestError
+from tests.support.row_files import ROWS, write_jsonl
+
+
+def write_csv(path: Path) -> Path:
+    path.write_text("\n".join([",".join(ROWS[0]), *(",".join(map(str, row.values())) for row in ROWS)]) + "\n")
+    return path
+
+
+def read(folder: Path) -> list[dict[str, object]]:
+    store = ArrowStore(find_arrow_files(str(folder))["train"])
+    columns = {name: list(store.read(name, range(len(store)))) for name in store.columns}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist(ROWS)
+    table = table.set_column(3, "kind", table.column("kind").dictionary_encode())
+    (tmp_path / "many").mkdir()
+    parquet.write_table(table[:20], tmp_path / "many" / "0.parquet")
+    parquet.write_table(table[20:], tmp_path / "many" / "1.parquet")
+    sources = [tmp_path / "many", write_csv(tmp_path / "a.csv"), write_jsonl(tmp_path / "a.jsonl")]
+    for number, source in enumerate(sources):
+        found = convert_to_arrow(source, tmp_path / "to" / str(number))
+        assert (found.rows, found.files) == (60, 1)
+        assert read(tmp_path / "to" / str(number)) == ROWS
+    state = json.loads((tmp_path / "to" / "0" / "state.json").read_text())
+    assert [each["filename"] for each in state["_data_files"]] == ["data-00000-of-00001.arrow"]
+    assert [each.name for each in (tmp_path / "to").iterdir() if each.name.startswith(".")] == []
+
+
+def test_hugging_face_reads_it(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    convert_to_arrow(write_csv(tmp_path / "a.csv"), tmp_path / "to")
+    assert list(datasets.load_from_disk(str(tmp_path / "to"))) == ROWS
+
+
+def test_large_tables_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH", 400)
+    monkeypatch.setattr(module, "_PIECE", 300)
+    monkeypatch.setattr(module, "_FILE", 1000)
+    found = convert_to_arrow(write_csv(tmp_path / "a.csv"), tmp_path / "to")
+    assert found.files > 1
+    assert read(tmp_path / "to") == ROWS
+    assert found.bytes == sum(file.stat().st_size for file in (tmp_path / "to").glob("*.arrow"))
+
+
+def test_an_existing_target_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "to").mkdir()
+    with pytest.raises(RequestError, match="exists already"):
+        convert_to_arrow(write_csv(tmp_path / "a.csv"), tmp_path / "to")
+    assert list((tmp_path / "to").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"a.jsonl": '{"a": 1}\n{"a": "x"}\n'}, "after 0 rows"),
+        ({"a.csv": "x,y\n1,2\n", "b.csv": "x,z\n1,2\n"}, "other columns"),
+        ({"a.csv": "x,y\n1,2\n", "b.jsonl": '{"a": 1}\n'}, "files of 2 kinds"),
+        ({"a.txt": "x"}, "nothing that can be converted"),
+        ({"a.parquet": "no parquet at all"}, "a.parquet"),
+    ],
+)
+def test_what_is_damaged_leaves_nothing(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, text in files.items():
+        (source / name).write_text(text)
+    with pytest.raises(RequestError, match=message):
+        convert_to_arrow(source, tmp_path / "to")
+    assert [each.name for each in tmp_path.iterdir()] == ["source"]

@@ -1,0 +1,44 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigpu_cli.data.json_store import JsonStore
+from multigpu_cli.errors import RequestError
+from tests.support.row_files import ROWS, write_jsonl
+
+
+def test_rows_come_from_all_files_in_order(tmp_path: Path) -> None:
+    store = JsonStore([write_jsonl(tmp_path / "a.jsonl", ROWS[:10]), write_jsonl(tmp_path / "b.jsonl", ROWS[10:])])
+    assert len(store) == 60
+    assert store.read("a", [0, 59, 10]).tolist() == [0.0, 59 / 4, 2.5]
+    assert store.read("kind", [1, 2]) == ["dog", "cat"]
+    assert store.list_values("label") == [0, 1]
+    assert (store.columns["label"].dtype, store.columns["a"].dtype) == ("int64", "float64")
+
+
+def test_types_hold_for_all_rows(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"x": 1, "y": None}, {"x": 2.5, "y": 1}, {"y": 2, "x": 3, "deep": {"z": 1}}]
+    store = JsonStore([write_jsonl(tmp_path / "a.jsonl", rows)])
+    assert store.columns["x"].dtype == "float64"
+    assert store.read("x", [0, 1]).tolist() == [1.0, 2.5]
+    assert (store.columns["y"].gaps, store.columns["deep"].gaps, store.columns["deep"].kind) == (1, 2, "other")
+    with pytest.raises(RequestError, match="more than 1,000"):
+        store.list_values("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1}\n{"a": "x"}\n', r"a\.jsonl:2: 'a' is a text, and a number before"),
+        ('{"a": [1, 2]}\n\n{"a": [1]}\n', r"a\.jsonl:3: 'a' is numbers \(1,\), and numbers \(2,\) before"),
+        ('{"a": 1}\n{"a"\n', r"a\.jsonl:2: not JSON"),
+        ("[1]\n", r"a\.jsonl:1: a list, not an object"),
+        ("\n", "no rows"),
+    ],
+)
+def test_lines_that_are_no_rows_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=message):
+        JsonStore([path])

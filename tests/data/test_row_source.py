@@ -1,0 +1,162 @@
+"""Rows on a disk as samples: the same from Arrow, JSON lines and .tar."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.loader import Loader
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.batch import plan_batches
+from tests.support.row_files import ROWS, encode_image, make_samples, write_arrow, write_jsonl, write_tar
+
+
+def load(name: str, place: Path, **args: Any) -> Any:
+    return load_data_source(DataConfig(name=name, dir=str(place), args=args), 42)
+
+
+def read_all(source: Any) -> None:
+    for at in range(len(source.train)):
+        source.train[at]
+
+
+def open_all(folder: Path) -> dict[str, Any]:
+    numbers = {"target": "label", "ignore": ["kind"]}
+    return {
+        "arrow": load("arrow", write_arrow(folder / "arrow"), **numbers),
+        "jsonl": load("jsonl", write_jsonl(folder / "rows.jsonl"), **numbers),
+        "tar": load("tar", write_tar(folder / "tar", make_samples()), columns=["json.a", "json.b"]),
+    }
+
+
+def test_the_same_rows_are_the_same_samples_in_every_format(tmp_path: Path) -> None:
+    sources = open_all(tmp_path)
+    whole = {}
+    for name, source in sources.items():
+        assert (source.num_classes, source.input_shape, source.task) == (2, (2,), "classification"), name
+        splits = [source.train, source.val, source.test]
+        assert [len(split) for split in splits] == [48, 6, 6]
+        found = [split[at] for split in splits for at in range(len(split))]
+        whole[name] = [(*inputs.tolist(), int(target)) for inputs, target in found]
+        assert sorted(whole[name]) == sorted((row["a"], row["b"], row["label"]) for row in ROWS), name
+        again = copy.deepcopy(source.train)  # as pickle does it for a spawned loader process
+        assert torch.equal(again[5][0], source.train[5][0])
+        assert source.prepare == sources["arrow"].prepare
+    assert whole["arrow"] == whole["jsonl"] == whole["tar"]
+
+
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_batches_are_those_of_the_samples(tmp_path: Path, processes: int) -> None:
+    source = load("arrow", write_arrow(tmp_path), target="label", ignore="kind")
+    config, plan = DataConfig(num_workers=processes), plan_batches(samples=48, micro_batch=8, workers=1)
+    loader = Loader(source.train, source, config, device=torch.device("cpu"), seed=1)
+    batches = [batch for _, work in loader.epoch(plan, 0, 0, 0, 1) for batch in work]
+    loader.close()
+    assert torch.cat([batch.sample_indices for batch in batches]).tolist() == loader.sample_order(0)[:].tolist()
+    for batch in batches:
+        for number, (index, row) in enumerate(zip(batch.sample_indices.tolist(), batch.inputs, strict=True)):
+            inputs, target = source.train[index]
+            assert torch.equal(source.prepare(inputs[None])[0], row)
+            assert batch.targets[number] == target
+
+
+def test_blocks_of_the_order_come_from_the_setting(tmp_path: Path) -> None:
+    source = load("arrow", write_arrow(tmp_path), target="label", ignore="kind")
+    config = DataConfig(shuffle_block=4, shuffle_window=2, num_workers=0)
+    loader = Loader(source.train, source, config, device=torch.device("cpu"), seed=1)
+    order = loader.sample_order(0)[:]
+    assert order.sort().values.tolist() == list(range(48))
+    assert len(set((order[:8] // 4).tolist())) == 2
+
+
+def test_words_and_many_numbers(tmp_path: Path) -> None:
+    place = write_arrow(tmp_path)
+    words = load("arrow", place, target="kind", ignore="label")
+    assert words.class_names == ("cat", "dog")
+    assert {int(words.train[at][1]) for at in range(48)} == {0, 1}
+    numbers = load("arrow", place, target="a", columns=["b"])
+    assert numbers.task == "regression"
+    assert numbers.target_scale is not None
+
+
+def test_arrays_images_and_tokens(tmp_path: Path) -> None:
+    rows = [{"x": [[n, 1], [2, 3]], "label": n % 2, "pic": encode_image(n), "on": n % 3 == 0} for n in range(20)]
+    place = write_arrow(tmp_path / "wide", rows)
+    arrays = load("arrow", place, columns=["x"])
+    assert arrays.input_shape == (2, 2)
+    images = load("arrow", place, columns="pic", size=8, resize=8, augment=False)
+    assert (images.input_shape, images.model) == ((3, 8, 8), "resnet18")
+    inputs, target = images.train[0]
+    assert inputs.shape == (3, 8, 8)
+    assert int(inputs[0, 0, 0]) % 2 == int(target), "the picture of its row"
+    assert load("arrow", place, columns=["on"]).train[0][0].tolist() == [1.0]
+    tokens = load(
+        "arrow", write_arrow(tmp_path / "tokens", [{"input_ids": [n, 1, 2]} for n in range(20)]), vocabulary=50
+    )
+    first, following = tokens.train[0]
+    assert following.tolist() == [*first.tolist()[1:], -100]
+    assert (tokens.model, tokens.num_classes) == ("gpt", 50)
+
+
+def test_shards_of_images(tmp_path: Path) -> None:
+    samples = [{"png": encode_image(10 * n), "cls": str(n % 3).encode(), "txt": b"x"} for n in range(20)]
+    source = load("tar", write_tar(tmp_path, samples), size=8, resize=8, augment=False)
+    assert (source.num_classes, len(source.train), source.task) == (3, 16, "classification")
+    for at in range(16):
+        inputs, target = source.train[at]
+        assert int(inputs[0, 0, 0]) // 10 % 3 == int(target)
+
+
+@pytest.mark.parametrize(
+    ("rows", "args", "message"),
+    [
+        (ROWS, {}, "holds string"),
+        (ROWS, {"target": "labl"}, "has no column 'labl'"),
+        (ROWS, {"target": "kind", "kind": "regression"}, "no regression target"),
+        (ROWS, {"columns": ["a", "kind"]}, "holds string, no numbers"),
+        (ROWS[:9], {"ignore": "kind"}, "9 rows can't be divided"),
+        ([{**row, "a": None if row["a"] == 2 else row["a"]} for row in ROWS], {"ignore": "kind"}, "1 rows without"),
+        ([{"x": [1, 2], "label": 0}] * 12 + [{"x": [1], "label": 1}], {}, "holds 1 numbers in one row"),
+        ([{"x": [1, 2], "y2": 3.0, "label": 0}] * 12, {}, "don't go together"),
+        ([{"input_ids": [1, 2]}] * 12, {}, "tokens, of how many"),
+        ([{"input_ids": [1, 9]}] * 12, {"vocabulary": 5}, "token 9 is beyond"),
+        ([{"x": 1.0, "z": 1}] * 12, {}, "which column is the target"),
+        (ROWS, {"ignore": "kind", "classes": [0]}, "has the label 1"),
+    ],
+)
+def test_what_makes_no_samples_is_refused(
+    tmp_path: Path, rows: list[dict[str, Any]], args: dict[str, Any], message: str
+) -> None:
+    place = write_arrow(tmp_path, rows)
+    with pytest.raises(RequestError, match=message):
+        read_all(load("arrow", place, **args))
+
+
+def test_parts_of_their_own(tmp_path: Path) -> None:
+    for part, first in (("train", 0), ("validation", 30), ("test", 50)):
+        write_arrow(tmp_path / part, ROWS[first : first + 10 + (not first) * 20])
+    source = load("arrow", tmp_path, target="label", ignore="kind")
+    assert [len(split) for split in (source.train, source.val, source.test)] == [30, 10, 10]
+    assert source.val[0][0].tolist() == [ROWS[30]["a"], ROWS[30]["b"]]
+    write_arrow(tmp_path / "test", [{"a": 1.0, "label": 1}] * 3)
+    with pytest.raises(RequestError, match="column 'b' differs between"):
+        load("arrow", tmp_path, target="label", ignore="kind")
+
+
+def test_many_rows_are_shuffled_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multigpu_cli.data.row_source.LARGE", 40)
+    assert load("arrow", write_arrow(tmp_path), target="label", ignore="kind").shuffle_block == 4096
+
+
+def test_numbers_of_all_types(tmp_path: Path) -> None:
+    types: dict[str, Any] = {"a": "float16", "b": "uint8", "label": "int8"}
+    source = load("arrow", write_arrow(tmp_path, **types), target="label", ignore="kind")
+    inputs, target = source.train[3]
+    assert inputs.dtype == torch.float32
+    assert target.dtype == torch.int64
+    assert np.isclose(inputs.tolist(), source.train.store.read("a", source.train.selection.find_rows([3]))[0]).any()

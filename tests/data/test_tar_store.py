@@ -1,0 +1,69 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from multigpu_cli.data.tar_store import TarStore
+from multigpu_cli.errors import RequestError
+from tests.support.row_files import make_samples, write_tar
+
+SAMPLES = make_samples()[:20]
+
+
+def open_shards(folder: Path) -> TarStore:
+    return TarStore(sorted(folder.glob("*.tar")))
+
+
+def test_the_index_is_made_once_and_anew_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tar(tmp_path, SAMPLES)
+    assert len(open_shards(tmp_path)) == 20
+    (index,) = tmp_path.glob(".multigpu-*.index")
+    with monkeypatch.context() as without:
+        without.setattr(TarStore, "_index", lambda *_: pytest.fail("made again"))
+        assert open_shards(tmp_path).read("cls", [0, 19]).tolist() == [0, 1]
+    index.write_bytes(index.read_bytes()[:-3])
+    assert len(open_shards(tmp_path)) == 20, "half an index is none"
+    write_tar(tmp_path, SAMPLES[::-1])
+    shard = tmp_path / "0000.tar"
+    os.utime(shard, ns=(shard.stat().st_atime_ns, shard.stat().st_mtime_ns + 1))
+    assert open_shards(tmp_path).read("cls", [0, 19]).tolist() == [1, 0]
+    assert not list(tmp_path.glob("*.draft"))
+
+
+def test_columns_and_values(tmp_path: Path) -> None:
+    store = open_shards(write_tar(tmp_path, SAMPLES))
+    assert {name: column.kind for name, column in store.columns.items()} == {
+        "npy": "number", "cls": "number",
+        "json.a": "number", "json.b": "number", "json.label": "number", "json.kind": "text",
+    }  # fmt: skip
+    assert store.read("npy", [3, 1]).tolist() == [[0.75, 3.0], [0.25, 1.0]]
+    assert store.read("json.kind", [1]) == ["dog"]
+    assert store.list_values("cls") == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([{**SAMPLES[0], "cls": b"cat"}], "no whole number"),
+        ([*SAMPLES[:2], {"jpg": b"x"}], r"the first sample has no \.jpg"),
+    ],
+)
+def test_samples_that_differ_are_refused(tmp_path: Path, samples: list[dict[str, bytes]], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        open_shards(write_tar(tmp_path, samples, shards=1))
+    assert not list(tmp_path.glob(".multigpu-*")), "nothing half made is left"
+
+
+def test_a_compressed_shard_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(b"\x1f\x8b\x08\x00")
+    with pytest.raises(RequestError) as refused:
+        open_shards(tmp_path)
+    assert "gunzip a.tar" in str(refused.value.remedy)
+
+
+def test_a_shard_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    write_tar(tmp_path, SAMPLES, shards=1)
+    shard = tmp_path / "0000.tar"
+    shard.write_bytes(shard.read_bytes()[:3000])
+    with pytest.raises(RequestError, match=r"unexpected end|ends at byte"):
+        open_shards(tmp_path).read("npy", range(len(open_shards(tmp_path))))
