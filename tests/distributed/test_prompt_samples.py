@@ -12,7 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main_multi_gpu
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.models.generate import answer_prompt
 from multigpu_cli.monitor.journal import read_events
+from multigpu_cli.run import prompt_samples
 from multigpu_cli.run.prompt_samples import format_sample, load_prompts
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder
@@ -47,6 +49,16 @@ def read_samples(run: str) -> list[tuple[int, list[dict[str, Any]]]]:
     ]
 
 
+def refuse_dropout() -> None:
+    """Let an answer fail whose model is in training mode."""
+
+    def answer(model: Any, *args: Any, **more: Any) -> list[int]:
+        assert not any(module.training for module in model.modules())
+        return answer_prompt(model, *args, **more)
+
+    vars(prompt_samples)["answer_prompt"] = answer
+
+
 def test_a_model_learns_when_to_stop_and_says_so_after_epochs(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The same text, and the same bits as without prompts, on any number of workers."""
     fingerprints = set()
@@ -54,7 +66,7 @@ def test_a_model_learns_when_to_stop_and_says_so_after_epochs(here: Path, capfd:
         ("without", 1, {}), ("one", 1, ASKED), ("two", 2, ASKED), ("sharded", 2, ASKED | {"multi_gpu": "fsdp"}),
     )  # fmt: skip
     for folder, workers, flags in cases:
-        ended = run_training(workers, **RUN | flags, save_dir=folder, screen="normal")
+        ended = run_training(workers, **RUN | flags, save_dir=folder, screen="normal", prepare=refuse_dropout)
         assert not ended.error, ended.error
         fingerprints.add(ended.summary["fingerprint"])
     assert len(fingerprints) == 1
