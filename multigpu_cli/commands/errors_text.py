@@ -3,6 +3,7 @@
 from textwrap import wrap
 from typing import Any
 
+from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.errors import TrainingError, did_you_mean
 
 _LONGEST = 15  # lines
@@ -35,6 +36,8 @@ def _find_remedy(error: Any) -> str:
     wrong = str(getattr(error, "option_name", ""))
     if elsewhere := _ELSEWHERE.get(wrong):
         return elsewhere
+    if (key := wrong.removeprefix("--")) in SETTINGS and SETTINGS[key].flag is None:
+        return f"--set {key}=…"
     if known := getattr(error, "possibilities", None):
         return did_you_mean(wrong, known)
     if (missing := getattr(error, "param", None)) is None or error.ctx is None:

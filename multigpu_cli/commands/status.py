@@ -22,6 +22,7 @@ _PATIENCE = 60.0  # seconds without a line that are normal
 _FIRST_PATIENCE = 600.0  # before the first line: loading, compiling
 _REFRESH = 2.0  # seconds
 _REPAINT = "\x1b[H\x1b[2J"
+_SHOWN = ("loss", "perplexity", "accuracy", "reward")
 _RUNNING = ("starting", "running")
 
 
@@ -107,7 +108,7 @@ def read_status(run: Path, now: float) -> Status:
         total_steps=plan.get("total_steps"),
         epoch=last.get("epoch"),
         loss=_parse_float(last.get("mean_loss")),
-        val={name: value for name, value in evals.get("val", {}).items() if name in ("loss", "accuracy", "reward")},
+        val={name: value for name, value in evals.get("val", {}).items() if name in _SHOWN},
         samples_per_second=_parse_float(last.get("samples_per_second")),
         eta_seconds=_estimate_eta(history, attempt, now) if state in _RUNNING else None,
         checkpoint_step=saved.get("step"),

@@ -76,9 +76,9 @@ def choice(*options: str) -> ValueType:
     def parse(value: Any) -> str:
         word = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
         if word not in options:
-            raise ValueError(
-                f"must be {' or '.join(options)}, not {quote_value(value)}; {did_you_mean(str(word), options)}"
-            )
+            hint = did_you_mean(str(word), options)
+            close = f"; {hint}" if hint.startswith("did") else ""  # else it lists the options once more
+            raise ValueError(f"must be {' or '.join(options)}, not {quote_value(value)}{close}")
         return str(word)
 
     return ValueType("|".join(options), parse)

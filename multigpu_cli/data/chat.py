@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset
 from multigpu_cli.data.chat_checks import check_samples
 from multigpu_cli.data.chat_files import divide_files, find_files
 from multigpu_cli.data.chat_samples import Chats, Packs
-from multigpu_cli.data.chat_tokens import LOSS_ON, ChatEncoder
+from multigpu_cli.data.chat_tokens import LOSS_ON, ChatEncoder, check_template_values
 from multigpu_cli.data.conversations import FORMS, PREFERENCE, detect_form
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.encode_records import open_record_tokens
@@ -21,12 +22,7 @@ from multigpu_cli.data.preference_pairs import Answers, Pairs, check_differences
 from multigpu_cli.data.token_file import TokenFile
 from multigpu_cli.data.vocabulary import Subwords
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.runtime.model_folder import (
-    describe_tokenizer,
-    find_model_folder,
-    hash_tokenizer,
-    load_text_model,
-)
+from multigpu_cli.runtime.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
 
 _OVERLONG = ("stop", "drop", "truncate")
 _UNLIMITED = 10**9  # what tokenizers say that know no longest text is above
@@ -40,6 +36,7 @@ def load(
     packing: str = "on",
     format: str = "auto",
     chat_template: str | None = None,
+    template_args: dict[str, Any] | None = None,
     loss_on: str | None = None,
     overlong: str = "stop",
     val: float = 0.05,
@@ -55,6 +52,7 @@ def load(
         packing: on or off: several samples in a row, in training alone; pairs of preferences never share one.
         format: preference, messages, sharegpt, alpaca, completion, text, or auto: by the fields of the first record.
         chat_template: file of a template in place of the model's own.
+        template_args: what the chat template is given beside the messages, such as {enable_thinking: false}.
         loss_on: assistant, completion or all (default: the assistant's messages, completions, all of a plain text).
         overlong: stop, drop or truncate: samples of more than max_length tokens.
         val: share for validation, drawn by seed; without effect where there is a val.jsonl.
@@ -64,16 +62,14 @@ def load(
         RequestError: a record that is none, a template that does not fit, samples of which nothing is learned.
     """
     _check_choices(format, loss_on, overlong, val)
-    files, (config, tokenizer, ends) = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
+    files, text = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
     template = None if chat_template is None else _read_template(data_dir, chat_template)
     form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
-    _check_tokenizer(tokenizer, config, ends)
-    limit, (learns, paired) = _find_limit(config, tokenizer, max_length), _choose_loss(form, loss_on)
-    encoder, identity = ChatEncoder(tokenizer, template, learns, ends), hash_tokenizer(tokenizer, template)
-    text_model = describe_tokenizer(tokenizer, template)  # before its first text: it forgets how to cut and fill up
-    tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, ends, identity))
-    splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(tokenizer))
-    notes = [check_samples(name, part, overlong, learns, ends, tokenizer) for name, part in splits.items()]
+    limit, (learns, paired) = _find_limit(text.config, text.tokenizer, max_length), _choose_loss(form, loss_on)
+    encoder, text_model, identity = _make_encoder(text, template, template_args, learns)
+    tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, text.ends, identity))
+    splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(text.tokenizer))
+    notes = [check_samples(name, part, overlong, learns, text.ends, text.tokenizer) for name, part in splits.items()]
     packs = Packs(splits["train"], seed) if packing == "on" and not paired else None
     samples = {name: Pairs(part) if isinstance(part, Answers) else part for name, part in splits.items()}
     return DataSource(
@@ -81,11 +77,11 @@ def load(
         val=samples.get("val"),
         test=samples.get("test"),
         input_shape=(limit,),
-        num_classes=config.get_text_config().vocab_size,
+        num_classes=text.config.get_text_config().vocab_size,
         transform_signature=f"{identity} {learns} {limit}",
-        note="".join(f"{each}; " for each in (_describe(form, learns, splits["train"], packs), *notes) if each),
+        note=_join_notes(_describe(form, learns, splits["train"], packs), *notes),
         text_model=text_model,
-        vocabulary=Subwords(tokenizer.backend_tokenizer.to_str()),
+        vocabulary=Subwords(text.tokenizer.backend_tokenizer.to_str()),
         packed=packs is not None,
         paired=paired,
         warnings=tuple(_warn_of_pairs(samples)),
@@ -107,6 +103,33 @@ def _open_splits(
     return {name: kind(records, tokens[records], rows, limit, padding) for name, (records, rows) in parts.items()}
 
 
+def _make_encoder(
+    text: TextModel, template: str | None, values: dict[str, Any] | None, learns: str
+) -> tuple[ChatEncoder, dict[str, str], str]:
+    """What makes tokens, what a checkpoint records of that, and a checksum of all that they depend on.
+
+    Raises:
+        RequestError: see `_check_tokenizer` and `check_template_values`.
+    """
+    _check_tokenizer(text.tokenizer, text.config, text.ends)
+    if values is not None:
+        check_template_values(text.tokenizer, values)
+    record = describe_tokenizer(text.tokenizer, template)
+    identity = sha256(repr(_sort((record, values))).encode()).hexdigest()
+    return ChatEncoder(text.tokenizer, template, learns, text.ends, values), record, identity
+
+
+def _join_notes(*notes: str) -> str:
+    return "".join(f"{each}; " for each in notes if each)
+
+
+def _sort(values: Any) -> Any:
+    """The same for mappings that differ in the order of their names only."""
+    if isinstance(values, dict):
+        return sorted((name, _sort(value)) for name, value in values.items())
+    return [_sort(each) for each in values] if isinstance(values, list | tuple) else values
+
+
 def _find_padding(tokenizer: Any) -> int:
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
@@ -121,10 +144,10 @@ def _describe(form: str, learns: str, train: Chats, packs: Packs | None) -> str:
     tokens = int(np.minimum(train.lengths, train.limit).sum(dtype=np.int64))
     learned = int(train.learned.sum(dtype=np.int64))
     text = f"{pluralize(len(train), train.noun)} ({form}) of {tokens:,} tokens; learned: {learns}, {learned:,}"
-    if packs is None:
-        return text
-    filled = tokens / (len(packs) * packs.limit)
-    return f"{text}; packs of at most {packs.limit} tokens, {100 * filled:.1f} % full"
+    if packs is not None:
+        filled = tokens / (len(packs) * packs.limit)
+        text += f"; packs of at most {packs.limit} tokens, {100 * filled:.1f} % full"
+    return "; ".join(filter(None, (text, train.own_file_because)))
 
 
 def _choose_loss(form: str, loss_on: str | None) -> tuple[str, bool]:

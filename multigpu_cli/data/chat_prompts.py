@@ -31,11 +31,20 @@ class PromptReader:
     Args:
         template: the chat template of the training; None: the tokenizer's own.
         limit: the places that the model knows.
+        values: what the template is given beside the messages, as in training.
         raw: prompts are text to go on from, and no messages; so are they where there is no template.
     """
 
-    def __init__(self, model: TextModel, template: str | None, limit: int, *, raw: bool = False) -> None:
-        self._encoder = ChatEncoder(model.tokenizer, template, "assistant", model.ends)
+    def __init__(
+        self,
+        model: TextModel,
+        template: str | None,
+        limit: int,
+        values: Mapping[str, Any] | None = None,
+        *,
+        raw: bool = False,
+    ) -> None:
+        self._encoder = ChatEncoder(model.tokenizer, template, "assistant", model.ends, values)
         self._raw, self._limit = raw or not (template or model.tokenizer.chat_template), limit
 
     def read_text(self, text: str, place: str = "--prompt") -> Prompt:
@@ -70,7 +79,11 @@ class PromptReader:
     def _read_records(self, path: Path) -> Iterator[Prompt]:
         records = JsonLines(path)
         for row in range(len(records)):
-            yield self._read_record(records[row], f"--prompts {records.describe(row)}")
+            try:
+                record = records[row]
+            except RequestError as error:
+                raise RequestError(f"--prompts {error.problem}", remedy=error.remedy) from error
+            yield self._read_record(record, f"--prompts {records.describe(row)}")
 
     def _read_record(self, record: Mapping[str, Any], place: str) -> Prompt:
         asked = record.get("prompt", record.get("messages"))

@@ -37,6 +37,7 @@ class Chats(Dataset[dict[str, Tensor]]):
         rows: (n,) int32 the record of each sample.
         noun: what a sample is called in messages.
         width: how many samples stand in a record.
+        own_file_because: why the tokens are in a file of this process alone; empty where they are not.
     """
 
     noun, width = "sample", 1
@@ -46,7 +47,7 @@ class Chats(Dataset[dict[str, Tensor]]):
     ) -> None:
         self.records, self.limit = records, limit
         self.collate_fn = partial(pad_samples, padding=padding)
-        self._tokens = tokens
+        self._tokens, self.own_file_because = tokens, tokens.own_because
         self.rows = np.repeat(np.asarray(rows, dtype=np.int32), self.width)
         samples = self.rows * self.width + np.arange(len(self.rows)) % self.width
         self.lengths = np.diff(tokens.starts)[samples].astype(np.int32)

@@ -1,6 +1,7 @@
 """Conversations as tokens, with those that are learned, by the model's own tokenizer and chat template."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from multigpu_cli.errors import RequestError
 
 LOSS_ON = ("assistant", "completion", "all")
 _SHOWN = 60  # characters of a rendered text in a message
+_OWN_VALUES = ("messages", "tools", "strftime_now", "bos_token", "eos_token")
 TODAY = date(2024, 7, 26)
 """For templates that write the date: Llama 3.1's own. Samples may not change from day to day."""
 
@@ -37,11 +39,19 @@ class ChatEncoder:
         template: a chat template in place of the tokenizer's own, or None.
         loss_on: assistant (each of its messages), completion (its last one), or all.
         ends: tokens at which generation stops, such as EOS; what follows them in a message is not learned.
+        values: what the template is given beside messages and tools, by name.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None, loss_on: str, ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None,
+        loss_on: str,
+        ends: Sequence[int],
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer, self._template, self._loss_on = tokenizer, template, loss_on
-        self._ends = frozenset(ends)
+        self._ends, self._values = frozenset(ends), dict(values or {})
 
     def encode(self, conversation: Conversation, place: str) -> ChatTokens:
         """Tokens of one conversation.
@@ -152,6 +162,7 @@ class ChatEncoder:
                 tokenize=False,
                 add_generation_prompt=asks,
                 strftime_now=TODAY.strftime,
+                **self._values,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise RequestError(
@@ -159,6 +170,24 @@ class ChatEncoder:
                 remedy="other roles, or another template with --set data.chat_template=FILE",
             ) from error
         return text
+
+
+def check_template_values(tokenizer: Any, values: Any) -> None:
+    """Refuse what is no mapping of names, and names that the tokenizer itself has a use for.
+
+    Raises:
+        RequestError: names what is wrong.
+    """
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise RequestError(
+            f"data.args.template_args: {values!r} is no mapping", remedy="of names to values: {enable_thinking: false}"
+        )
+    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *_OWN_VALUES} - {"kwargs"}
+    if used := sorted(taken & values.keys()):
+        raise RequestError(
+            f"data.args.template_args: {used[0]} is no value of the template's own: the data decides it",
+            remedy="names that are read by the chat template, such as enable_thinking",
+        )
 
 
 def _check_said(message: dict[str, Any], rendered: str, number: int, place: str) -> None:

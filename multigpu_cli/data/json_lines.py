@@ -54,7 +54,8 @@ class JsonLines:
                 f"{self.describe(index)}: no text in UTF-8 ({error})", remedy=f"{_REMEDY}, as UTF-8"
             ) from error
         except ValueError as error:
-            raise RequestError(f"{self.describe(index)}: not JSON ({error})", remedy=_REMEDY) from error
+            fault = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise RequestError(f"{self.describe(index)}: not JSON ({fault})", remedy=_REMEDY) from error
         if not isinstance(record, dict):
             raise RequestError(f"{self.describe(index)}: a {type(record).__name__}, not an object", remedy=_REMEDY)
         return record

@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -49,6 +47,12 @@ class Answers(Chats):
         """Keep the pairs of which both answers are among these."""
         super().select(chosen[np.isin(chosen ^ 1, chosen)])
 
+    def are_same(self, pair: int) -> bool:
+        """Whether both answers of a pair have the same tokens, as far as they are used."""
+        first = 2 * pair
+        one, other = (min(int(length), self.limit) for length in self.lengths[first : first + 2])
+        return one == other and bool(np.array_equal(self._read(first)[0], self._read(first + 1)[0]))
+
 
 class Pairs(Dataset[list[dict[str, Tensor]]]):
     """Samples: the chosen and the rejected answer, each as in `Chats`; a batch has them as (n, 2, t)."""
@@ -74,7 +78,7 @@ def check_differences(split: str, pairs: Pairs) -> list[str]:
     Raises:
         RequestError: all are so.
     """
-    same = [index for index in range(len(pairs)) if _is_same(*pairs[index])]
+    same = [index for index in range(len(pairs)) if pairs.answers.are_same(index)]
     if not same:
         return []
     first = pairs.answers.records.describe(pairs.answers.rows[2 * same[0]])
@@ -88,7 +92,3 @@ def check_differences(split: str, pairs: Pairs) -> list[str]:
         f"chosen and rejected are the same in {len(same)} of {pluralize(len(pairs), 'pair')} for {split}, of which "
         f"nothing is learned; the first is {first}"
     ]
-
-
-def _is_same(chosen: dict[str, Any], rejected: dict[str, Any]) -> bool:
-    return torch.equal(chosen["input_ids"], rejected["input_ids"])

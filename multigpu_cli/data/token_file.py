@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from logging import getLogger
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,8 +17,10 @@ import numpy as np
 
 from multigpu_cli.data.chat_tokens import ChatTokens
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.launch_env import LaunchEnv
 
 _UNUSED = {".tokens": 30 * 24 * 3600.0, ".lock": 30 * 24 * 3600.0, ".draft": 24 * 3600.0}  # seconds, then it is removed
+_PATIENCE = 5.0  # seconds of silent waiting for another process
 
 Encode = Callable[[int], Sequence[ChatTokens]]
 """A record's number → the tokens of its samples."""
@@ -35,6 +38,7 @@ class TokenFile:
 
     Attributes:
         starts: (n + 1,) int64.
+        own_because: why no other process reads it; empty where others do.
 
     Raises:
         ValueError: the file is not whole.
@@ -47,6 +51,7 @@ class TokenFile:
         if len(self.starts) != count + 1 or len(mapped) != head + 4 * self.starts[-1]:
             raise ValueError("the file is not whole")
         self._tokens = mapped[head:].view(np.int32)
+        self.own_because = ""
 
     def read(self, index: int, limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (t,) int32 of a sample, and which are learned (t,) bool; at most `limit`."""
@@ -70,23 +75,28 @@ def open_tokens(folder: Path, key: str, count: int, encode: Encode, width: int =
     Raises:
         RequestError: there is no room, or a sample can't be encoded.
     """
+    reason = ""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if _is_own(folder):
             with _locked(folder / f"{key}.lock"):
                 found = _find(folder / f"{key}.tokens", count, encode, width)
                 return found or _make(folder, key, count, encode, width)
-    except OSError:  # read-only, full, or without locks
-        pass
+        reason = "others can write into it"
+    except OSError as error:  # read-only, full, or without locks
+        reason = error.strerror or str(error)
     try:
         with tempfile.TemporaryFile() as file:
             _write(file, count, encode, width)
-            return TokenFile(file, count * width)
+            tokens = TokenFile(file, count * width)
     except OSError as error:
         raise RequestError(
-            f"--data chat: the tokens can be stored neither in {folder} nor in {tempfile.gettempdir()} ({error})",
+            f"--data chat: the tokens can be stored neither in {folder} ({reason}) nor in {tempfile.gettempdir()} "
+            f"({error.strerror or error})",
             remedy="room in one of them (HF_HOME and TMPDIR say where they are): about as much as the data takes",
         ) from error
+    tokens.own_because = f"tokens in a temporary file of each process, since {folder} is not used: {reason}"
+    return tokens
 
 
 def _is_own(folder: Path) -> bool:
@@ -100,8 +110,44 @@ def _locked(path: Path) -> Iterator[None]:
     """Wait until no other process holds it. It only saves work: files appear whole, whoever writes them."""
     with path.open("ab") as file:
         os.utime(path)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _PATIENCE
+        while not _try_lock(file):
+            if time.monotonic() > deadline:
+                _say_waiting(path)
+                fcntl.flock(file, fcntl.LOCK_EX)
+                break
+            time.sleep(0.05)
         yield
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _say_waiting(path: Path) -> None:
+    """On stderr, by the first process of a machine: until it has the data there is no run that could tell."""
+    launch_env = LaunchEnv.current()
+    if launch_env is None or launch_env.local_rank == 0:
+        getLogger(__name__).warning("waiting for another process, which encodes the same data: it holds %s", path)
+
+
+def _encode(encode: Encode, record: int) -> Sequence[ChatTokens]:
+    """The tokens of a record's samples.
+
+    Raises:
+        RequestError: the record can't be read any more, which is no fault of the file that is written.
+    """
+    try:
+        return encode(record)
+    except OSError as error:
+        raise RequestError(
+            f"--data chat: record {record + 1} can't be read: {error}",
+            remedy="the data and the model's folder where they were when the command began",
+        ) from error
 
 
 def _find(path: Path, count: int, encode: Encode, width: int) -> TokenFile | None:
@@ -112,7 +158,7 @@ def _find(path: Path, count: int, encode: Encode, width: int) -> TokenFile | Non
     except (FileNotFoundError, ValueError):
         return None
     for record in {0, count // 2, count - 1}:
-        for index, sample in enumerate(encode(record), record * width):
+        for index, sample in enumerate(_encode(encode, record), record * width):
             ids, learned = found.read(index)
             if (ids.tolist(), learned.tolist()) != tuple(sample):
                 return None
@@ -137,7 +183,7 @@ def _write(file: BinaryIO, count: int, encode: Encode, width: int) -> None:
     starts = array("q", [0])
     file.seek(8 * (count * width + 1))
     for record in range(count):
-        for ids, learned in encode(record):
+        for ids, learned in _encode(encode, record):
             tokens = np.array(ids, dtype=np.int32)
             file.write(np.where(np.array(learned, dtype=bool), ~tokens, tokens).tobytes())
             starts.append(starts[-1] + len(ids))

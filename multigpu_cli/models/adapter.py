@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from multigpu_cli.config.schema import AdapterConfig
 from multigpu_cli.errors import RequestError
@@ -25,6 +26,7 @@ _KINDS: dict[str, dict[str, Any]] = {  # by peft's names; all have the same file
 }
 _ADAPTER = 0xADA  # separates the random stream of an adapter's first weights from the others
 _LISTED = 8
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def add_adapter(network: nn.Module, config: AdapterConfig, seed: int) -> nn.Module:
@@ -64,10 +66,44 @@ def add_adapter(network: nn.Module, config: AdapterConfig, seed: int) -> nn.Modu
     if any(parameter.dtype == torch.float64 for parameter in network.parameters()):
         for weight in (each for each in adapted.parameters() if each.requires_grad):
             weight.data = weight.data.double()  # as peft does, except on the meta device
+    _save_modules_in_float32(adapted)
     frozen = tuple(adapted.state_dict().keys() - {name for name, p in adapted.named_parameters() if p.requires_grad})
     adapted.register_state_dict_post_hook(partial(_leave_out, frozen))
     adapted.register_load_state_dict_post_hook(partial(_do_without, frozen))
     return adapted
+
+
+def _save_modules_in_float32(adapted: nn.Module) -> None:
+    """Let modules that learn as a whole do so in float32: in half precision most weights are too far apart to move.
+
+    The network around them goes on in its own format.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    for wrapper in [each for each in adapted.modules() if isinstance(each, ModulesToSaveWrapper)]:
+        if any(parameter.dtype in _HALF for parameter in wrapper.modules_to_save.parameters()):
+            wrapper.modules_to_save.float()
+            wrapper.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+            wrapper.register_forward_hook(_cast_output)
+
+
+def _cast_inputs(wrapper: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _cast((args, kwargs), torch.float32) if not wrapper.disable_adapters else (args, kwargs)
+
+
+def _cast_output(wrapper: Any, args: Any, output: Any) -> Any:
+    """To the format of the module that it stands for."""
+    return _cast(output, next(wrapper.original_module.parameters()).dtype)
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, tree)
+
+
+def list_base_parameters(model: nn.Module) -> list[Tensor]:
+    """The weights of the pretrained network beside which an adapter learns: those that never change."""
+    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    return [p for p in model.parameters() if not p.requires_grad and id(p) not in saved]
 
 
 def find_adapted(model: nn.Module) -> Any:
@@ -109,7 +145,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
     The model itself is used up.
     """
     adapted = find_adapted(model)
-    if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in adapted.parameters()):
+    if any(parameter.dtype in _HALF for parameter in adapted.parameters()):
         adapted.float()
     merged: nn.Module = adapted.merge_and_unload()
     return merged

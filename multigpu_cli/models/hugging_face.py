@@ -121,12 +121,16 @@ class Logits(NamedInputs):
 
 @contextmanager
 def _answer(backbone: nn.Module, output: Any) -> Iterator[None]:
-    """Let a backbone answer every call with this output."""
+    """Let a backbone answer every call with this output; a `forward` of its own, as checkpointing sets, comes back."""
+    before = backbone.__dict__.get("forward")
     backbone.forward = lambda *_, **__: output
     try:
         yield
     finally:
-        del backbone.forward
+        if before is None:
+            del backbone.forward
+        else:
+            backbone.forward = before
 
 
 def build(

@@ -19,6 +19,7 @@ class Plan:
         base_lr, base_batch_size: the rate and batch that the learning rate was scaled from.
         precision: number format, with the reason.
         description: data, model and task.
+        data: what a language model's samples are made of, where that is too long for the description.
         resume_reason: what the run starts or resumes from.
         save_dir: the run folder.
         epochs: passes over the data, as requested.
@@ -62,11 +63,13 @@ class Plan:
     metrics: str = ""
     hooks: tuple[str, ...] = ()
     loggers: str = ""
+    data: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
         rows = [
             ("what", self.description),
+            *([("data", self.data)] if self.data else []),
             ("where", self.placement_reason),
             ("batch", self._batch()),
             ("learning rate", f"{self.rate.reason}; {self.schedule.shape} schedule"),
@@ -126,7 +129,7 @@ class Plan:
             "metrics": self.metrics,
             "hooks": list(self.hooks),
             "loggers": self.loggers,
-            "contents": self.description,
+            "contents": f"{self.description}; {self.data}" if self.data else self.description,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,
         }

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from multigpu_cli.checkpoint.run_folder import ResumePoint
@@ -110,8 +110,13 @@ def _copy_for_average(config: Config, model: nn.Module, *, shards: bool) -> EMAM
     if shards:
         from multigpu_cli.models.on_meta import copy_to_meta
 
-        model = copy_to_meta(model)
-    return EMAModel(model, float(ema))
+        return EMAModel(copy_to_meta(model), float(ema))
+    shared: list[Tensor] = []
+    if config.adapter.kind != "none":
+        from multigpu_cli.models.adapter import list_base_parameters
+
+        shared = list_base_parameters(model)
+    return EMAModel(model, float(ema), shared)
 
 
 def _build_state(

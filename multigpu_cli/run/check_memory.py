@@ -55,9 +55,11 @@ def forecast_state(model: nn.Module, config: Config, *, own_optimizer: bool = Fa
     """
     weights = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    averaged = config.optimizer.ema != "off"
+    averaged = 0 if config.optimizer.ema == "off" else weights
+    if averaged and config.adapter.kind != "none" and config.device.multi_gpu != "fsdp":
+        averaged = gradients  # the average shares the pretrained weights
     return Memory(
-        weights=weights * (2 if averaged else 1),
+        weights=weights + averaged,
         gradients=gradients,
         optimizer=0 if own_optimizer else _MOMENTS[config.optimizer.name] * gradients,
         fixed=0,

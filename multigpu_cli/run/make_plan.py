@@ -76,6 +76,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         metrics=_describe_metrics(config),
         hooks=tuple(map(str, request.hooks)),
         loggers=_describe_loggers(config),
+        data=request.source.note.removesuffix("; ") if request.source.text_model else "",
     )
 
 
@@ -109,7 +110,8 @@ def _describe_extras(config: Config) -> str:
 
 def _describe_data(request: RunRequest) -> str:
     source, reason = request.source, explain_dataset(request.config)
-    note = f"{reason}: {source.note}" if reason else source.note
+    own = "" if source.text_model else source.note  # else it has a row of its own
+    note = f"{reason}: {own}" if reason else own
     kind = "packs" if source.packed else "pairs" if source.paired else "samples"
     return f"{request.config.data.name} ({note}{source.num_train_samples:,} training {kind})"
 

@@ -1,5 +1,6 @@
 """Samples while training: the answers of the model to prompts of the user, at the end of an epoch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffe
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
 
 _LENGTH = 256  # tokens of an answer at most
+_SHOWN, _WIDTH = 4, 60  # answers on the terminal, and characters of each, as of its prompt
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ def load_prompts(spec: RunSpec) -> PromptSet | None:
     """
     if spec.config.log.prompts is None:
         return None
-    model, places = load_text_model(find_model_folder(spec.config.model.dir)), spec.source.input_shape[-1]
-    reader = PromptReader(model, spec.source.text_model.get("template") or None, places)
+    model = load_text_model(find_model_folder(spec.config.model.dir))
+    places, template = model.places or spec.source.input_shape[-1], spec.source.text_model.get("template")
+    reader = PromptReader(model, template or None, places, spec.config.data.args.get("template_args"))
     return PromptSet(reader.read_file(Path(spec.config.log.prompts)), model, places)
 
 
@@ -64,6 +67,22 @@ def sample_prompts(run: Run) -> None:
             by_rank = all_gather_object(run.world, own)
             answers = [by_rank[at % run.world.size][at // run.world.size] for at in range(len(asked.prompts))]
         run.log.journal.write("samples", epoch=run.epoch, step=run.progress.step, samples=answers)
+    for answer in answers[:_SHOWN]:
+        run.log.console.note(format_sample(answer))
+    if len(answers) > _SHOWN:
+        run.log.console.note(f"  … and {len(answers) - _SHOWN} more, in the journal")
+
+
+def format_sample(sample: Mapping[str, Any]) -> str:
+    """A prompt and its answer in a line that does nothing to a terminal."""
+    prompt, answer = (_shorten(sample[name]) for name in ("prompt", "answer"))
+    return f"  {prompt} → {answer}{'' if sample['ended'] else ' (no end)'}"
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    plain = "".join(each if each.isprintable() else repr(each)[1:-1] for each in line)
+    return plain if len(plain) <= _WIDTH else plain[: _WIDTH - 1] + "…"
 
 
 def _answer(run: Run, model: nn.Module, asked: PromptSet, prompt: Prompt) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from multigpu_cli.errors import RequestError
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_KINDS_OF_TEXT = (
+    "  The cat's 12,345 naïve \ufb01sh\u00a0— ÅÇ e\u0301\r\n\n\tf(x) = x**2 # 中文 日本語 Привет 🙂 <s></s> "
+)
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -53,6 +56,17 @@ class TextModel(NamedTuple):
     config: Any
     tokenizer: Any
     ends: tuple[int, ...]
+
+    @property
+    def places(self) -> int | None:
+        """Tokens of the longest text that the model knows places for; None: it names no such number."""
+        return find_places(self.config)
+
+
+def find_places(config: Any) -> int | None:
+    """See `TextModel.places`."""
+    places = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return places if isinstance(places, int) and places > 0 else None
 
 
 def load_text_model(folder: Path) -> TextModel:
@@ -120,15 +134,17 @@ def _find_generation_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({token for token in (tokenizer.eos_token_id, *more) if isinstance(token, int)}))
 
 
-def hash_tokenizer(tokenizer: Any, template: str | None) -> str:
-    """SHA-256 of what turns text into tokens: vocabulary, merges, special tokens and chat template."""
-    parts = (tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, template or tokenizer.chat_template)
-    return sha256(repr(parts).encode()).hexdigest()
-
-
 def describe_tokenizer(tokenizer: Any, template: str | None) -> dict[str, str]:
-    """What a checkpoint records of it: SHA-256 of vocabulary, merges and special tokens, and the template's text."""
-    parts = (tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map)
+    """What turns text into tokens, as checkpoints record it: a SHA-256, and the text of the chat template.
+
+    The sum is over vocabulary, scores, merges, special tokens and what becomes of a text with all kinds of characters.
+    That is the same in each version of the libraries, while their files and their own text of a tokenizer are not.
+    """
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", ())]
+    scores = model["vocab"] if isinstance(model.get("vocab"), list) else ()
+    special = sorted((name, str(value)) for name, value in tokenizer.special_tokens_map.items())
+    parts = (sorted(tokenizer.get_vocab().items()), scores, merges, special, tokenizer(_KINDS_OF_TEXT)["input_ids"])
     return {
         "tokenizer": sha256(repr(parts).encode()).hexdigest(),
         "template": template or tokenizer.chat_template or "",

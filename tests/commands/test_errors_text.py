@@ -46,7 +46,10 @@ def test_flags_of_other_programs_are_translated_into_ours(flag: str, capsys: pyt
         assert f"'{name}' requires an argument" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("argv", "way_out"), [("export here", "--to PATH"), ("--lr", "--help"), ("--zzz", "--help")])
+@pytest.mark.parametrize(
+    ("argv", "way_out"),
+    [("export here", "--to PATH"), ("--lr", "--help"), ("--zzz", "--help"), ("--adapter.r 8", "--set adapter.r=")],
+)
 def test_what_an_option_takes_is_said(argv: str, way_out: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_multi_gpu.run(argv.split()) == 2
     assert capsys.readouterr().err.splitlines()[1].startswith(f"  try: {way_out}")

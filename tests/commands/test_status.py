@@ -40,7 +40,7 @@ def run(folder: Path, events: list[dict[str, Any]]) -> Path:
 def test_a_run_at_work(tmp_path: Path) -> None:
     events = [
         *BEGUN,
-        line(1031, "eval", step=20, split="val", loss=1.4, accuracy=0.5),
+        line(1031, "eval", step=20, split="val", loss=1.4, accuracy=0.5, perplexity=4.06, other=1),
         line(1032, "checkpoint", step=20),
     ]
     with lock_folder(run(tmp_path / "a", events)):
@@ -50,7 +50,7 @@ def test_a_run_at_work(tmp_path: Path) -> None:
     assert (found.checkpoint_step, found.checkpoint_age, found.silent_seconds) == (20, 8, 8)
     assert "\n".join(format_statuses([found])).splitlines() == [
         f"{tmp_path}/a  running    step 20/100  epoch 1  loss 1.500  val loss 1.400  val accuracy 50.00 %"
-        "  640 samples/s  2 min 30 s left",
+        "  val perplexity 4.060  640 samples/s  2 min 30 s left",
         "  ddp, 2 workers, cpu on node7; checkpoint of step 20, 8 s ago; last line 8 s ago",
     ]
 

@@ -92,3 +92,5 @@ def test_a_number_is_itself_or_refused(value: float) -> None:
 def test_a_near_word_is_named() -> None:
     with pytest.raises(ValueError, match="did you mean 'cosine'"):
         choice("cosine", "linear").parse("cosin")
+    with pytest.raises(ValueError, match=r"^must be cosine or linear, not 'x'$"):
+        choice("cosine", "linear").parse("x")

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.chat_prompts import PromptReader
 from multigpu_cli.data.chat_samples import Chats, Packs, pad_samples
 from multigpu_cli.data.collate import IGNORED, to_pair
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.model_folder import describe_tokenizer, load_text_model
-from tests.support.tiny_language_models import make_model_folder, make_tokenizer
+from tests.support.tiny_language_models import CHATML, make_model_folder, make_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -159,6 +160,28 @@ def test_of_a_tokenizer_that_cuts_the_same_is_recorded_before_its_first_text_and
     assert isinstance(packs, Packs)
     assert packs.chats.lengths.min() > 8
     assert source.text_model == describe_tokenizer(load_text_model(folder).tokenizer, None)
+
+
+def test_the_template_is_given_values_of_the_user(tmp_path: Path, model_dir: Path) -> None:
+    path = write(tmp_path / "a.jsonl", TALKS)
+    text = CHATML.replace("{{ message['content'] }}", "{% if shout is defined and shout %}!{% endif %}\\g<0>")
+    (tmp_path / "template.jinja").write_text(text.replace("\\g<0>", "{{ message['content'] }}"))
+    args: dict[str, Any] = {"chat_template": "template.jinja"}
+    plain, off, on = (
+        open_chat(path, model_dir, packing="off", **args | more)
+        for more in ({}, {"template_args": {"shout": False}}, {"template_args": {"shout": True}})
+    )
+    first, quiet, loud = (source.train[0]["input_ids"] for source in (plain, off, on))
+    assert torch.equal(first, quiet)
+    assert len(loud) == len(quiet) + 2, "a mark in each message"
+    assert len({source.signature() for source in (plain, off, on)}) == 3
+    model, template = load_text_model(model_dir), (tmp_path / "template.jinja").read_text()
+    question = model.tokenizer.decode(loud).split("!")[1].split("<|im_end|>")[0]
+    asked = PromptReader(model, template, 64, {"shout": True}).read_text(question)
+    assert loud[: len(asked.tokens)].tolist() == asked.tokens
+    for values, message in (("on", "is no mapping"), ({"tools": []}, "tools is no"), ({"messages": []}, "messages")):
+        with pytest.raises(RequestError, match=rf"template_args: .*{message}"):
+            open_chat(path, model_dir, template_args=values)
 
 
 def make_folder_without_eos(folder: Path, **changes: Any) -> Path:

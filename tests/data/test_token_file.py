@@ -1,3 +1,4 @@
+import fcntl
 import json
 import os
 import resource
@@ -6,9 +7,11 @@ import sys
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from multigpu_cli.data import token_file
 from multigpu_cli.data.chat_tokens import ChatTokens
 from multigpu_cli.data.token_file import TokenFile, open_tokens
 from multigpu_cli.errors import RequestError
@@ -63,20 +66,56 @@ def test_a_file_that_is_cut_or_holds_other_tokens_is_made_anew(tmp_path: Path) -
 
 def test_where_the_folder_cant_be_written_each_process_has_its_own(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    check(open_tokens(tmp_path / "file" / "cache", "key", COUNT, encode))
+    tokens = open_tokens(tmp_path / "file" / "cache", "key", COUNT, encode)
+    check(tokens)
+    assert tokens.own_because.endswith("cache is not used: Not a directory")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_others_may_have_put_there_is_not_read(tmp_path: Path) -> None:
     open_tokens(tmp_path, "key", COUNT, lambda index: encode(index if index in (0, COUNT // 2, COUNT - 1) else 1))
     tmp_path.chmod(0o777)
+    tokens = open_tokens(tmp_path, "key", COUNT, encode)
+    check(tokens)
+    assert tokens.own_because.endswith(f"{tmp_path} is not used: others can write into it")
+
+
+def test_a_record_that_cant_be_read_is_no_full_disk(tmp_path: Path) -> None:
+    def fail(index: int) -> list[ChatTokens]:
+        if index == 7:
+            raise FileNotFoundError(2, "No such file or directory", "talks.jsonl")
+        return encode(index)
+
+    with pytest.raises(RequestError, match=r"record 8 can't be read: .*talks\.jsonl") as raised:
+        open_tokens(tmp_path, "key", COUNT, fail)
+    assert "HF_HOME" not in str(raised.value)
+
+
+def test_waiting_for_another_process_is_said_once_with_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(token_file, "_PATIENCE", 0.1)
+    with (tmp_path / "key.lock").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waiting = Thread(target=open_tokens, args=(tmp_path, "key", COUNT, encode))
+        waiting.start()
+        waiting.join(0.5)
+        assert waiting.is_alive()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert caplog.messages == [
+        f"waiting for another process, which encodes the same data: it holds {tmp_path / 'key.lock'}"
+    ]
+    caplog.clear()
+    monkeypatch.setattr(token_file, "_PATIENCE", 60.0)
     check(open_tokens(tmp_path, "key", COUNT, encode))
+    assert not caplog.messages
 
 
 def test_a_full_disk_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     def ask() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000,) * 2)
-        with pytest.raises(RequestError, match=f"neither in {tmp_path} nor in") as raised:
+        with pytest.raises(RequestError, match=rf"neither in {tmp_path} \(File too large\) nor in") as raised:
             open_tokens(tmp_path, "key", COUNT, encode)
         assert "HF_HOME" in str(raised.value.remedy)
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import torch.distributed.fsdp  # noqa: F401 - seconds, once rather than in each 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_multi_gpu
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.models.generate import answer_prompt
 from multigpu_cli.monitor.journal import read_events
+from multigpu_cli.run import prompt_samples
+from multigpu_cli.run.prompt_samples import format_sample, load_prompts
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder
 
@@ -44,17 +49,29 @@ def read_samples(run: str) -> list[tuple[int, list[dict[str, Any]]]]:
     ]
 
 
-def test_a_model_learns_when_to_stop_and_says_so_after_epochs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def refuse_dropout() -> None:
+    """Let an answer fail whose model is in training mode."""
+
+    def answer(model: Any, *args: Any, **more: Any) -> list[int]:
+        assert not any(module.training for module in model.modules())
+        return answer_prompt(model, *args, **more)
+
+    vars(prompt_samples)["answer_prompt"] = answer
+
+
+def test_a_model_learns_when_to_stop_and_says_so_after_epochs(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The same text, and the same bits as without prompts, on any number of workers."""
     fingerprints = set()
     cases: tuple[tuple[str, int, dict[str, Any]], ...] = (
         ("without", 1, {}), ("one", 1, ASKED), ("two", 2, ASKED), ("sharded", 2, ASKED | {"multi_gpu": "fsdp"}),
     )  # fmt: skip
     for folder, workers, flags in cases:
-        ended = run_training(workers, **RUN | flags, save_dir=folder)
+        ended = run_training(workers, **RUN | flags, save_dir=folder, screen="normal", prepare=refuse_dropout)
         assert not ended.error, ended.error
         fingerprints.add(ended.summary["fingerprint"])
     assert len(fingerprints) == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert lines.count("  Who is lazy? → The dog.") >= 3, "on the terminal, by one rank of each run"
     assert not read_samples("without")
     found = read_samples("one")
     assert [epoch for epoch, _ in found] == [10, 20, 24]
@@ -73,21 +90,24 @@ def test_a_model_learns_when_to_stop_and_says_so_after_epochs(here: Path, capsys
     shutil.rmtree("one/checkpoints")
     Path("talks.jsonl").unlink()
     shutil.move("model", "moved")
-    capsys.readouterr()
+    capfd.readouterr()
     for asked, said in TALKS.items():
         words = ["sample", "one", "--prompt", asked, "--temperature", "0", "--model-dir", "moved"]
         assert main_multi_gpu.run(words) == 0
-        assert capsys.readouterr().out == f"{said}\n"
+        assert capfd.readouterr().out == f"{said}\n"
+    words = ["sample", "one", "--prompt", "x" * 90, "--temperature", "0", "--model-dir", "moved"]
+    assert main_multi_gpu.run(words) == 0, "longer than --max-length, and within the model's own places"
+    capfd.readouterr()
     raw = "<|im_start|>user\nWho is lazy?<|im_end|>\n<|im_start|>assistant\n"
     words = ["sample", "one", "--raw", "--prompt", raw, "--temperature", "0", "--model-dir", "moved"]
     assert main_multi_gpu.run(words) == 0
-    assert capsys.readouterr().out == f"{raw}The dog.<|im_end|>\n"
+    assert capfd.readouterr().out == f"{raw}The dog.<|im_end|>\n"
 
     pieces = next(Path("sharded/checkpoints").iterdir())
     assert (pieces / "rank_1.safetensors").is_file()
     words = ["export", str(pieces), "--to", "out", "--format", "hf", "--model-dir", "moved", "--json"]
     assert main_multi_gpu.run(words) == 0
-    assert json.loads(capsys.readouterr().out)["origin"] == str(pieces)
+    assert json.loads(capfd.readouterr().out)["origin"] == str(pieces)
     model, tokenizer = (
         kind.from_pretrained("out") for kind in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer)
     )
@@ -102,7 +122,7 @@ def test_wrong_prompts_are_refused_before_the_first_step(here: Path) -> None:
     cases = (
         ("p.jsonl", '{"prompt": "What"}\n{"asked": 1}\n', "p.jsonl:2: there are no messages in it"),
         ("p.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}', "its last message is the assistant's own"),
-        ("p.jsonl", "{", "p.jsonl:1: not JSON"),
+        ("p.jsonl", "{", "--prompts p.jsonl:1: not JSON (Expecting property name"),
         ("p.txt", "\n\n", "there is no prompt in it"),
         ("p.txt", "\nWhat is " + "very " * 60, "p.txt:2: "),
         ("p.txt", b"\xff\xfe", "can't decode"),
@@ -118,3 +138,17 @@ def test_wrong_prompts_are_refused_before_the_first_step(here: Path) -> None:
     assert not ended.error, ended.error
     ((_, samples),) = read_samples("run")
     assert [each["prompt"] for each in samples] == ["What is", "1 2 3"]
+
+
+def test_a_prompt_may_fill_the_places_of_the_model_whatever_the_training_takes(here: Path) -> None:
+    flags = {"model": "pretrained", "data": "chat", "model_dir": "model", "prompts": "prompts.jsonl"}
+    config = resolve(flags, (), None)
+    spec: Any = SimpleNamespace(config=config, source=SimpleNamespace(input_shape=(8,), text_model={}))
+    found = load_prompts(spec)
+    assert found is not None
+    assert found.places == 128
+
+
+def test_a_sample_is_one_line_that_does_nothing_to_a_terminal() -> None:
+    sample = {"prompt": "a\nb\x1b[2J", "answer": "x" * 99, "ended": False}
+    assert format_sample(sample) == f"  a b\\x1b[2J → {'x' * 59}… (no end)"

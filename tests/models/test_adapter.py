@@ -10,7 +10,13 @@ from torch import Tensor, nn
 from multigpu_cli.checkpoint.initial_weights import load_initial_weights
 from multigpu_cli.config.schema import AdapterConfig, ModelConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.adapter import adapter_weights, has_adapter, merge_adapter, without_adapter
+from multigpu_cli.models.adapter import (
+    adapter_weights,
+    has_adapter,
+    list_base_parameters,
+    merge_adapter,
+    without_adapter,
+)
 from multigpu_cli.models.build import build_model
 from multigpu_cli.models.on_meta import build_on_meta, find_unsaved_tensors
 from multigpu_cli.optimizers import EMAModel
@@ -107,6 +113,32 @@ def test_its_number_format_is_that_of_the_base_but_at_least_float32(
         assert formats == {(False, getattr(torch, dtype)), (True, learns)}
 
 
+def test_modules_that_learn_as_a_whole_do_so_in_float32_beside_a_base_in_half_precision(
+    folders: dict[str, Path],
+) -> None:
+    saved = ("lm_head", "embed_tokens", "norm")
+    base = build(folders["llama"], dtype="bfloat16")
+    on_meta, reason = build_on_meta(lambda: build(folders["llama"], dtype="bfloat16", modules_to_save=saved))
+    assert on_meta is not None, reason
+    model = build(folders["llama"], dtype="bfloat16", modules_to_save=saved)
+    for each in (model, on_meta):
+        learning = {name: p.dtype for name, p in each.named_parameters() if p.requires_grad}
+        assert sum(".modules_to_save." in name for name in learning) == 3
+        assert set(learning.values()) == {torch.float32}
+    assert torch.equal(compute_logits(model), compute_logits(base)), "a fresh one computes what the base does"
+    model.train()(TOKENS).float().square().mean().backward()
+    step = {name: p for name, p in model.named_parameters() if ".modules_to_save." in name}
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 and p.grad.abs().sum() > 0 for p in step.values())
+    before = {name: p.clone() for name, p in step.items()}
+    torch.optim.AdamW(step.values(), lr=1e-5, weight_decay=0.0).step()
+    for name, p in step.items():
+        moved = p.grad != 0
+        assert (p != before[name])[moved].float().mean() > 0.9, f"{name}: bfloat16 would round such steps away"
+    learn(model)
+    with without_adapter(model):
+        assert torch.equal(compute_logits(model), compute_logits(base))
+
+
 def test_patterns_of_freeze_are_those_of_the_names_that_learn(folders: dict[str, Path]) -> None:
     first = "network.base_model.model.model.layers.0."
     model = build(folders["llama"], freeze=(f"{first}*",))
@@ -130,6 +162,29 @@ def test_the_state_is_what_learns(folders: dict[str, Path]) -> None:
     EMAModel(other, 0.9).load_state_dict(average.state_dict())
     with pytest.raises(RuntimeError, match=r"Missing key.*lora_A"):
         other.load_state_dict({name: value for name, value in state.items() if "layers.0.self_attn.q_proj" not in name})
+
+
+def test_an_average_holds_what_learns_and_shares_the_rest(folders: dict[str, Path]) -> None:
+    model = build(folders["qwen2"], modules_to_save=("norm",))
+    base, learning = list_base_parameters(model), [p for p in model.parameters() if p.requires_grad]
+    assert {id(p) for p in base} == {id(p) for p in model.parameters() if not p.requires_grad}
+    whole, shared = EMAModel(model, 0.9), EMAModel(model, 0.9, base)
+    own = {id(p) for p in shared.module.parameters()} - {id(p) for p in model.parameters()}
+    assert len(own) == len(learning)
+    frozen = [p.clone() for p in base]
+    for _ in range(3):
+        learn(model)
+        whole.update_parameters(model)
+        shared.update_parameters(model)
+    assert torch.equal(compute_logits(shared.module), compute_logits(whole.module))
+    assert not torch.equal(compute_logits(shared.module), compute_logits(model))
+    state = shared.state_dict()
+    assert state.keys() == whole.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in whole.state_dict().items())
+    assert all(map(torch.equal, base, frozen))
+    resumed = EMAModel(model, 0.9, base)
+    resumed.load_state_dict(state)
+    assert torch.equal(compute_logits(resumed.module), compute_logits(whole.module))
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # between peft and transformers

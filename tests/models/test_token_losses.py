@@ -151,3 +151,20 @@ def test_with_checkpointed_activations_the_layers_of_the_backbone_run_again() ->
     assert len(runs) == 2
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0)
+
+
+def test_a_forward_of_the_backbones_own_comes_back() -> None:
+    """As --grad-checkpointing, or a user, may have set on the backbone as a whole."""
+    model, (tokens, targets) = build("llama"), draw_tokens()
+    backbone, calls = model._backbone, []
+    before = backbone.forward
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return before(*args, **kwargs)
+
+    backbone.forward = count
+    model(TokenTargets(tokens, targets)).losses.sum().backward()
+    assert backbone.forward is count
+    model(TokenTargets(tokens, targets))
+    assert len(calls) == 2

@@ -98,8 +98,7 @@ def _export_folder(checkpoint: str, target: Path, format: str, model_dir: str | 
     from multigpu_cli.commands.inference.export_folder import write_model_folder  # late: transformers' models only
 
     changes = {"model_dir": model_dir} if model_dir else {}
-    with writing_to("--to", target):
-        written = write_model_folder(Path(checkpoint), target, format, changes, own_code=own_code)
+    written = write_model_folder(Path(checkpoint), target, format, changes, own_code=own_code)
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     checked = f"loaded again: greatest difference of a logit {written.difference:.2g} of the largest one"
     return Export(str(target), size, written.origin, written.difference, checked)

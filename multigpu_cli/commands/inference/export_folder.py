@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from multigpu_cli.checkpoint.files import flush_folder
 from multigpu_cli.checkpoint.trained_weights import TrainedWeights, load_trained_weights
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run_without_data, load_text_model_of_run
+from multigpu_cli.commands.output import writing_to
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.models import pretrained
 from multigpu_cli.models.adapter import adapter_weights, find_adapted, merge_adapter
@@ -71,7 +72,7 @@ def write_model_folder(
         TrainingError: the folder computes something else, and was removed.
     """
     with _draft_folder(target) as draft:
-        live = _write(checkpoint, draft, kind, changes, own_code=own_code)
+        live = _write(checkpoint, draft, target, kind, changes, own_code=own_code)
         found = _compute_logits(_load_again(draft, kind, live), live.tokens)
         difference = float((found - live.logits).abs().max() / live.logits.abs().max())
         if not difference <= _TOLERANCE:  # also where it is NaN
@@ -83,22 +84,26 @@ def write_model_folder(
     return WrittenFolder(live.origin, difference)
 
 
-def _write(checkpoint: Path, draft: Path, kind: str, changes: Mapping[str, Any], *, own_code: bool) -> _Live:
+def _write(
+    checkpoint: Path, draft: Path, target: Path, kind: str, changes: Mapping[str, Any], *, own_code: bool
+) -> _Live:
     """Write everything; the network is gone when this returns."""
     run, origin, template = _load_run(checkpoint, kind, changes, own_code=own_code)
     network, base = _take_network(run), find_model_folder(run.config.model.dir)
     settings = {"dtype": "float32"} | run.config.model.args
-    if kind == "merged" and settings["dtype"] in ("float16", "bfloat16"):
+    if kind != "hf" and settings["dtype"] in ("float16", "bfloat16"):  # what learned is float32 beside it
         network.float()
         settings["dtype"] = "float32"
     tokens = _draw_tokens(run)
     live = _Live(origin, base, settings, tokens, _compute_logits(network, tokens))
-    if kind == "adapter":
-        _write_adapter(network, draft, base)
-    else:
-        _write_network(merge_adapter(network) if kind == "merged" else network, draft)
-        _write_config(base, draft, settings["dtype"])
-    _copy_text_files(base, draft, template)
+    whole = merge_adapter(network) if kind == "merged" else network
+    with writing_to("--to", target):
+        if kind == "adapter":
+            _write_adapter(network, draft, base)
+        else:
+            _write_network(whole, draft)
+            _write_config(base, draft, settings["dtype"])
+        _copy_text_files(base, draft, template)
     return live
 
 
@@ -215,15 +220,17 @@ def _draft_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target; renamed to it on success, removed on failure."""
     draft = target.with_name(f".{target.name}.unchecked")
     shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
-    draft.mkdir()
+    with writing_to("--to", target):
+        draft.mkdir()
     try:
         yield draft
-        for file in draft.rglob("*"):
-            _flush(file)
-        draft.rename(target)
+        with writing_to("--to", target):
+            for file in draft.rglob("*"):
+                _flush(file)
+            draft.rename(target)
+            flush_folder(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    flush_folder(target.parent)
 
 
 def _flush(file: Path) -> None:

@@ -60,9 +60,11 @@ def generate_text(request: InferenceRequest, prompt: str, sampling: Sampling) ->
 
 def _answer(weights: TrainedWeights, run: LoadedRun, prompt: str, sampling: Sampling) -> str:
     """Of a fine-tuned model: up to its end, by the chat template of the training."""
-    text, limit = load_text_model_of_run(weights, run), run.source.input_shape[-1]
+    text = load_text_model_of_run(weights, run)
+    limit = text.places or run.source.input_shape[-1]  # a training may have had shorter samples
     template = weights.settings.get("base", {}).get("template")
-    asked = PromptReader(text, template or None, limit, raw=sampling.raw).read_text(prompt)
+    values = run.config.data.args.get("template_args")
+    asked = PromptReader(text, template or None, limit, values, raw=sampling.raw).read_text(prompt)
     said = answer_prompt(
         run.model,
         asked.tokens,

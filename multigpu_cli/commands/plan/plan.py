@@ -12,7 +12,7 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.doctor.allreduce import measure_in_workers
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.plan.measure import SingleWorkerProfile, measure_worker
-from multigpu_cli.commands.plan.without_weights import find_folder_without_weights, outline_model
+from multigpu_cli.commands.plan.without_weights import FILLED, Outline, outline_training
 from multigpu_cli.commands.requests import parse_option, parse_worker_counts
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.config.types import integer, number
@@ -32,11 +32,9 @@ from multigpu_cli.planning.speedup import (
     find_scaling_limit,
     forecast,
 )
-from multigpu_cli.run.check_memory import forecast_state
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores, cuda_devices, usable_gpus
 
 NO_WIRE = Link("none", 0.0, inf, "one worker needs none")
-_FILLED = 0.9  # of a device's memory: the allocator and kernels take some
 _PHASES = ("data", "forward", "backward", "commit")
 
 
@@ -98,8 +96,8 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
     Raises:
         RequestError, TrainingError: as a training would.
     """
-    if folder := find_folder_without_weights(config):
-        return _forecast_without_weights(config, folder)
+    if outline := outline_training(config):
+        return _as_forecast(outline, config)
     alone = measure_worker(config, request.workers)
     network, rests_on = _choose_network(request, alone)
     rows = forecast_rows(alone, config, request.workers, network, noise_scale=request.noise_scale, price=request.price)
@@ -122,22 +120,22 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
     return Forecast(about, alone.memory, components.plan.batches.micro_batch, capacity, rows, notes, sharded)
 
 
-def _forecast_without_weights(config: Config, folder: Path) -> Forecast:
-    """The part of the memory that does not depend on the batch; nothing is measured."""
-    model, device = outline_model(config), usable_gpus(config.device)
-    capacity = torch.cuda.get_device_properties(device[0]).total_memory if device else None
-    memory = forecast_state(model, config)
-    counts = [
-        sum(p.numel() for p in model.parameters() if learns in (None, p.requires_grad)) for learns in (None, True)
-    ]
-    about = {"model": str(folder), "data": config.data.name, "parameters": counts[0], "trained": counts[1]}
-    notes = [f"{folder} has no weights: what a micro-batch keeps for backward, and all times, can't be measured"]
-    if config.model.args.get("quantize", "none") != "none":
-        notes.append("the weights are counted whole: with model.args.quantize those of linear layers take 4 bits each")
-    if capacity and memory.total_bytes(0) > _FILLED * capacity:
-        notes.append(f"these do not fit {format_bytes(capacity)}: --multi-gpu fsdp divides them over the workers")
-    kind = torch.cuda.get_device_name(device[0]) if device else "no GPU here"
-    return Forecast(about | {"device": kind, "works": {}}, memory, 0, capacity, [], notes, [])
+def _as_forecast(outline: Outline, config: Config) -> Forecast:
+    """A plan of which nothing is measured."""
+    about = {
+        "model": str(outline.folder),
+        "data": "rows of text",
+        "parameters": outline.parameters,
+        "trained": outline.trained,
+        "device": outline.device,
+        "tokens": outline.tokens,
+        "activations_counted": not outline.activations,
+        "works": {},
+    }
+    notes = list(outline.describe())
+    if config.checkpoint.save_dir is not None:
+        notes.append("--save-dir: nothing is written there, since a report compares a run with measured plans only")
+    return Forecast(about, outline.memory, outline.rows, outline.capacity, [], notes, [])
 
 
 def forecast_rows(
@@ -236,7 +234,7 @@ def _collect_notes(
 
 def note_too_large(memory: Memory, capacity: int | None) -> Iterator[str]:
     """What to do where a device can't hold what ddp needs on each."""
-    if capacity and not memory.largest_batch(_FILLED * capacity):
+    if capacity and not memory.largest_batch(FILLED * capacity):
         yield (
             f"{format_bytes(memory.total_bytes(1))} with a single sample do not fit {format_bytes(capacity)}: "
             "--multi-gpu fsdp divides weights, gradients and the optimizer's state over the workers"
@@ -255,13 +253,11 @@ def format_plan(forecast: Forecast) -> Iterator[str]:
     listed = ", ".join(f"{format_bytes(value)} {name}" for name, value in parts.items())
     stored = f"{format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
     if not forecast.rows:
-        of_all = f" of {format_bytes(forecast.capacity)}" if forecast.capacity else ""
-        yield f"memory   {format_bytes(memory.total_bytes(0))}{of_all} a device before any sample: {listed}"
-        yield from (f"note: {note}" for note in forecast.notes)
+        yield from _format_outline(forecast, listed)
         return
     yield f"memory   {format_bytes(memory.total_bytes(size))} a device: {listed}, {stored}"
     if forecast.capacity:
-        fits = memory.largest_batch(_FILLED * forecast.capacity)
+        fits = memory.largest_batch(FILLED * forecast.capacity)
         total = format_bytes(forecast.capacity)
         yield f"         of {total}; 9 tenths of them would hold micro-batches of {fits} (forecast)"
     yield from _format_sharded(forecast)
@@ -281,6 +277,21 @@ def format_plan(forecast: Forecast) -> Iterator[str]:
         times = f"{1e3 * row.step:>9.2f} ms{1e3 * row.waiting:>7.2f} ms{row.samples_per_second:>12,.0f}"
         gain = f"{row.speedup:>9.2f}{row.efficiency:>11.0%} {format_duration(row.seconds):>14}"
         yield f"{row.workers:>8}{row.global_batch:>8}{times}{gain}{cost}"
+    yield from (f"note: {note}" for note in forecast.notes)
+
+
+def _format_outline(forecast: Forecast, listed: str) -> Iterator[str]:
+    """Memory that was computed, where nothing could be measured."""
+    memory, capacity = forecast.memory, forecast.capacity
+    of_all = f" of {format_bytes(capacity)}" if capacity else ""
+    yield f"memory   {format_bytes(memory.weights + memory.gradients + memory.optimizer)}{of_all} a device: {listed}"
+    if forecast.about["activations_counted"]:
+        rows = f"{pluralize(forecast.micro_batch, 'row')} of {forecast.about['tokens']:,} tokens"
+        kept = format_bytes(memory.activations(forecast.micro_batch))
+        yield f"         {kept} more kept for backward by a micro-batch of {rows} (computed)"
+        if capacity:
+            fits = memory.largest_batch(FILLED * capacity)
+            yield f"         9 tenths of {format_bytes(capacity)} would hold micro-batches of {fits} (computed)"
     yield from (f"note: {note}" for note in forecast.notes)
 
 

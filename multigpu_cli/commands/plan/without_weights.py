@@ -1,26 +1,123 @@
-"""Whether a pretrained model fits here, by its config.json alone: before its weights are downloaded."""
+"""Whether a pretrained model fits here, by its config.json alone: before its weights or the data are there."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from multigpu_cli.config.adapter_rules import is_pretrained
-from multigpu_cli.config.schema import Config
+from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model
+from multigpu_cli.models.fake_pass import count_kept_bytes
 from multigpu_cli.models.on_meta import build_on_meta
-from multigpu_cli.runtime.model_folder import find_model_folder, has_weights
+from multigpu_cli.monitor.format import format_bytes
+from multigpu_cli.planning.memory import Memory, fit_line
+from multigpu_cli.run.check_memory import forecast_state
+from multigpu_cli.runtime.choose_strategy_and_devices import cuda_devices, usable_gpus
+from multigpu_cli.runtime.model_folder import find_model_folder, find_places, has_weights, load_config
+from multigpu_cli.runtime.precision import choose_precision
+
+FILLED = 0.9
+"""Share of a device's memory: the allocator and kernels take some."""
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def find_folder_without_weights(config: Config) -> Path | None:
-    """The folder of --model-dir, if it has the configuration of the model to train and nothing else of it."""
+@dataclass(frozen=True)
+class Outline:
+    """What a training takes of each device, computed and not measured.
+
+    Attributes:
+        reason: why it is not measured.
+        parameters, trained: how many there are, and how many learn.
+        rows, tokens: of a micro-batch, and of each of its rows.
+        activations: what backward needs, in words; empty where it is counted in `memory`.
+        capacity: bytes of the GPU, None without one.
+    """
+
+    folder: Path
+    reason: str
+    parameters: int
+    trained: int
+    memory: Memory
+    rows: int
+    tokens: int
+    activations: str
+    device: str
+    capacity: int | None
+    quantized: bool
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and the optimizer's state."""
+        return self.memory.weights + self.memory.gradients + self.memory.optimizer
+
+    @property
+    def fits(self) -> int | None:
+        """Rows of the largest micro-batch, as far as the activations could be counted."""
+        if self.capacity is None or self.activations:
+            return None
+        return self.memory.largest_batch(FILLED * self.capacity)
+
+    def describe(self) -> Iterator[str]:
+        """What a plan says of it, in notes."""
+        yield f"{self.reason}: nothing is measured, and times are not told"
+        if self.activations:
+            yield f"what a micro-batch keeps for backward is not counted: {self.activations}"
+        else:
+            yield (
+                f"what backward needs is computed from shapes, for rows of {self.tokens:,} tokens; kernels and the "
+                "gradients of activations take some more"
+            )
+        if self.quantized:
+            yield "the weights are counted whole: with model.args.quantize those of linear layers take 4 bits each"
+        if self.capacity and self.state_bytes > FILLED * self.capacity:
+            yield f"this does not fit {format_bytes(self.capacity)}: --multi-gpu fsdp divides it over the workers"
+
+
+def outline_training(config: Config) -> Outline | None:
+    """What a training of --model-dir would take, if its weights or its data are not there yet; else None.
+
+    Raises:
+        RequestError: there is no such model, or it can't be built.
+    """
     if not is_pretrained(config) or config.model.dir is None:
         return None
     folder = find_model_folder(config.model.dir)
-    return None if has_weights(folder) else folder
+    if has_weights(folder) and not _lacks_data(config):
+        return None
+    reason = "there is no --data-dir" if has_weights(folder) else f"{folder} has no weights"
+    device = usable_gpus(config.device)
+    place = cuda_devices(device[:1])[0] if device else torch.device("cpu")
+    model, tokens = _outline_model(config), config.data.max_length or find_places(load_config(folder))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    memory, activations = forecast_state(model, config), "the model names no longest text, and there is no --max-length"
+    if tokens:
+        dtype = _DTYPES.get(choose_precision(config.precision.amp, place).name)
+        memory, activations = _add_activations(memory, model, tokens, dtype, pairs=config.task.name == "dpo")
+    return Outline(
+        folder,
+        reason,
+        parameters=parameters,
+        trained=trained,
+        memory=memory,
+        rows=config.batch.size if isinstance(config.batch.size, int) else 1,
+        tokens=tokens or 0,
+        activations=activations,
+        device=torch.cuda.get_device_name(place) if device else "no GPU here",
+        capacity=torch.cuda.get_device_properties(place).total_memory if device else None,
+        quantized=config.model.args.get("quantize", "none") != "none",
+    )
 
 
-def outline_model(config: Config) -> nn.Module:
+def _lacks_data(config: Config) -> bool:
+    return config.data.dir is None and config.data.name in ("chat", SETTINGS["data"].default)
+
+
+def _outline_model(config: Config) -> nn.Module:
     """The network that would be trained, with its adapter, on the meta device: it takes no memory.
 
     Raises:
@@ -30,7 +127,20 @@ def outline_model(config: Config) -> nn.Module:
     model, reason = build_on_meta(lambda: build_model(config.model, "pretrained", offered, adapter=config.adapter))
     if model is None:
         raise RequestError(
-            f"--model-dir {config.model.dir} has no weights, and its size can't be told without: {reason}",
-            remedy="the folder with the model's weights",
+            f"--model-dir {config.model.dir}: its size can't be told from config.json alone: {reason}",
+            remedy="the folder with the model's weights, and --data-dir",
         )
     return model
+
+
+def _add_activations(
+    memory: Memory, model: nn.Module, tokens: int, dtype: torch.dtype | None, *, pairs: bool
+) -> tuple[Memory, str]:
+    """The memory with what backward needs, or as it was with the reason why that can't be told."""
+    each = 2 if pairs else 1  # rows of a sample
+    try:
+        one, two = count_kept_bytes(model, (each, 2 * each), tokens, dtype)
+    except Exception as error:  # code of transformers, which may raise anything where tensors have no values
+        return memory, f"its layers ask for values ({type(error).__name__})"
+    fixed, slope = fit_line((1, float(one)), (2, float(two)))
+    return replace(memory, fixed=fixed, per_sample=slope), ""
