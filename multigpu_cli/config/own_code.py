@@ -7,8 +7,11 @@ from typing import Any
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
-NAMING = ("data", "model", "task")
+NAMING = ("data", "model", "task", "optimizer", "schedule")
 """The parts whose name or arguments may cause an import."""
+
+USED_WITH_WEIGHTS = ("data", "model", "task")
+"""Those of them that a command builds which only uses a run's weights."""
 
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[\w.]*")
 _OF_GYMNASIUM = re.compile(r".*:.*", re.DOTALL)  # module:Env-v0; gymnasium imports the part before the colon

@@ -31,6 +31,7 @@ class Plan:
         adapter: what learns beside a pretrained model; empty without one, and before the model is built.
         model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
         logits: how many of a pretrained language model are in memory at a time; empty otherwise.
+        optimizer: the optimizer, where it is neither AdamW nor SGD; empty otherwise, and before it is built.
     """
 
     placement_reason: str
@@ -56,6 +57,7 @@ class Plan:
     adapter: str = ""
     model_call: str = ""
     logits: str = ""
+    optimizer: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
@@ -64,6 +66,7 @@ class Plan:
             ("where", self.placement_reason),
             ("batch", self._batch()),
             ("learning rate", f"{self.rate.reason}; {self.schedule.shape} schedule"),
+            *([("optimizer", self.optimizer)] if self.optimizer else []),
             ("length", self._length()),
             ("warm-up", self._warmup()),
             (
@@ -114,6 +117,7 @@ class Plan:
             "first_weights": self.first_weights,
             "model_call": self.model_call,
             "logits": self.logits,
+            "optimizer": self.optimizer,
             "contents": self.description,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,

@@ -12,11 +12,15 @@ from multigpu_cli.run.report_skipped_steps import report_skipped_steps
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.track_best import track_best
 from multigpu_cli.runtime.out_of_memory import free_memory, is_out_of_memory
+from multigpu_cli.runtime.schedule_free import eval_weights, is_schedule_free
 from multigpu_cli.tasks.base import Evaluation
 
 
 def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
-    """One exact pass over a split with the weights that are published (the average, with --ema); journalled."""
+    """One exact pass over a split with the weights that are published (the average, with --ema); journalled.
+
+    The caller puts those of a schedule-free optimizer into the model, see `use_published_weights`.
+    """
     model, progress = run.state.eval_model(), run.progress
     moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.set_position(progress.step, "evaluating"))
     with run.observer.timer.pause():
@@ -64,6 +68,18 @@ def _show_progress(run: Run, split: str, loader: Loader) -> Iterator[None]:
             run.task.batch_evaluated = before
 
 
+@contextmanager
+def use_published_weights(run: Run) -> Iterator[None]:
+    """The model has the weights that are evaluated and published; those of a schedule-free optimizer are others.
+
+    A checkpoint in flight copies the weights that take steps first.
+    """
+    if is_schedule_free(run.state.optimizer):
+        run.checkpointer.writer.wait_for_staging()
+    with eval_weights(run.state.optimizer):
+        yield
+
+
 def evaluate_epoch(run: Run) -> None:
     """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
     progress = run.progress
@@ -75,4 +91,5 @@ def evaluate_epoch(run: Run) -> None:
     last = progress.stopped_early or progress.step == run.plan.schedule.total_steps
     if run.loaders.val is None or not (last or run.task.should_evaluate(run.epoch)):
         return
-    track_best(run, evaluate(run, "val", run.loaders.val))
+    with use_published_weights(run):
+        track_best(run, evaluate(run, "val", run.loaders.val))

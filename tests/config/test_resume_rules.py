@@ -84,6 +84,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "optimizer": "sgd",
     "optimizer.args": {"momentum": 0.8},
     "optimizer.rates": {"head.*": 2.5},
+    "optimizer.groups": [{"match": "*.bias", "weight_decay": 0.5, "lr_factor": 0.1}],
     "optimizer.layer_decay": 0.75,
     "weight_decay": 0.5,
     "max_grad_norm": "off",
@@ -180,7 +181,7 @@ def test_any_other_explicit_difference_is_refused_naming_both_values(key: str) -
     if isinstance(new, dict):
         assert all(f"{name}={f'{value}'.strip('[]').replace(', ', ',')}" in told for name, value in new.items())
     elif isinstance(new, list):
-        assert ",".join(new) in told
+        assert ",".join(map(str, new)) in told
     else:
         assert ("is on" if new is True else f"{new}".removesuffix(".0")) in told
     before = "without" if old in (None, [], {}) else "with it off" if old is False else str(old).removesuffix(".0")

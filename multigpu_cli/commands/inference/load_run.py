@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.checkpoint.trained_weights import TrainedWeights
-from multigpu_cli.config.own_code import check_code
+from multigpu_cli.config.own_code import USED_WITH_WEIGHTS, check_code
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.data_source import DataSource
@@ -52,7 +52,8 @@ def load_run(
             fit it.
     """
     config = _merge_config(weights, changes)
-    check_code(config, _make_command_config(changes, own_code=own_code), str(weights.origin), environments=ENVIRONMENTS)
+    command = _make_command_config(changes, own_code=own_code)
+    check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=USED_WITH_WEIGHTS)
     source = open_data(config)
     if checks_base:
         check_base(weights.settings.get("base", {}), config, source, str(weights.origin))
