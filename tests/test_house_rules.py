@@ -225,7 +225,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (imports_point_down, HOME, "import multigpu_cli.models.registry as models"),
     (imports_point_down, HOME, "def late():\n    from multigpu_cli.tasks.base import Task"),
     (imports_point_down, HOME, "from ..strategies import base"),
-    (imports_point_down, "multigpu_cli/optimizers.py", "import train_multi_gpu"),
+    (imports_point_down, "multigpu_cli/optimizers/build.py", "import train_multi_gpu"),
     (imports_point_down, "multigpu_cli/commands/bench/home.py", "import train_multi_gpu"),
     (imports_point_down, "multigpu_cli/data/text/home.py", "from multigpu_cli.models.text import mlp"),
     (imports_point_down, "multigpu_cli/attic/home.py", ""),

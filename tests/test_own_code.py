@@ -47,6 +47,8 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "a command": ({"model": "subprocess:run", "model.args": {"args": ["touch", "ran"]}}, "--model subprocess:run"),
     "data": ({"data": "planted:tensors"}, "--data planted:tensors"),
     "task": ({"task": "planted:Classification"}, "--task planted:Classification"),
+    "optimizer": ({"optimizer": "planted:net"}, "--optimizer planted:net"),
+    "schedule": ({"schedule": "planted:net"}, "--schedule planted:net"),
     "gym": (ACTING | {"data": "gym:planted:Env-v0"}, "--data gym:planted:Env-v0"),
     "gym's id": (ACTING | {"data": "gym:A-v0", "data.args": {"id": "planted:Env-v0"}}, "data.args.id=planted:Env-v0"),
     "a library's": ({"model": "timm/planted:net"}, "--model timm/planted:net"),
@@ -109,8 +111,15 @@ def everything() -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("words", [*TRAIN, *USE], ids=" ".join)
+ONLY_TRAINED = ("optimizer", "schedule")
+"""Kinds of code that who uses a run's weights has no need of."""
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [(words, kind) for words in [*TRAIN, *USE] for kind in KINDS if words in TRAIN or kind not in ONLY_TRAINED],
+    ids=lambda each: each if isinstance(each, str) else " ".join(each),
+)
 def test_what_only_a_file_names_is_refused_by_name(
     run: Path, words: list[str], kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +174,12 @@ def test_metrics_and_hooks_that_only_a_file_names_are_refused_where_they_would_r
     assert run_apart(["predict", "run", "--out", "said.csv"]) == 0
     assert not Path("ran").exists()
     assert run_apart([*TRAIN[0], "--set", "hook=[]"]) == (0 if hook else 2), "hooks may change, metrics not"
+
+
+@pytest.mark.parametrize("kind", ONLY_TRAINED)
+def test_who_evaluates_imports_neither_optimizer_nor_schedule(run: Path, kind: str) -> None:
+    plant(run, KINDS[kind][0])
+    assert run_apart(["evaluate", "run"]) == 0
     assert not Path("ran").exists()
 
 

@@ -25,6 +25,7 @@ from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.freezing import unfreeze_when_due
 from multigpu_cli.run.lifecycle import record_failure
+from multigpu_cli.run.published_weights import use_published_weights
 from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.tasks.base import Loss
@@ -215,7 +216,7 @@ class MultiGPUTrainer(Functions):
             raise RequestError("validate_epoch: there is no validation data", remedy="setup_training(…, val_dataset=…)")
         at_the_edge = run.progress.step and run.progress.step % run.plan.batches.steps_per_epoch == 0
         if not (at_the_edge and "val_loss" in run.progress.last):
-            with _working(run):
+            with _working(run), use_published_weights(run):
                 return dict(evaluate(run, "val", run.loaders.val).metrics)
         last = run.progress.last
         return {name.removeprefix("val_"): value for name, value in last.items() if name.startswith("val_")}

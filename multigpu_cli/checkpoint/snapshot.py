@@ -14,6 +14,7 @@ from multigpu_cli.checkpoint.initial_weights import WeightMatch
 from multigpu_cli.checkpoint.serialize import iterate_tensors
 from multigpu_cli.checkpoint.weights import check_fit, extra_state
 from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.schedule_free import eval_weights, is_schedule_free
 
 
 @dataclass
@@ -83,11 +84,21 @@ class TrainState:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "precision": self.precision.state_dict(),
-            "average": self.average.state_dict() if self.average else None,
+            "average": self.average.state_dict() if self.average else self._copy_eval_weights(),
             "progress": asdict(self.progress),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "task": task or {},
         }
+
+    def _copy_eval_weights(self) -> dict[str, Any] | None:
+        """The weights for use of a schedule-free optimizer, named as an average's; None if they learn themselves."""
+        if not is_schedule_free(self.optimizer):
+            return None
+        with eval_weights(self.optimizer):
+            return {
+                f"module.{name}": value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in self.model.state_dict().items()
+            }
 
     def begin_capture(self, into: dict[str, Any] | None = None, state: dict[str, Any] | None = None) -> "Snapshot":
         """Copy what may change at any time; tensors that only the optimizer changes are left to `Snapshot.finish`.
@@ -125,7 +136,10 @@ class TrainState:
         self.progress.last.pop("epoch_loss", None)  # the name of train_loss in older checkpoints
 
     def eval_model(self) -> nn.Module:
-        """The module whose weights are evaluated and published: the averaged one with --ema."""
+        """The module whose weights are evaluated and published: the averaged one with --ema.
+
+        Those of a schedule-free optimizer are in it inside of `eval_weights(state.optimizer)`.
+        """
         return self.average.module if self.average else self.model
 
 

@@ -10,8 +10,8 @@ from multigpu_cli.errors import RequestError
 NAMING = ("data", "model", "task")
 """The parts of a trained network whose name or arguments may cause an import."""
 
-FOLLOWING = ("metric", "hook", "logger")
-"""Parts of a training that may be the user's own code as well, each a list."""
+FOLLOWING = ("optimizer", "schedule", "metric", "hook", "logger")
+"""Parts that only a training has, and that may be the user's own code as well."""
 
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[\w.]*")
 _OF_GYMNASIUM = re.compile(r".*:.*", re.DOTALL)  # module:Env-v0; gymnasium imports the part before the colon

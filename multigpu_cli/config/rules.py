@@ -3,7 +3,6 @@
 Rules that need the devices, the dataset or the number of workers are checked by planning and the engine.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +18,10 @@ from multigpu_cli.config import (
 )
 from multigpu_cli.config.resume_rules import without_setting
 from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _WHERE = ("nproc_per_node", "max_restarts", "gpu_ids", "multi_gpu")
-_PLUGIN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class RuleContext(NamedTuple):
@@ -100,7 +99,7 @@ def _names(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             if flag == "--data" and Path(name).exists():
                 remedy = f"--data ./{name} for the files in {name}, or {remedy}"
             yield RequestError(f"{flag} {name}: unknown name", remedy=remedy)
-        elif not _PLUGIN.fullmatch(name) or name.partition(":")[0].endswith(".py"):
+        elif not OWN_CODE.fullmatch(name) or name.partition(":")[0].endswith(".py"):
             yield RequestError(
                 f"{flag} {name}: must be module:factory",
                 remedy=f"use {flag} my_file:build for build() in my_file.py, my_folder.my_file:build in a folder",
@@ -125,6 +124,12 @@ def _rates(config: Config, facts: RuleContext) -> Iterator[RequestError]:
                     f"--lr together with {flag}: --lr is used exactly as given, so {flag} has nothing to scale",
                     remedy=f"leave out {flag}, or give --base-lr {rate.lr:g} in place of --lr",
                 )
+    if rate.warmup_epochs and ":" in rate.schedule:
+        yield RequestError(
+            f"--warmup-epochs {rate.warmup_epochs:g} together with --schedule {rate.schedule}: a schedule of your own "
+            "has its own warm-up",
+            remedy="leave out --warmup-epochs",
+        )
     if rate.warmup_epochs is not None and config.task.env_steps is None and rate.warmup_epochs >= length.epochs:
         yield RequestError(
             f"--warmup-epochs {rate.warmup_epochs:g}: the warm-up does not end within --epochs {length.epochs}",
@@ -292,7 +297,7 @@ def _environment(config: Config, facts: RuleContext) -> Iterator[RequestError]:
 
 def _loggers(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     for name in config.log.loggers:
-        if ":" in name and (not _PLUGIN.fullmatch(name) or name.partition(":")[0].endswith(".py")):
+        if ":" in name and (not OWN_CODE.fullmatch(name) or name.partition(":")[0].endswith(".py")):
             yield RequestError(
                 f"--logger {name}: must be module:Class", remedy="use --logger my_file:Log for class Log in my_file.py"
             )
@@ -311,7 +316,7 @@ RULES = (
     Rule("data model task", _names),
     Rule("metric metric.args", _metrics),
     Rule("hook hook.args", _hooks),
-    Rule("lr base_lr base_batch_size lr_scaling warmup_epochs epochs env_steps", _rates),
+    Rule("lr base_lr base_batch_size lr_scaling warmup_epochs schedule epochs env_steps", _rates),
     Rule("batch_size grad_accum_steps global_batch_size", _batch),
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
     Rule("init_from init_partial", _starting_weights),

@@ -11,7 +11,7 @@ from typing import Any
 
 from multigpu_cli.config import types
 from multigpu_cli.config.setting import Setting, arguments, mapping, setting
-from multigpu_cli.config.types import ClassWeights, choice, integer, number
+from multigpu_cli.config.types import ClassWeights, ParameterGroup, choice, integer, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,18 +217,19 @@ class RateConfig:
     PANEL = "Learning rate and optimizer"
     lr: float | None = setting("lr", None, number(0, above=True), "the learning rate, used exactly as given")
     base_lr: float | None = setting(
-        "base_lr", None, number(0, above=True), "rate that suits the base batch, scaled (default: 1e-3 adamw, 0.1 sgd)"
+        "base_lr",
+        None,
+        number(0, above=True),
+        "rate that suits the base batch, scaled (1e-3 adamw, 0.1 sgd, …)",
     )
     base_batch_size: int = setting("base_batch_size", 32, integer(1), "the batch that --base-lr was made for")
     lr_scaling: str = setting(
-        "lr_scaling", "auto", choice("auto", "linear", "sqrt", "none"), "auto: linear for sgd, sqrt for adamw"
+        "lr_scaling", "auto", choice("auto", "linear", "sqrt", "none"), "auto: linear for sgd, sqrt for Adam's kind"
     )
     warmup_epochs: float | None = setting(
         "warmup_epochs", None, number(0), "warm-up from near zero (default: 2 epochs or 10 % of the run)"
     )
-    schedule: str = setting(
-        "schedule", "cosine", choice("cosine", "linear", "constant", "step"), "how the rate falls after warm-up"
-    )
+    schedule: str = setting("schedule", "cosine", types.schedule, "how the rate falls after warm-up")
     args: dict[str, Any] = arguments("schedule.args")
 
 
@@ -237,13 +238,16 @@ class OptimizerConfig:
     """The optimizer."""
 
     PANEL = "Learning rate and optimizer"
-    name: str = setting("optimizer", "adamw", choice("adamw", "sgd"), "optimizer (fused where the device has it)")
+    name: str = setting("optimizer", "adamw", types.optimizer, "optimizer (fused where the device has it)")
     args: dict[str, Any] = arguments("optimizer.args")
     rates: dict[str, float] = mapping(
         "optimizer.rates", types.rates, "what the learning rate is multiplied by, e.g. {head.*: 10}"
     )
     layer_decay: float | None = setting(
         "optimizer.layer_decay", None, number(0, 1, above=True), "a block's share of the next block's learning rate"
+    )
+    groups: tuple[ParameterGroup, ...] = setting(
+        "optimizer.groups", (), types.groups, "weight_decay and lr_factor of the parameters that patterns match"
     )
     weight_decay: float = setting("weight_decay", 1e-4, number(0), "on matrices and kernels, not on biases and norms")
     max_grad_norm: float | str = setting(

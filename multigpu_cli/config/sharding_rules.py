@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.optimizer_names import OPTIMIZERS
 
-KEYS = "exact grad_compression compile sync_bn"
+KEYS = "exact grad_compression compile sync_bn optimizer"
 """The keys that the rule reads, beside those of data and task."""
 
 
@@ -27,6 +28,12 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
             f"--exact together with --multi-gpu fsdp and --compile {model.compile}: blocks are compiled by themselves, "
             "and the code of a whole model rounds otherwise",
             remedy="--compile off, or --multi-gpu ddp",
+        )
+    if (known := OPTIMIZERS.get(config.optimizer.name)) and known.needs_whole_weights:
+        yield RequestError(
+            f"--optimizer {config.optimizer.name}: not with --multi-gpu fsdp: its step on a weight needs all its rows, "
+            "and each worker has only some",
+            remedy="an optimizer that treats each number by itself, such as adamw or sgd, or --multi-gpu ddp",
         )
     for what, given, remedy in refused:
         if given:

@@ -3,17 +3,26 @@
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.errors import did_you_mean
+from multigpu_cli.planning.learning_rate import SHAPES
+from multigpu_cli.planning.optimizer_names import OPTIMIZERS, REFUSED
+
+OWN_CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""'module:name', as settings name the user's own code."""
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes: Linux's limits
 
 
 ClassWeights = str | tuple[float, ...] | dict[str, float]
 """'balanced', one weight for each class, or some by the name of the class."""
+
+
+ParameterGroup = dict[str, Any]
+"""A pattern of names (match), and the weight_decay and lr_factor of the parameters that it matches."""
 
 
 class ValueType(NamedTuple):
@@ -82,6 +91,29 @@ def choice(*options: str) -> ValueType:
         return str(word)
 
     return ValueType("|".join(options), parse)
+
+
+def choice_or_code(*options: str, own: str, refused: Mapping[str, str] | None = None) -> ValueType:
+    """A name out of a few, or the user's own code.
+
+    Args:
+        own: what that is, as in messages: "module:Class".
+        refused: further names that one could expect, with the reason why they are no choice.
+    """
+    reasons = refused or {}
+
+    def parse(value: Any) -> str:
+        word = str(value)
+        if word in options or (":" in word and OWN_CODE.fullmatch(word) and not word.split(":")[0].endswith(".py")):
+            return word
+        if word in reasons:
+            raise ValueError(f"{word} is not supported: {reasons[word]}")
+        if ":" in word:
+            raise ValueError(f"must be {own}, such as my_file:NAME for NAME in my_file.py, not {quote_value(value)}")
+        close = did_you_mean(word, options)
+        raise ValueError(f"must be {', '.join(options)} or {own}, not {quote_value(value)}; {close}")
+
+    return ValueType("|".join([*options, own]), parse)
 
 
 def _text(value: Any) -> str:
@@ -183,6 +215,31 @@ def _rates(value: Any) -> dict[str, float]:
     return {pattern: float(factor(entry)) for pattern, entry in value.items()}
 
 
+def _groups(value: Any) -> tuple[ParameterGroup, ...]:
+    """Groups as they stand in YAML; a single one may stand without its list."""
+    given = list(value) if _is_list(value) else [value]
+    return tuple(_parse_group(each) for each in given)
+
+
+def _parse_group(value: Any) -> ParameterGroup:
+    known = ("match", "weight_decay", "lr_factor")
+    if not isinstance(value, dict) or not isinstance(value.get("match"), str) or not value["match"]:
+        example = '[{match: "*.bias", weight_decay: 0, lr_factor: 0.1}]'
+        raise ValueError(f"must be a list of groups, like {example}, not {quote_value(value)}")
+    if unknown := sorted(str(key) for key in value if key not in known):
+        raise ValueError(f"has no {unknown[0]!r} in a group; {did_you_mean(unknown[0], known)}")
+    if len(value) == 1:
+        raise ValueError(f"says nothing of the parameters that match {value['match']!r}: weight_decay or lr_factor")
+    group: ParameterGroup = {"match": value["match"]}
+    for name, kind in (("weight_decay", number(0)), ("lr_factor", number(0, above=True))):
+        if name in value:
+            try:
+                group[name] = float(kind.parse(value[name]))
+            except ValueError as error:
+                raise ValueError(f"{name} of {value['match']!r} {error}") from error
+    return group
+
+
 def _numeric(value: Any) -> Any:
     """Convert 4e-3 to the number that the user means: YAML 1.1 reads it as text."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
@@ -255,4 +312,7 @@ loggers = ValueType("NAME", _loggers)
 args = ValueType("", _args)
 rates = ValueType("{PATTERN: X}", _rates)
 sources = ValueType("[{data: NAME, …}, …]", _sources)
+optimizer = choice_or_code(*OPTIMIZERS, own="module:Class", refused=REFUSED)
+schedule = choice_or_code(*SHAPES, own="module:function")
+groups = ValueType("[{match: PATTERN, …}]", _groups)
 class_weights = ValueType("balanced|W,W", _class_weights)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from multigpu_cli.config.match_names import match_names
 from multigpu_cli.config.schema import AdapterConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.rate_factors import match_names
 from multigpu_cli.planning.rng_keys import make_key
 
 _KINDS: dict[str, dict[str, Any]] = {  # by peft's names; all have the same files, and can be merged

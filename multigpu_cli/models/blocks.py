@@ -6,9 +6,9 @@ from fnmatch import fnmatch
 
 from torch import nn
 
+from multigpu_cli.config.match_names import match_names
 from multigpu_cli.errors import pluralize
 from multigpu_cli.models.depth import find_blocks
-from multigpu_cli.models.rate_factors import match_names
 
 
 def find_blocks_to_wrap(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:

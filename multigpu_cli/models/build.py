@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from multigpu_cli.config.match_names import match_names
 from multigpu_cli.config.schema import AdapterConfig, ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.factory import call_model_factory, find_model_factory
-from multigpu_cli.models.rate_factors import match_names
 from multigpu_cli.runtime.model_call import bind_call
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 

@@ -1,10 +1,8 @@
 """What the learning rate of each parameter is multiplied by: by pattern, by depth, and as the network itself says."""
 
-from difflib import get_close_matches
-from fnmatch import fnmatch
-
 from torch import nn
 
+from multigpu_cli.config.match_names import match_names
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.depth import measure_depths
@@ -15,7 +13,7 @@ def compute_rate_factors(model: nn.Module, config: OptimizerConfig) -> dict[str,
     """What the rate is multiplied by, for each parameter that learns.
 
     The product of: the share of the part that the network's own `rate_factors` names by how its parameters begin, each
-    pattern of optimizer.rates that matches the name, and optimizer.layer_decay.
+    pattern of optimizer.rates and each group of optimizer.groups that matches the name, and optimizer.layer_decay.
 
     Raises:
         RequestError: a pattern that matches nothing that learns, or no blocks for the decay.
@@ -26,6 +24,9 @@ def compute_rate_factors(model: nn.Module, config: OptimizerConfig) -> dict[str,
     for pattern in sorted(config.rates):  # a fixed order, so that a product has the same bits however it is written
         for name in match_names(names, pattern, f"optimizer.rates {pattern!r}", "parameter that learns"):
             factors[name] *= config.rates[pattern]
+    for group in config.groups:
+        for name in match_names(names, group["match"], f"optimizer.groups {group['match']!r}", "parameter that learns"):
+            factors[name] *= group.get("lr_factor", 1.0)
     if config.layer_decay is not None:
         depths = measure_depths(model)
         deepest = max(depths.values())
@@ -37,16 +38,3 @@ def compute_rate_factors(model: nn.Module, config: OptimizerConfig) -> dict[str,
         for name in names:
             factors[name] *= decay_by_depth(config.layer_decay, depths[name], deepest)
     return factors
-
-
-def match_names(names: list[str], pattern: str, origin: str, kind: str = "parameter") -> list[str]:
-    """The names that match a shell pattern.
-
-    Raises:
-        RequestError: none does; it begins with `origin`, and says which names are near.
-    """
-    chosen = [name for name in names if fnmatch(name, pattern)]
-    if not chosen:
-        near = get_close_matches(pattern.rstrip("*"), names, n=4, cutoff=0.5) or names[:4]
-        raise RequestError(f"{origin} matches no {kind}", remedy=f"names are like {', '.join(near)}")
-    return chosen

@@ -1,13 +1,19 @@
 """The learning rate: scaling with the batch size, and the schedule over the run."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import cos, pi, sqrt
+from math import cos, isfinite, pi, sqrt
 from typing import Any, NamedTuple
 
 from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.optimizer_names import find_rate, find_scaling
 
-BASE_LR = {"adamw": 1e-3, "sgd": 0.1}
+SHAPES = ("cosine", "linear", "constant", "step", "wsd")
+_ARGUMENTS = {"floor": 0.0, "decay": 0.2}
+_CHECKED = 1000  # steps of a user's own schedule that are computed before the run, evenly spread
+
+ScheduleFunction = Callable[[int, int], float]
+"""A user's own schedule: step, counted from 0, and total steps → what the peak rate is multiplied by."""
 
 
 class Rate(NamedTuple):
@@ -29,18 +35,31 @@ def resolve_learning_rate(
 ) -> Rate:
     """The given rate unchanged, or the base rate scaled to the global batch.
 
+    Args:
+        optimizer: its name; planning/optimizer_names.py has the rates and rules that are known.
+
+    Raises:
+        RequestError: no rate is given, and none is known to suit the optimizer.
+
     Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root, for Adam-family optimizers: Malladi et al.
     2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
     """
     if given is not None:
         return Rate(given, "given", f"{given:g} as given by --lr")
-    base = BASE_LR[optimizer] if base is None else base
+    base = find_rate(optimizer) if base is None else base
+    if base is None:
+        raise RequestError(
+            f"--optimizer {optimizer}: no learning rate is known to suit it",
+            remedy="give --lr, or --base-lr with --lr-scaling linear, sqrt or none",
+        )
+    unknown = rule == "auto" and find_scaling(optimizer) == "none"
     if rule == "auto":
-        rule = "linear" if optimizer == "sgd" else "sqrt"
+        rule = find_scaling(optimizer)
     factor = {"linear": global_batch / base_batch, "sqrt": sqrt(global_batch / base_batch), "none": 1.0}[rule]
     value = base * factor
     if rule == "none":
-        return Rate(value, rule, f"base rate {base:g}, not scaled")
+        reason = f": no rule is known for {optimizer}" if unknown else ""
+        return Rate(value, rule, f"base rate {base:g}, not scaled{reason}")
     ratio = f"{global_batch}/{base_batch}" if rule == "linear" else f"√({global_batch}/{base_batch})"
     return Rate(value, rule, f"base rate {base:g} × {ratio} ({rule} rule) = {value:.4g}")
 
@@ -54,8 +73,12 @@ class Schedule:
         total_steps: length of the run in optimizer steps.
         warmup_steps: linear warm-up from near zero; step `warmup_steps` is the first at the peak.
         shape: cosine and linear fall to zero, step divides by ten after one half and three quarters, constant does not
-            change.
-        floor: share of the peak at which cosine and linear end, and below which step does not fall.
+            change; wsd stays at the peak until its decay; or the name of `function`.
+        floor: share of the peak at which cosine, linear and wsd end, and below which step does not fall.
+        decay: share of the run in which wsd falls, by 1 - sqrt of what of it is done (Hägele et al. 2024, "Scaling Laws
+            and Compute-Optimal Training Beyond Fixed Training Durations"; the schedule is that of Hu et al. 2024,
+            "MiniCPM").
+        function: the user's own.
     """
 
     peak: float
@@ -63,9 +86,17 @@ class Schedule:
     warmup_steps: int
     shape: str
     floor: float = 0.0
+    decay: float = _ARGUMENTS["decay"]
+    function: ScheduleFunction | None = None
 
     def rate_at(self, step: int) -> float:
-        """The rate of optimizer step `step`, counted from 0."""
+        """The rate of optimizer step `step`, counted from 0.
+
+        Raises:
+            RequestError: the user's own function raises an error, or returns no finite number of at least 0.
+        """
+        if self.function:
+            return self.peak * self._compute_factor(self.function, step)
         if step < self.warmup_steps:
             return self.peak * (step + 1) / (self.warmup_steps + 1)
         done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
@@ -76,7 +107,41 @@ class Schedule:
             return self.peak * (self.floor + (1 - self.floor) * (1 - done))
         if self.shape == "step":
             return self.peak * max(self.floor, 1.0 if done < 0.5 else 0.1 if done < 0.75 else 0.01)
+        if self.shape == "wsd":
+            begin = max(float(self.warmup_steps), (1 - self.decay) * self.total_steps)
+            falls = begin < min(step, self.total_steps)
+            fallen = min(1.0, (step - begin) / (self.total_steps - begin)) if falls else 0.0
+            return self.peak * (self.floor + (1 - self.floor) * (1 - sqrt(fallen)))
         return self.peak
+
+    def _compute_factor(self, function: ScheduleFunction, step: int) -> float:
+        where = f"--schedule {self.shape}: its factor of step {step} of {self.total_steps}"
+        try:
+            factor = function(step, self.total_steps)
+        except Exception as error:  # the user's own code may raise anything
+            raise RequestError(f"{where} raised {type(error).__name__}: {error}") from error
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not isfinite(factor) or factor < 0:
+            raise RequestError(
+                f"{where} is {factor!r}", remedy="return a finite number of at least 0, such as 1.0 for the peak rate"
+            )
+        return float(factor)
+
+    def check(self) -> None:
+        """Compute some rates of the whole run twice, forwards and backwards.
+
+        Raises:
+            RequestError: the user's own function fails, or does not depend on step and total alone.
+        """
+        if not self.function:
+            return
+        steps = sorted({number * (self.total_steps - 1) // (_CHECKED - 1) for number in range(_CHECKED)})
+        rates = {step: self.rate_at(step) for step in steps}
+        for step in reversed(steps):
+            if self.rate_at(step) != rates[step]:
+                raise RequestError(
+                    f"--schedule {self.shape}: its factor of step {step} is another when it is called again",
+                    remedy="return a function of step and total alone: a resumed run calls it from where it goes on",
+                )
 
 
 def plan_schedule(
@@ -88,11 +153,13 @@ def plan_schedule(
     max_steps: int | None,
     warmup_epochs: float | None,
     args: Mapping[str, Any] | None = None,
+    function: ScheduleFunction | None = None,
 ) -> Schedule:
     """Compute the run's length in optimizer steps and the warm-up: as given, or min(2 epochs, 10 % of the run).
 
     Args:
-        args: `floor`, the share of the peak at which the schedule ends (schedule.args).
+        args: `floor` and `decay` of `Schedule` (schedule.args).
+        function: the user's own, which has its arguments, and its own warm-up.
 
     Raises:
         RequestError: a given warm-up does not end within the epochs, or an argument is unknown or invalid.
@@ -100,7 +167,7 @@ def plan_schedule(
     whole = steps_per_epoch * epochs
     total = whole if max_steps is None else min(whole, max_steps)
     if warmup_epochs is None:
-        warmup = min(2 * steps_per_epoch, total // 10)
+        warmup = 0 if function else min(2 * steps_per_epoch, total // 10)
     else:
         warmup = round(warmup_epochs * steps_per_epoch)
         if warmup >= whole and warmup > 0:
@@ -108,18 +175,27 @@ def plan_schedule(
                 f"--warmup-epochs {warmup_epochs:g}: the warm-up does not end within --epochs {epochs}",
                 remedy="use a shorter warm-up, or more --epochs",
             )
-    return Schedule(peak=peak, total_steps=total, warmup_steps=warmup, shape=shape, floor=_floor(args or {}))
+    shares = {} if function else _parse_shares(shape, args or {})
+    schedule = Schedule(peak=peak, total_steps=total, warmup_steps=warmup, shape=shape, function=function, **shares)
+    schedule.check()
+    return schedule
 
 
-def _floor(args: Mapping[str, Any]) -> float:
-    if unknown := sorted(args.keys() - {"floor"}):
-        raise RequestError(f"schedule.args.{unknown[0]}: there is no such argument", remedy="use schedule.args.floor")
-    floor = args.get("floor", 0.0)
-    if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1:
+def _parse_shares(shape: str, args: Mapping[str, Any]) -> dict[str, float]:
+    """The arguments of the schedules by name: shares of the peak rate, or of the run."""
+    known = _ARGUMENTS if shape == "wsd" else {"floor": 0.0}
+    if unknown := sorted(args.keys() - known):
         raise RequestError(
-            f"schedule.args.floor: must be a share of the peak rate, not {floor!r}", remedy="use a number from 0 to 1"
+            f"schedule.args.{unknown[0]}: --schedule {shape} has no such argument",
+            remedy="use " + " or ".join(f"schedule.args.{name}" for name in known),
         )
-    return float(floor)
+    for name, share in args.items():
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            of = "the peak rate" if name == "floor" else "the run"
+            raise RequestError(
+                f"schedule.args.{name}: must be a share of {of}, not {share!r}", remedy="use a number from 0 to 1"
+            )
+    return {name: float(share) for name, share in args.items()}
 
 
 def decay_by_depth(decay: float, depth: int, deepest: int) -> float:

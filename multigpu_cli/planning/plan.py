@@ -35,6 +35,7 @@ class Plan:
         logits: how many of a pretrained language model are in memory at a time; empty otherwise.
         metrics: those of --metric, and what makes weights the best, where the user says so; empty otherwise.
         hooks: those of --hook in the order in which they are called, each in words.
+        optimizer: the optimizer, where it is neither AdamW nor SGD; empty otherwise, and before it is built.
     """
 
     placement_reason: str
@@ -64,6 +65,7 @@ class Plan:
     hooks: tuple[str, ...] = ()
     loggers: str = ""
     data: str = ""
+    optimizer: str = ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
@@ -73,6 +75,7 @@ class Plan:
             ("where", self.placement_reason),
             ("batch", self._batch()),
             ("learning rate", f"{self.rate.reason}; {self.schedule.shape} schedule"),
+            *([("optimizer", self.optimizer)] if self.optimizer else []),
             ("length", self._length()),
             ("warm-up", self._warmup()),
             (
@@ -130,6 +133,7 @@ class Plan:
             "hooks": list(self.hooks),
             "loggers": self.loggers,
             "contents": f"{self.description}; {self.data}" if self.data else self.description,
+            "optimizer": self.optimizer,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,
         }

@@ -19,8 +19,7 @@ from multigpu_cli.data.batch_stream_protocol import BatchStream
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import is_of_transformers
-from multigpu_cli.models.rate_factors import compute_rate_factors
-from multigpu_cli.optimizers import EMAModel, build_optimizer
+from multigpu_cli.optimizers.average import EMAModel
 from multigpu_cli.run.agree_on_resume import all_ranks_see
 from multigpu_cli.run.build_model import (
     BuiltModel,
@@ -29,6 +28,7 @@ from multigpu_cli.run.build_model import (
     explain_initial_weights,
     share_memory_format,
 )
+from multigpu_cli.run.build_run_optimizer import build_run_optimizer, describe_optimizer
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
 from multigpu_cli.run.prompt_samples import load_prompts
@@ -94,6 +94,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     strategy = build_strategy(model, average, world, spec, source=source)
     state = run_on_all_ranks(world, lambda: _build_state(spec, built, average, precision, strategy))
     strategy.attach_optimizer(state.optimizer)
+    spec = replace(spec, plan=replace(spec.plan, optimizer=describe_optimizer(spec, state.optimizer)))
     _restore_checkpoint(state, strategy, task, spec, world)
     call = run_without_vote(world, lambda: _try_sharded(spec, task, state, strategy, first)) if shards else built.call
     spec = replace(spec, plan=replace(spec.plan, model_call=call, logits=task.logits_note))
@@ -123,10 +124,8 @@ def _build_state(
     spec: RunSpec, built: BuiltModel, average: EMAModel | None, precision: Precision, strategy: Strategy
 ) -> TrainState:
     """The optimizer, over what the strategy has this process move, and what else a checkpoint covers."""
-    config, live, model = spec.config.optimizer, spec.user_objects, built.model
-    optimizer = (live and live.prepare_optimizer(model)) or build_optimizer(
-        model, config, compute_rate_factors(model, config), strategy.trained
-    )
+    live, model = spec.user_objects, built.model
+    optimizer = build_run_optimizer(spec, model, strategy)
     scheduler = live.scheduler if live else None
     weights = built.initial_weights
     return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights)

@@ -9,10 +9,9 @@ from torch.nn.parameter import is_lazy
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.format import format_bytes
+from multigpu_cli.optimizers.state_size import measure_state_bytes
 from multigpu_cli.planning.memory import Memory
 from multigpu_cli.run.spec import RunSpec
-
-_MOMENTS = {"adamw": 2, "sgd": 1}  # tensors of the optimizer for each parameter
 
 
 def check_state_fits(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
@@ -61,7 +60,7 @@ def forecast_state(model: nn.Module, config: Config, *, own_optimizer: bool = Fa
     return Memory(
         weights=weights + averaged,
         gradients=gradients,
-        optimizer=0 if own_optimizer else _MOMENTS[config.optimizer.name] * gradients,
+        optimizer=0 if own_optimizer else measure_state_bytes(model, config.optimizer),
         fixed=0,
         per_sample=0,
     )

@@ -9,7 +9,7 @@ from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.batch_stream_protocol import BatchStream
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.optimizers import set_rate
+from multigpu_cli.optimizers.build import set_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.runtime.compile import CompiledModel

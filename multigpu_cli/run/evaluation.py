@@ -8,6 +8,7 @@ from torch import nn
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.run.oom_recovery import end_evaluation_without_memory, halve_eval_batch
+from multigpu_cli.run.published_weights import use_published_weights
 from multigpu_cli.run.report_skipped_steps import report_skipped_steps
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.track_best import track_best
@@ -16,7 +17,10 @@ from multigpu_cli.tasks.base import Evaluation
 
 
 def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
-    """One exact pass over a split with the weights that are published (the average, with --ema); journalled."""
+    """One exact pass over a split with the weights that are published (the average, with --ema); journalled.
+
+    The caller puts those of a schedule-free optimizer into the model, see `use_published_weights`.
+    """
     model, progress = run.state.eval_model(), run.progress
     moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.set_position(progress.step, "evaluating"))
     with run.observer.timer.pause():
@@ -83,4 +87,5 @@ def _evaluate_if_due(run: Run) -> None:
     last = progress.stopped_early or progress.step == run.plan.schedule.total_steps
     if run.loaders.val is None or not (last or run.task.should_evaluate(run.epoch)):
         return
-    track_best(run, evaluate(run, "val", run.loaders.val))
+    with use_published_weights(run):
+        track_best(run, evaluate(run, "val", run.loaders.val))

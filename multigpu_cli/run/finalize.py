@@ -16,6 +16,7 @@ from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.collectives import all_gather_object
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
+from multigpu_cli.runtime.schedule_free import use_eval_weights
 
 
 def finish_run(run: Run, status: str) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def finish_completed(run: Run) -> dict[str, Any]:
     if run.checkpointer.saved_step != run.progress.step:  # a user's own loop may end at any step
         save_checkpoint(run)
     wait_for_last_checkpoint(run)
+    use_eval_weights(run.state.optimizer)  # for good: a checkpoint has those that take steps
     model = run.state.eval_model()
     state = run.strategy.gather_state({"model": model.state_dict()}).get("model", {})
     mark = run_on_main_rank(run.world, lambda: fingerprint(state))

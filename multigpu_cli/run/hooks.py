@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.optimizers import base_rate
+from multigpu_cli.optimizers.build import base_rate
 from multigpu_cli.run.hook_numbers import HookNumbers
 from multigpu_cli.run.hook_state import copy_state
 from multigpu_cli.run.load_hooks import HookClass

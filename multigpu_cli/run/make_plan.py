@@ -1,18 +1,23 @@
 """Plans a run: batches, learning rate, schedule and precision, each with the reason for its choice."""
 
 import inspect
+from functools import partial
 
 import torch
 
 from multigpu_cli.config.data_place import explain_dataset
 from multigpu_cli.config.named_code import parse_metric
 from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
-from multigpu_cli.planning.learning_rate import BASE_LR, Rate, plan_schedule, resolve_learning_rate
+from multigpu_cli.planning.learning_rate import Rate, ScheduleFunction, plan_schedule, resolve_learning_rate
+from multigpu_cli.planning.optimizer_names import find_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.spec import RunRequest
 from multigpu_cli.runtime.choose_strategy_and_devices import MULTI_PROCESS, count_cores
+from multigpu_cli.runtime.factories import find_factory
 from multigpu_cli.runtime.precision import agree_on_precision
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.torch_settings import set_threads_per_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.open_data import find_data_factory
@@ -43,6 +48,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         interleaved=config.reproducibility.exact and placement.shards,
     )
     rate = _resolve_rate(request, batches)
+    function = run_on_all_ranks(world, lambda: _load_schedule(config))
     precision = agree_on_precision(config.precision.amp, world, placement.devices)
     workers_here = len(placement.devices) if placement.num_processes_to_launch else world.local_size
     rate_settings, exact = request.user_config.rate, config.reproducibility.exact
@@ -60,8 +66,9 @@ def make_plan(request: RunRequest, world: World) -> Plan:
             max_steps=config.length.max_steps,
             warmup_epochs=config.rate.warmup_epochs,
             args=config.rate.args,
+            function=function,
         ),
-        base_lr=rate_settings.base_lr or BASE_LR[config.optimizer.name] if rate_settings.lr is None else None,
+        base_lr=rate_settings.base_lr or find_rate(config.optimizer.name) if rate_settings.lr is None else None,
         base_batch_size=config.rate.base_batch_size,
         precision=precision.name,
         precision_reason="as the run was started with" if start.manifest else precision.reason,
@@ -78,6 +85,29 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         loggers=_describe_loggers(config),
         data=request.source.note.removesuffix("; ") if request.source.text_model else "",
     )
+
+
+def _load_schedule(config: Config) -> ScheduleFunction | None:
+    """The user's own schedule with its arguments; None for one by name.
+
+    Raises:
+        RequestError: it is not there, or does not take step, total and these arguments.
+    """
+    name, args = config.rate.schedule, config.rate.args
+    if ":" not in name:
+        return None
+    function = find_factory(name, {}, flag="--schedule")
+    parameters = inspect.signature(function)
+    try:
+        parameters.bind(0, 1, **args)
+    except TypeError as error:
+        further = list(parameters.parameters)[2:]
+        known = f"; schedule.args has {', '.join(further)}" if further else ""
+        raise RequestError(
+            f"--schedule {name}: can't be called with step, total and schedule.args: {error}",
+            remedy=f"a function of (step, total), which returns the factor of the peak rate{known}",
+        ) from error
+    return partial(function, **args) if args else function
 
 
 def _resolve_rate(request: RunRequest, batches: BatchPlan) -> Rate:
@@ -148,7 +178,7 @@ def _list_unused_flags(request: RunRequest) -> list[str]:
     if request.placement.devices[0].type == "cpu":
         unused |= {"data_on_device"}
     if live and live.optimizer:
-        unused |= {"optimizer.rates", "optimizer.layer_decay"}
+        unused |= {"optimizer.rates", "optimizer.layer_decay", "optimizer.groups"}
     ddp_arguments: list[str] = []
     if not request.placement.shards:
         unused |= {"reshard", "shard_size", "strategy.wrap"}

@@ -9,6 +9,7 @@ from torch import nn
 
 from multigpu_cli.data.chat_prompts import Prompt, PromptReader, format_answer
 from multigpu_cli.models.generate import answer_prompt
+from multigpu_cli.run.published_weights import use_published_weights
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.runtime.collectives import all_gather_object, broadcast_object
@@ -58,7 +59,7 @@ def sample_prompts(run: Run) -> None:
     if asked is None or not (last or run.epoch % run.config.log.sample_every == 0):
         return
     model = run.state.eval_model()
-    with run.observer.timer.pause(), eval_mode(model), preserve_buffers(model):
+    with run.observer.timer.pause(), eval_mode(model), preserve_buffers(model), use_published_weights(run):
         if run.strategy.sharded:
             answers = run_without_vote(run.world, lambda: [_answer(run, model, asked, each) for each in asked.prompts])
         else:

@@ -9,9 +9,10 @@ from torch import Tensor
 from multigpu_cli.checkpoint.best import find_content, read_best
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import fail_on_write_error
-from multigpu_cli.checkpoint.weights import save_weights
+from multigpu_cli.checkpoint.weights import copy_to_host, save_weights
 from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_main_rank
+from multigpu_cli.runtime.schedule_free import eval_weights
 
 
 def restore_best_file(run: Run) -> str:
@@ -27,7 +28,9 @@ def restore_best_file(run: Run) -> str:
     if point.checkpoint_rank:
         sent = run_on_main_rank(run.world, lambda: _to_tensor(_read_best(run)), by=point.checkpoint_rank)
     is_best = bool(best) and best["step"] == run.progress.step
-    own = run.strategy.gather_state({"model": run.state.eval_model().state_dict()}) if is_best else {}
+    with eval_weights(run.state.optimizer):
+        own = run.strategy.gather_state({"model": run.state.eval_model().state_dict()}) if is_best else {}
+        own = own if run.strategy.sharded else copy_to_host(own)
 
     def restore() -> bool:
         content = _read_best(run) if not point.checkpoint_rank else None if sent is None else sent.numpy().tobytes()

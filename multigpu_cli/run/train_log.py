@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multigpu_cli.errors import pluralize
 from multigpu_cli.monitor.noise_scale import Norms
-from multigpu_cli.optimizers import base_rate
+from multigpu_cli.optimizers.build import base_rate
 from multigpu_cli.planning.peak_flops import peak_flops
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.report_skipped_steps import report_skipped_steps

@@ -52,7 +52,7 @@ class UserObjects:
     @property
     def parts_by_name(self) -> tuple[str, ...]:
         """The parts that are built from names in the settings."""
-        return () if self.criterion else ("task",)
+        return (() if self.criterion else ("task",)) + (() if self.optimizer else ("optimizer", "schedule"))
 
     def explain_rate(self) -> str:
         """Where the learning rate comes from, for the plan."""

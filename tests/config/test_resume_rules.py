@@ -90,6 +90,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "optimizer": "sgd",
     "optimizer.args": {"momentum": 0.8},
     "optimizer.rates": {"head.*": 2.5},
+    "optimizer.groups": [{"match": "*.bias", "weight_decay": 0.5, "lr_factor": 0.1}],
     "optimizer.layer_decay": 0.75,
     "weight_decay": 0.5,
     "max_grad_norm": "off",

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
-from multigpu_cli.optimizers import build_optimizer
+from multigpu_cli.optimizers.build import build_optimizer
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.sharded import Sharded
 from tests.support.ranks import run_on_each_rank

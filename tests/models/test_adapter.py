@@ -19,7 +19,7 @@ from multigpu_cli.models.adapter import (
 )
 from multigpu_cli.models.build import build_model
 from multigpu_cli.models.on_meta import build_on_meta, find_unsaved_tensors
-from multigpu_cli.optimizers import EMAModel
+from multigpu_cli.optimizers.average import EMAModel
 from tests.support.tiny_language_models import SIZES, make_model_folder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -11,7 +11,7 @@ from torch import nn
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.rate_factors import compute_rate_factors
-from multigpu_cli.optimizers import base_rate, build_optimizer, set_rate
+from multigpu_cli.optimizers.build import base_rate, build_optimizer, set_rate
 from multigpu_cli.planning.learning_rate import decay_by_depth
 
 

@@ -7,9 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.learning_rate import Rate, Schedule, plan_schedule, resolve_learning_rate
-
-SHAPES = ("cosine", "linear", "constant", "step")
+from multigpu_cli.planning.learning_rate import SHAPES, Rate, Schedule, plan_schedule, resolve_learning_rate
 
 
 def resolve_rate(**asked: object) -> Rate:
@@ -42,6 +40,10 @@ def test_a_given_rate_is_used_exactly(rule: str) -> None:
         ({"rule": "linear"}, 1e-3 * 4, "linear"),
         ({"optimizer": "sgd", "rule": "sqrt"}, 0.1 * 2, "sqrt"),
         ({"rule": "none"}, 1e-3, "none"),
+        ({"optimizer": "rmsprop"}, 1e-3 * 2, "sqrt"),
+        ({"optimizer": "adagrad"}, 0.01, "none"),
+        ({"optimizer": "my_code:Lion", "base": 0.3}, 0.3, "none"),
+        ({"optimizer": "my_code:Lion", "base": 0.3, "rule": "sqrt"}, 0.6, "sqrt"),
         ({"base": 0.02, "base_batch": 256, "global_batch": 64}, 0.02 * sqrt(1 / 4), "sqrt"),
     ],
 )
@@ -51,7 +53,15 @@ def test_a_base_rate_is_scaled_to_the_global_batch(asked: dict[str, object], val
     assert rate.rule == rule
 
 
+def test_an_optimizer_without_a_known_rate_needs_one() -> None:
+    with pytest.raises(RequestError, match="--optimizer my_code:Lion: no learning rate is known") as refused:
+        resolve_rate(optimizer="my_code:Lion")
+    assert "--lr" in refused.value.remedy
+
+
 def test_the_reason_shows_the_sum() -> None:
+    assert resolve_rate(optimizer="adagrad").reason == "base rate 0.01, not scaled: no rule is known for adagrad"
+    assert resolve_rate(optimizer="adagrad", rule="none").reason == "base rate 0.01, not scaled"
     assert resolve_rate().reason == "base rate 0.001 × √(128/32) (sqrt rule) = 0.002"
     assert resolve_rate(rule="linear").reason == "base rate 0.001 × 128/32 (linear rule) = 0.004"
     assert "--lr" in resolve_rate(given=4e-3).reason
@@ -78,7 +88,9 @@ def test_after_warm_up_the_rate_never_rises(schedule: Schedule) -> None:
     assert all(after <= before for before, after in itertools.pairwise(rates))
 
 
-@pytest.mark.parametrize(("shape", "end"), [("cosine", 0.0), ("linear", 0.0), ("constant", 1.0), ("step", 0.01)])
+@pytest.mark.parametrize(
+    ("shape", "end"), [("cosine", 0.0), ("linear", 0.0), ("constant", 1.0), ("step", 0.01), ("wsd", 0.0)]
+)
 def test_where_each_shape_ends(shape: str, end: float) -> None:
     schedule = Schedule(peak=1.0, total_steps=100, warmup_steps=0, shape=shape)
     assert schedule.rate_at(100) == pytest.approx(end)
@@ -86,7 +98,9 @@ def test_where_each_shape_ends(shape: str, end: float) -> None:
     assert replace(schedule, total_steps=1).rate_at(1) == pytest.approx(end)
 
 
-@pytest.mark.parametrize(("shape", "half"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("step", 0.1)])
+@pytest.mark.parametrize(
+    ("shape", "half"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0), ("step", 0.1), ("wsd", 1.0)]
+)
 def test_a_floor_is_where_the_fall_ends(shape: str, half: float) -> None:
     schedule = plan(shape=shape, warmup_epochs=0, args={"floor": 0.1})
     assert schedule.rate_at(0) == 1.0
@@ -162,3 +176,51 @@ def test_a_resumed_run_continues_the_same_curve(schedule: Schedule, cut: int) ->
         shape=schedule.shape,
     )
     assert [afresh.rate_at(step) for step in range(cut, 400)] == [schedule.rate_at(step) for step in range(cut, 400)]
+
+
+def test_wsd_is_stable_until_its_decay() -> None:
+    """Hägele et al. 2024: 1 - sqrt of what is done of it."""
+    schedule = plan(shape="wsd", warmup_epochs=1, args={"decay": 0.4})
+    assert schedule.rate_at(5) == pytest.approx(6 / 11)
+    assert {schedule.rate_at(step) for step in range(10, 121)} == {1.0}
+    assert schedule.rate_at(140) == pytest.approx(1 - sqrt(0.25))
+    assert plan(shape="wsd", args={}).rate_at(161) < 1.0 == plan(shape="wsd", args={}).rate_at(160), (
+        "a fifth, if not said"
+    )
+    assert plan(shape="wsd", warmup_epochs=15, args={"decay": 1.0}).rate_at(149) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("shape", "args"), [("cosine", {"decay": 0.2}), ("wsd", {"decay": 2}), ("wsd", {"dekay": 0.2})]
+)
+def test_a_share_of_decay_is_of_wsd_alone(shape: str, args: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=r"schedule\.args\.de"):
+        plan(shape=shape, args=args)
+
+
+@given(total=st.integers(1, 3000), peak=st.floats(1e-6, 10))
+def test_an_own_function_gives_the_share_of_the_peak(total: int, peak: float) -> None:
+    schedule = plan(peak=peak, shape="my_code:ramp", max_steps=total, epochs=300, function=lambda step, of: step / of)
+    assert schedule.warmup_steps == 0
+    assert [schedule.rate_at(step) for step in (0, total - 1)] == [0.0, peak * ((total - 1) / total)]
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda step, total: 1 / abs(step - 7), "its factor of step 7 of 200 raised ZeroDivisionError"),
+        (lambda step, total: float("nan") if step > 190 else 1.0, "its factor of step 191 of 200 is nan"),
+        (lambda step, total: 1 - step, "its factor of step 2 of 200 is -1"),
+        (lambda step, total: "much", "its factor of step 0 of 200 is 'much'"),
+        (len, "its factor of step 0 of 200 raised TypeError"),
+    ],
+)
+def test_an_own_function_that_fails_somewhere_is_refused_before_the_run(function: object, told: str) -> None:
+    with pytest.raises(RequestError, match=f"--schedule my_code:f: {told}"):
+        plan(shape="my_code:f", function=function)
+
+
+def test_an_own_function_that_remembers_is_refused() -> None:
+    count = itertools.count(1)
+    with pytest.raises(RequestError, match="is another when it is called again"):
+        plan(shape="my_code:f", function=lambda step, total: 1 / next(count))

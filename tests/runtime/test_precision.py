@@ -6,7 +6,7 @@ from torch import nn
 
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.optimizers import build_optimizer, set_rate
+from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.runtime import precision
 from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision, choose_precision

@@ -17,7 +17,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.models.build import use_channels_last
 from multigpu_cli.models.convnet import build
-from multigpu_cli.optimizers import build_optimizer, set_rate
+from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.runtime.precision import Precision

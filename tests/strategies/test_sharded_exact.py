@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.optimizers import build_optimizer
+from multigpu_cli.optimizers.build import build_optimizer
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.sharded_exact import ExactSharded

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import OptimizerConfig
-from multigpu_cli.optimizers import build_optimizer, set_rate
+from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.strategies.whole_tails import WholeTails
 
 STEPS = 10  # each of which rounds about one number in fifty in another way

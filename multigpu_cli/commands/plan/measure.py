@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from multigpu_cli.checkpoint.serialize import iterate_tensors
 from multigpu_cli.commands.plan.step_times import median_step, time_steps
 from multigpu_cli.commands.workers import join_workers, place_on_one_device
 from multigpu_cli.config.resume_rules import replace_settings
@@ -230,13 +231,12 @@ def limit_threads(wanted: int) -> Iterator[None]:
 def _measure_memory(components: TrainComponents, whole: MicroBatchProfile, half: MicroBatchProfile) -> Memory:
     """Weights and buffers, gradients, the optimizer's state after some steps, and what forward stores for backward."""
     model = components.state.model
-    states = [value for state in components.state.optimizer.state.values() for value in state.values()]
     points = [(each.samples, float(each.activations)) for each in (half, whole)]
     fixed, slope = fit_line(*points) if points[0][0] != points[1][0] else (0.0, points[1][1] / points[1][0])
     return Memory(
         weights=sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]),
         gradients=sum(p.nbytes for p in components.trainable_parameters),
-        optimizer=sum(value.nbytes for value in states if isinstance(value, torch.Tensor)),
+        optimizer=sum(value.nbytes for value in iterate_tensors(list(components.state.optimizer.state.values()))),
         fixed=fixed,
         per_sample=slope,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from multigpu_cli.commands.plan.group_timer import GroupTimer
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.optimizers import set_rate
+from multigpu_cli.optimizers.build import set_rate
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.runtime.collectives import all_reduce_max

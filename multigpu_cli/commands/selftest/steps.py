@@ -19,6 +19,7 @@ from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.runtime.collectives import all_gather, broadcast_object
+from multigpu_cli.runtime.schedule_free import eval_weights
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.torch_settings import enable_determinism
 
@@ -176,7 +177,8 @@ def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
         return {"refused": str(error).splitlines()[0]}
     assert run.loaders.val is not None
     model, precision = run.state.eval_model(), run.state.precision
-    result = run.task.evaluate(model, run.loaders.val, process.world, precision, run.eval_batch_size)
+    with eval_weights(run.state.optimizer):
+        result = run.task.evaluate(model, run.loaders.val, process.world, precision, run.eval_batch_size)
     end = run.strategy.gather_state(run.state.state_dict())
     return {"end": hash_state(end), "losses": losses, "metrics": dict(result.metrics)}
 

@@ -1,3 +1,4 @@
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -7,8 +8,8 @@ from torch import Tensor, nn
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.optimizers import EMAModel, build_optimizer, set_rate
-from tests.support.awkward_models import Telling
+from multigpu_cli.optimizers.build import build_optimizer, set_rate
+from multigpu_cli.planning.optimizer_names import OPTIMIZERS
 
 
 def network() -> nn.Sequential:
@@ -72,77 +73,6 @@ def test_it_is_the_textbook_optimizer(name: str, reference: object) -> None:
             either.step()
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
-
-
-def value(module: nn.Module) -> float:
-    return float(next(module.parameters()).detach())
-
-
-def constant(start: float) -> nn.Linear:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, start)
-    return model
-
-
-def test_the_average_starts_at_the_first_weights_it_sees() -> None:
-    model = constant(5.0)
-    shadow = EMAModel(model, 0.9)
-    nn.init.constant_(model.weight, 2.0)
-    shadow.update_parameters(model)
-    assert value(shadow) == 2.0
-
-
-def test_the_decay_warms_up() -> None:
-    """Decay (1+n)/(10+n) up to the one asked for, by hand."""
-    model = constant(0.0)
-    shadow = EMAModel(model, 0.5)
-    expected = 0.0
-    for count in range(30):
-        weight = float(count % 7)
-        nn.init.constant_(model.weight, weight)
-        shadow.update_parameters(model)
-        decay = 0.0 if count == 0 else min(0.5, (1 + count) / (10 + count))
-        expected = decay * expected + (1 - decay) * weight
-        assert value(shadow) == pytest.approx(expected, rel=1e-5), count
-
-
-def test_buffers_are_averaged_and_counters_copied() -> None:
-    model = network()
-    shadow = EMAModel(model, 0.9)
-    for _ in range(3):
-        model(torch.randn(8, 2, 4))
-        shadow.update_parameters(model)
-    state, own = shadow.module.state_dict(), model.state_dict()
-    assert list(state) == list(own)
-    assert int(state["1.num_batches_tracked"]) == 3
-    assert not torch.equal(state["1.running_mean"], own["1.running_mean"])
-    assert float(state["1.running_mean"].norm()) > 0
-
-
-def test_the_average_takes_over_what_is_no_tensor() -> None:
-    model = Telling(3, 2, ["a"])
-    shadow = EMAModel(model, 0.9)
-    model.kept.append("b")
-    assert shadow.module.kept == ["a"]
-    shadow.update_parameters(model)
-    model.kept.append("c")
-    assert shadow.module.kept == ["a", "b"]
-
-
-def test_the_average_asks_the_device_for_no_number() -> None:
-    """On a GPU the host would wait there, in each step: a meta tensor has none to read."""
-    model = network().to("meta")
-    shadow = EMAModel(model, 0.9)
-    for _ in range(3):
-        shadow.update_parameters(model)
-    assert int(shadow.n_averaged) == 3
-
-
-def test_the_average_is_not_trained() -> None:
-    shadow = EMAModel(network(), 0.9)
-    assert not any(p.requires_grad for p in shadow.parameters())
-    model = network()
-    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_a_skipped_step_is_told_by_a_tensor() -> None:
@@ -310,3 +240,67 @@ def test_a_model_of_several_dtypes_moves_as_with_torchs_own(monkeypatch: pytest.
     assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True))
     assert all(len(dtypes) == 1 for dtypes in asked)
     assert len(asked) == 2 * 3 * 4
+
+
+OWN = "tests.support.optimizers:"
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "muon"])
+def test_torchs_optimizers_by_name_move_the_weights(name: str) -> None:
+    model = network()
+    optimizer = build(name, model)
+    assert type(optimizer).__name__ == OPTIMIZERS[name].class_name
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    before = fingerprint(model.state_dict())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    set_rate(optimizer, 0.01)
+    optimizer.step()
+    assert fingerprint(model.state_dict()) != before
+
+
+def test_an_own_class_gets_the_arguments_and_the_peak_rate() -> None:
+    config = OptimizerConfig(name=f"{OWN}Manifold", args={"depth": 3})
+    optimizer = build_optimizer(network(), config, rate=0.5)
+    assert optimizer.defaults["lr"] == 0.5
+    assert {len(state["sums"]["all"]) for state in optimizer.state.values()} == {3}
+    assert {group["lr"] for group in optimizer.param_groups} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (
+            {"name": f"{OWN}Manifold", "args": {"dept": 3}},
+            r"args\.dept: .*Manifold has no such.*\n.*'depth'",
+        ),
+        ({"name": f"{OWN}Manyfold"}, "has no 'Manyfold'"),
+        ({"name": "torch.optim:LBFGS"}, "closure"),
+        ({"name": f"{OWN}no_optimizer"}, "a str is not a torch.optim.Optimizer"),
+        ({"name": f"{OWN}Rateless"}, "have no 'lr'"),
+        ({"name": f"{OWN}Plain", "weight_decay": 0.3}, "it has no weight decay"),
+        ({"name": "adam", "args": {"betas": [2, 3]}}, "Invalid beta"),
+    ],
+)
+def test_what_can_not_be_used_is_refused_by_name(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        build_optimizer(network(), OptimizerConfig(**asked))
+
+
+def test_a_state_keeps_its_formats_and_what_is_nested() -> None:
+    """torch alone makes all of them float32."""
+    model, config = network(), OptimizerConfig(name=f"{OWN}Manifold")
+    first, second = (build_optimizer(model, config, rate=0.1) for _ in range(2))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.1)
+    first.step()
+    second.load_state_dict(deepcopy(first.state_dict()))
+    for parameter in model.parameters():
+        old, new = first.state[parameter], second.state[parameter]
+        assert new["count"].dtype == torch.int64
+        assert new["last"] == old["last"]
+        assert new["name"] == "w"
+        for one, other in zip(old["sums"]["all"], new["sums"]["all"], strict=True):
+            assert other.dtype == torch.float64
+            assert torch.equal(one, other)
+            assert one.data_ptr() != other.data_ptr()

@@ -1,0 +1,150 @@
+"""Builds the optimizer of a run: torch's by name, or the user's own class, over groups of parameters."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.optimizers.fused import SGD, AdamW, avoid_compiler
+from multigpu_cli.optimizers.groups import group_parameters
+from multigpu_cli.optimizers.load_state import StateLoader
+from multigpu_cli.optimizers.muon import Muon, find_hidden_matrices
+from multigpu_cli.planning.optimizer_names import OPTIMIZERS
+from multigpu_cli.runtime import factories
+from multigpu_cli.runtime.schedule_free import is_schedule_free
+
+_OURS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (AdamW, {}),
+    "sgd": (SGD, {"momentum": 0.9, "nesterov": True}),
+    "muon": (Muon, {}),
+}
+_FUSED = ("adamw", "sgd", "adam")
+_OTHER_KERNELS = {"foreach", "capturable", "differentiable"}  # arguments that exclude fused ones
+_DEFAULT_DECAY = OptimizerConfig().weight_decay
+
+
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    factors: Mapping[str, float] = MappingProxyType({}),
+    moved: Sequence[Tensor] | None = None,
+    rate: float = 0.0,
+) -> torch.optim.Optimizer:
+    """The optimizer over all that learns; weight decay on matrices and kernels only, not on biases and norms.
+
+    SGD has Nesterov momentum 0.9. What is schedule-free is in the mode for steps.
+
+    Args:
+        factors: name of a parameter → what its rate is multiplied by, where that is not 1.
+        moved: what this process moves in place of each parameter that learns, in their order; None: these themselves.
+        rate: the highest of the schedule's; until `set_rate` nothing moves.
+
+    Raises:
+        RequestError: there is no such optimizer, it does not accept optimizer.args, or a pattern matches nothing.
+    """
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad] if moved is None else moved
+    hidden = find_hidden_matrices(model, _list_spared(config)) if config.name == "muon" else None
+    groups = group_parameters(dict(zip(names, trained, strict=True)), config, factors, hidden)
+    optimizer = construct_optimizer(config, groups, rate)
+    set_rate(optimizer, 0.0)
+    if isinstance(optimizer, SGD) and optimizer.defaults["momentum"]:
+        for parameter in trained:  # the first step would create them, from uninitialised memory if it is skipped
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def construct_optimizer(
+    config: OptimizerConfig, groups: Sequence[dict[str, Any]], rate: float = 0.0
+) -> torch.optim.Optimizer:
+    """The optimizer over these groups, with a state of its own.
+
+    Raises:
+        RequestError: there is no such class, or it does not accept optimizer.args.
+    """
+    kind, defaults = _find_kind(config.name)
+    args = {name: value for name, value in config.args.items() if (config.name, name) != ("muon", "adamw")}
+    if taken := sorted(args.keys() & {"lr", "params", "weight_decay"}):
+        raise RequestError(f"optimizer.args.{taken[0]} can't be set here", remedy="--lr or --weight-decay")
+    offered = {"params": groups, "lr": rate, **defaults}
+    if config.name in _FUSED and not args.keys() & _OTHER_KERNELS:
+        members = [parameter for group in groups for parameter in group["params"]]
+        offered["fused"] = kind is not SGD or not any(map(_has_no_fused_sgd, members))
+    avoid_compiler()
+    optimizer = factories.call_factory(kind, offered, args, where="optimizer")
+    _check_is_usable(optimizer, config)
+    StateLoader(optimizer)
+    if is_schedule_free(optimizer):
+        optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
+
+
+def _find_kind(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The class, and arguments that are not its own defaults.
+
+    Raises:
+        RequestError: the module or the class is not there, or its step needs a closure.
+    """
+    if name in _OURS:
+        return _OURS[name]
+    if name in OPTIMIZERS:
+        return getattr(torch.optim, OPTIMIZERS[name].class_name), {}
+    kind = factories.find_factory(name, {}, flag="--optimizer")
+    if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
+        raise RequestError(
+            f"--optimizer {name}: LBFGS evaluates the loss several times in a step (a closure), which has one here",
+            remedy="another optimizer",
+        )
+    return kind, {}
+
+
+def _check_is_usable(optimizer: Any, config: OptimizerConfig) -> None:
+    """Whether the user's own class made something that schedule and weight decay can reach.
+
+    Raises:
+        RequestError: it did not.
+    """
+    flag = f"--optimizer {config.name}"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RequestError(f"{flag}: a {type(optimizer).__name__} is not a torch.optim.Optimizer")
+    if not all("lr" in group for group in optimizer.param_groups):
+        raise RequestError(
+            f"{flag}: its parameter groups have no 'lr', so that no schedule reaches it",
+            remedy='pass {"lr": lr} among the defaults to super().__init__(params, defaults)',
+        )
+    decays = any(group.get("weight_decay") for group in config.groups) or config.weight_decay not in (0, _DEFAULT_DECAY)
+    if decays and "weight_decay" not in optimizer.defaults and config.name != "muon":
+        raise RequestError(
+            f"{flag}: it has no weight decay, and --weight-decay or optimizer.groups ask for one",
+            remedy='leave it out, or pass {"weight_decay": …} among the defaults to super().__init__(params, defaults)',
+        )
+
+
+def _list_spared(config: OptimizerConfig) -> list[str]:
+    """optimizer.args.adamw: patterns of matrices that Muon leaves to AdamW."""
+    given = config.args.get("adamw", [])
+    patterns = [given] if isinstance(given, str) else given
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise RequestError("optimizer.args.adamw: must be patterns of names", remedy="optimizer.args.adamw=[head.*]")
+    return patterns
+
+
+def _has_no_fused_sgd(parameter: Tensor) -> bool:
+    """Whether torch's fused SGD would silently leave the parameter unchanged: 16 bits on CPU (torch 2.13)."""
+    return parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group the schedule's rate, or its share of it."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("rate_factor", 1.0)
+
+
+def base_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The rate that `set_rate` was given; the first group's rate in a user's own optimizer."""
+    group = optimizer.param_groups[0]
+    return float(group["lr"]) / float(group.get("rate_factor", 1.0))

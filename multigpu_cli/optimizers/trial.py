@@ -1,0 +1,134 @@
+"""Tries an optimizer on small weights before a run: its steps are possible and repeat, and its state can be saved."""
+
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.schedule_free import eval_weights, is_schedule_free
+
+_LONGEST, _RATE = 5, 0.01
+Construct = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Makes an optimizer over groups, like the one of the run."""
+
+
+class Trial(NamedTuple):
+    """An optimizer over small weights of its own."""
+
+    optimizer: torch.optim.Optimizer
+    weights: list[nn.Parameter]
+
+    def step(self, number: int) -> None:
+        """One step with gradients that depend on its number alone."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = _RATE
+        for place, weight in enumerate(self.weights):
+            weight.grad = _draw(weight, 1000 * number + place)
+        self.optimizer.step()
+
+    def bits(self) -> list[Any]:
+        """All that a checkpoint would hold, to be compared."""
+        leaves = tree_leaves([self.optimizer.state_dict(), [weight.detach() for weight in self.weights]])
+        return [_to_bytes(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, construct: Construct, name: str, *, exact: bool) -> None:
+    """Try a copy of the optimizer on small weights; the optimizer itself and torch's generators stay as they are.
+
+    Args:
+        optimizer: of the run, before its first step.
+        construct: makes another like it.
+        exact: its steps must have the same bits each time.
+
+    Raises:
+        RequestError: a step fails; with `exact`, two steps from the same state differ; or a state that was saved and
+            loaded leads to other bits.
+    """
+    with torch.random.fork_rng(devices=_list_gpus(optimizer)):
+        try:
+            _check(optimizer, construct, name, exact=exact)
+        except RequestError:
+            raise
+        except Exception as error:  # the user's own code may raise anything
+            raise RequestError(
+                f"--optimizer {name}: its step on small weights raised {type(error).__name__}: {error}",
+                remedy="step() is called without arguments, each parameter has a gradient; --debug shows the traceback",
+            ) from error
+
+
+def _check(optimizer: torch.optim.Optimizer, construct: Construct, name: str, *, exact: bool) -> None:
+    one, other = make_trial(optimizer, construct), make_trial(optimizer, construct)
+    for number in range(2):
+        one.step(number)
+        other.step(number)
+    repeats = one.bits() == other.bits()
+    if exact and not repeats:
+        raise RequestError(
+            f"--exact: --optimizer {name} is not deterministic: two steps from the same state differ in their bits",
+            remedy="an optimizer without random numbers or a clock, or leave out --exact",
+        )
+    loaded = make_trial(optimizer, construct)
+    with torch.no_grad():
+        for target, source in zip(loaded.weights, one.weights, strict=True):
+            target.copy_(source)
+    loaded.optimizer.load_state_dict(_save_and_load(one.optimizer.state_dict(), name))
+    if is_schedule_free(optimizer):
+        with eval_weights(loaded.optimizer):
+            pass
+    for trial in (one, loaded):
+        trial.step(2)
+    if repeats and one.bits() != loaded.bits():
+        between = ", or eval() and train() between" if is_schedule_free(optimizer) else ""
+        raise RequestError(
+            f"--optimizer {name}: a step after its state was saved and loaded{between} has other bits, so that no run "
+            "could be resumed",
+            remedy="keep all that it remembers in self.state and self.param_groups, as tensors and plain values",
+        )
+
+
+def make_trial(optimizer: torch.optim.Optimizer, construct: Construct) -> Trial:
+    """A like optimizer over one small weight for each number of dimensions in each group."""
+    groups: list[dict[str, Any]] = []
+    weights: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        tried = {parameter.ndim: parameter for parameter in group["params"]}.values()
+        members = [_make_small(parameter, len(weights) + place) for place, parameter in enumerate(tried)]
+        groups.append({key: value for key, value in group.items() if key != "params"} | {"params": members})
+        weights += members
+    return Trial(construct(groups), weights)
+
+
+def _make_small(like: Tensor, number: int) -> nn.Parameter:
+    shape = [max(1, min(length, _LONGEST)) for length in like.shape]
+    return nn.Parameter(_draw(like.new_empty(shape), number))
+
+
+def _draw(like: Tensor, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
+
+
+def _save_and_load(state: dict[str, Any], name: str) -> Any:
+    """The state after it was in a file, from which only tensors and plain values are read."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:  # whatever pickle raises for a strange object
+        raise RequestError(
+            f"--optimizer {name}: a checkpoint can't hold its state ({type(error).__name__})",
+            remedy="only tensors, numbers, texts and lists and dicts of them in self.state and self.param_groups",
+        ) from error
+
+
+def _to_bytes(value: Tensor) -> tuple[tuple[int, ...], bytes]:
+    return tuple(value.shape), value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _list_gpus(optimizer: torch.optim.Optimizer) -> list[int]:
+    devices = {p.device for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"}
+    return [device.index or 0 for device in devices]

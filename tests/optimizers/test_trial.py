@@ -1,0 +1,64 @@
+"""What is found out about an optimizer before a run."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.errors import RequestError
+from multigpu_cli.optimizers.build import build_optimizer, construct_optimizer
+from multigpu_cli.optimizers.trial import check_optimizer
+from multigpu_cli.planning.optimizer_names import OPTIMIZERS
+
+OWN = "tests.support.optimizers:"
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def check(name: str, *, exact: bool = True, **args: Any) -> torch.optim.Optimizer:
+    config = OptimizerConfig(name=name, args=args)
+    optimizer = build_optimizer(network(), config, rate=0.1)
+    check_optimizer(optimizer, partial(construct_optimizer, config, rate=0.1), name, exact=exact)
+    return optimizer
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, f"{OWN}ScheduleFreeSGD", f"{OWN}Manifold"])
+def test_these_are_deterministic_and_can_be_resumed(name: str) -> None:
+    if name == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    check(name)
+
+
+def test_the_trial_leaves_nothing_behind() -> None:
+    config = OptimizerConfig(name=f"{OWN}Noisy")
+    optimizer = build_optimizer(network(), config, rate=0.1)
+    before = torch.get_rng_state()
+    check_optimizer(optimizer, partial(construct_optimizer, config, rate=0.1), config.name, exact=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not optimizer.state
+    assert all(group["lr"] == 0 for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("name", ["Noisy", "Clocked"])
+def test_what_is_not_deterministic_is_refused_only_with_exact(name: str) -> None:
+    check(OWN + name, exact=False)
+    with pytest.raises(RequestError, match=f"--exact: --optimizer {OWN}{name} is not deterministic"):
+        check(OWN + name)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("Forgetful", "after its state was saved and loaded has other bits"),
+        ("Pickled", r"a checkpoint can't hold its state"),
+        ("Closing", "its step on small weights raised TypeError: .*closure"),
+    ],
+)
+def test_what_could_not_be_resumed_or_stepped_is_refused(name: str, told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        check(OWN + name, exact=False)
