@@ -156,7 +156,7 @@ def test_how_long_the_end_of_a_run_waits(
     run_folder(RUN, [], seed=7)
     clock = [100.0]
     process = LoggerProcess(RUN, [OWN], 9.0, warnings.append, alive=lambda: clock.append(clock[-1] + 0.5))
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[-1])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[-1])
     monkeypatch.setattr(process._process, "poll", lambda: None)
     process({"event": "end", "time": 1.0, "status": status})
     process.close()
