@@ -71,7 +71,9 @@ def measure(tiny: bool = False) -> list[Row]:
                     next(steps)
                 if turn:  # the first is warm-up, and loads TensorBoard
                     seconds.add(name, (seconds.clock() - began) / (_INTERVAL * lines))
-        if read_position(Path("logger"), _NAME).sent:
+        with open("logger/journal.jsonl", "rb") as journal:
+            begun = len(journal.readline())  # the line of the start has no numbers
+        if read_position(Path("logger"), _NAME).sent > begun:
             raise RuntimeError("the server has answered: nothing was measured")
     return [
         seconds.ratio("control: a step without a logger / itself", "control", "without"),

@@ -41,8 +41,7 @@ def send_journal(run: str, to: Sequence[str], *, again: bool) -> dict[str, Any]:
     notes: list[str] = []
     LoggerProcess(folder, names, _PATIENCE, notes.append, again=again, replay=True).close()
     if unsent := list_unsent(folder, names):
-        reasons = {each.logger: each.error or "no answer" for each in unsent}
-        lines = [f"{each.logger}: {pluralize(each.lines, 'line')} not sent ({reasons[each.logger]})" for each in unsent]
+        lines = [f"{each.logger}: {pluralize(n, 'line')} not sent ({each.error or 'no answer'})" for each, n in unsent]
         raise TrainingError("\n".join(lines), remedy="the same command again: it goes on from there")
     if notes:
         raise TrainingError("\n".join(notes), remedy="the same command again")

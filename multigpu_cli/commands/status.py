@@ -16,6 +16,7 @@ from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.format import format_duration, format_metric, format_number
 from multigpu_cli.monitor.history import JOURNAL, Attempt, History, find_run_folders, load_history
 from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.monitor.loggers.position import count_unsent_lines, explain_unsent, list_positions
 
 HOME = "checkpoints"
 _PATIENCE = 60.0  # seconds without a line that are normal
@@ -117,7 +118,7 @@ def read_status(run: Path, now: float) -> Status:
         attempts=len(history.attempts),
         recovery_seconds=back.get("seconds"),
         lost_steps=back.get("lost_steps"),
-        alarms=list(_list_alarms(history, attempt, state, silent)),
+        alarms=[*_list_alarms(history, attempt, state, silent), *_list_logger_alarms(run, state)],
     )
 
 
@@ -228,6 +229,14 @@ def _estimate_eta(history: History, attempt: Attempt, now: float) -> float | Non
         pace = (last["time"] - first["time"]) / (last["step"] - first["step"])
     left: float = (total - last["step"]) * pace - (now - last["time"])
     return max(0.0, left)
+
+
+def _list_logger_alarms(run: Path, state: str) -> Iterator[str]:
+    """Loggers that fail now, or that lack a part of a run that has ended."""
+    for position in list_positions(run):
+        lines = count_unsent_lines(run, position)
+        if lines and (position.error or state not in _RUNNING):
+            yield explain_unsent(run, position, lines)
 
 
 def _list_alarms(history: History, attempt: Attempt, state: str, silent: float) -> Iterator[str]:

@@ -13,7 +13,8 @@ import main_multi_gpu
 from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.commands.status import find_runs, format_statuses, read_status, watch_runs
 from multigpu_cli.errors import RequestError
-from tests.commands.runs import run_folder
+from multigpu_cli.monitor.loggers.position import Position, write_position
+from tests.commands.runs import interrupted_run, run_folder
 
 PLAN = {"total_steps": 100, "strategy": "ddp", "workers": 2, "device": "cpu"}
 
@@ -74,6 +75,19 @@ def test_a_run_that_died_says_where_it_would_go_on(tmp_path: Path) -> None:
     assert (found.state, found.eta_seconds, len(found.alarms)) == ("died", None, 1)
     assert "goes on from step 15" in found.alarms[0]
     assert "starts from the beginning" in read_status(run(tmp_path / "b", BEGUN), now=9999).alarms[0]
+
+
+def test_what_a_logger_lacks_is_an_alarm_once_the_run_has_ended(tmp_path: Path) -> None:
+    folder = interrupted_run(tmp_path / "run")
+    (folder / "loggers").mkdir()
+    size = (folder / "journal.jsonl").stat().st_size
+    for position, alarms in (
+        (Position("mlflow", size), []),
+        (Position("mlflow", 0, "no route"), [f"60 lines of {folder}/journal.jsonl not sent (no route)"]),
+    ):
+        write_position(folder, position)
+        told = [alarm for alarm in read_status(folder, 2000.0).alarms if alarm.startswith("logger mlflow: ")]
+        assert [alarm.partition(": ")[2].partition(";")[0] for alarm in told] == alarms
 
 
 def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from multigpu_cli.errors import pluralize
+from multigpu_cli.monitor.history import JOURNAL, read_json
+
 FOLDER = "loggers"  # in the run folder
 
 
@@ -48,11 +51,24 @@ def write_position(run: Path, position: Position) -> None:
 def count_unsent_lines(run: Path, position: Position) -> int:
     """The lines of the journal that have not arrived."""
     try:
-        with open(run / "journal.jsonl", "rb") as file:
+        with open(run / JOURNAL, "rb") as file:
             file.seek(position.sent)
             return sum(1 for line in file if line.endswith(b"\n"))
     except OSError:
         return 0
+
+
+def list_positions(run: Path) -> list[Position]:
+    """The positions of all loggers that a run folder knows."""
+    names = [str(read_json(file).get("logger", "")) for file in sorted((run / FOLDER).glob("*.json"))]
+    return [read_position(run, name) for name in names if name]
+
+
+def explain_unsent(run: Path, position: Position, lines: int) -> str:
+    """What was not sent, and what sends it."""
+    reason = f" ({position.error})" if position.error else ""
+    missing = f"{pluralize(lines, 'line')} of {run / JOURNAL} not sent{reason}"
+    return f"logger {position.logger}: {missing}; multigpu log {run} --to {position.logger} sends them"
 
 
 @contextmanager

@@ -10,13 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from multigpu_cli.errors import pluralize
 from multigpu_cli.monitor.append_file import Warn
-from multigpu_cli.monitor.history import JOURNAL
 from multigpu_cli.monitor.journal import Event
-from multigpu_cli.monitor.loggers.position import FOLDER, count_unsent_lines, read_position
+from multigpu_cli.monitor.loggers.position import (
+    FOLDER,
+    Position,
+    count_unsent_lines,
+    explain_unsent,
+    read_position,
+)
 
 _ROOT = Path(__file__).resolve().parents[3]
 _START = (
@@ -25,14 +29,6 @@ _START = (
 )
 _STOPPED = 5.0  # seconds at most after a stop: torchrun kills 30 s after its signal, of which a checkpoint takes some
 _MARGIN = 1.0  # seconds for the process to end by itself when its time is up
-
-
-class Unsent(NamedTuple):
-    """A logger to which lines of the journal have not been sent."""
-
-    logger: str
-    lines: int
-    error: str
 
 
 class LoggerProcess:
@@ -62,7 +58,7 @@ class LoggerProcess:
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._loggers, self._wait, self._warn, self._alive = run, loggers, wait, warn, alive
-        self._replay, self._status, self._told, self._lost = replay, "", b"", False
+        self._replay, self._status, self._unread, self._lost = replay, "", b"", False
         request: dict[str, Any] = {"run": str(run.resolve()), "loggers": list(loggers), "wait": wait}
         (run / FOLDER).mkdir(exist_ok=True)
         pipe = subprocess.PIPE
@@ -108,30 +104,21 @@ class LoggerProcess:
             # after a failure it goes on alone, for as long as it may; the thread is there to note its end
             threading.Thread(target=self._process.wait, name="logger process", daemon=True).start()
         if patience:
-            for each in list_unsent(self._run, self._loggers):
-                self._warn(explain_unsent(self._run, each))
+            for position, lines in list_unsent(self._run, self._loggers):
+                self._warn(explain_unsent(self._run, position, lines))
 
     def _relay(self) -> None:
         """Show the lines that the process has written."""
         if self._notes.closed:
             return
         with suppress(BlockingIOError):
-            self._told += os.read(self._notes.fileno(), 65536)
-        *lines, self._told = self._told.split(b"\n")
+            self._unread += os.read(self._notes.fileno(), 65536)
+        *lines, self._unread = self._unread.split(b"\n")
         for line in lines:
             self._warn(line.decode(errors="replace") + ("" if self._replay else "; the training goes on"))
 
 
-def list_unsent(run: Path, loggers: Sequence[str]) -> list[Unsent]:
-    """The loggers of a run that have not got all of its journal."""
+def list_unsent(run: Path, loggers: Sequence[str]) -> list[tuple[Position, int]]:
+    """The loggers that have not got all of a run's journal, each with the number of lines that it lacks."""
     positions = [read_position(run, name) for name in loggers]
-    return [
-        Unsent(each.logger, lines, each.error) for each in positions if (lines := count_unsent_lines(run, each)) > 0
-    ]
-
-
-def explain_unsent(run: Path, unsent: Unsent) -> str:
-    """What was not sent, and what sends it."""
-    reason = f" ({unsent.error})" if unsent.error else ""
-    lines = f"{pluralize(unsent.lines, 'line')} of {run / JOURNAL}"
-    return f"logger {unsent.logger}: {lines} not sent{reason}; multigpu log {run} --to {unsent.logger} sends them"
+    return [(each, lines) for each in positions if (lines := count_unsent_lines(run, each))]

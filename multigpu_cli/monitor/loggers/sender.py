@@ -64,9 +64,7 @@ class Sender(threading.Thread):
                     destination = _make_destination(self._logger)
                     self.moved = time.monotonic()  # importing its package may take half a minute
                     self._send_all(destination)
-                except (
-                    Exception
-                ) as error:  # what a logger or its server raises ends no run: it is told, and tried again
+                except Exception as error:  # a logger or its server may raise anything: it is told, and tried again
                     self._record_error(error)
                     failed += self._ended.is_set()
                     if failed == self._tries:
