@@ -184,7 +184,9 @@ def test_a_full_disk_on_one_rank_costs_one_checkpoint() -> None:
 def fill_before_own_rows(step: int) -> None:
     """Patch this process: the disk is full while it writes its rows for that step, after rank 0 has written its own."""
 
-    def write(path: Path, *rest: Any, write_piece: Callable[..., Any] = sharded_save.write_piece) -> Any:
+    write_piece: Callable[..., Any] = sharded_save.write_piece  # type: ignore[attr-defined]
+
+    def write(path: Path, *rest: Any) -> Any:
         if path.parent.name != f".draft_step_{step:08d}":
             return write_piece(path, *rest)
         while not path.with_name("rank_0.safetensors").exists():
@@ -195,7 +197,7 @@ def fill_before_own_rows(step: int) -> None:
         finally:
             Path("disk/filler").unlink()
 
-    sharded_save.write_piece = write  # type: ignore[attr-defined]
+    sharded_save.write_piece = write  # type: ignore[attr-defined, assignment]
 
 
 @pytest.mark.root
