@@ -46,10 +46,16 @@ class RankExits:
     def __init__(self, world: World) -> None:
         self._world, self.store = world, DeadlineStore(world.store) if world.store is not None else None
         self._own: list[RankExit] = []
+        self._read: list[RankExit] = []
 
     def publish(self, end: RankExit) -> None:
-        """Publish how this rank ended; the store keeps the order of publication."""
-        self._own.append(end)
+        """Publish how this rank ended; the store keeps the order of publication.
+
+        Once is enough, but a rank that has only lost its peers may find a fault of its own after that.
+        """
+        if self._own and (end.caused_by_peer or not self._own[-1].caused_by_peer):
+            return
+        self._own = [end]
         if self.store is not None:
             with suppress(RuntimeError):  # the rank or agent that held the store may be gone
                 turn = self.store.add("ends", 1)
@@ -61,11 +67,18 @@ class RankExits:
             return self._own
         deadline = time.monotonic() + patience
         try:
-            while (count := self.store.add("ends", 0)) < self._world.size and time.monotonic() < deadline:
+            while len(exits := self._read_exits(self.store)) < self._world.size and time.monotonic() < deadline:
                 time.sleep(0.05)
-            return [RankExit(**json.loads(self.store.get(f"end-{turn}"))) for turn in range(1, count + 1)]
+            return exits
         except RuntimeError:  # without the store no rank can be asked
             return self._own
+
+    def _read_exits(self, store: DeadlineStore) -> list[RankExit]:
+        """The last that each rank published."""
+        for turn in range(len(self._read) + 1, store.add("ends", 0) + 1):
+            self._read.append(RankExit(**json.loads(store.get(f"end-{turn}"))))
+        last = {end.rank: end for end in self._read}
+        return [end for end in self._read if end is last[end.rank]]
 
     def has_exits(self) -> bool:
         """Whether a rank has published how it ended."""

@@ -1,5 +1,6 @@
 """Finds the error that ended a run: that of this rank, or the one of another rank that caused it."""
 
+import threading
 import traceback
 from contextlib import suppress
 
@@ -8,10 +9,12 @@ from multigpu_cli.faults import failure_messages
 from multigpu_cli.faults.interpret_error import is_peer_failure
 from multigpu_cli.faults.rank_position import OwnProgress
 from multigpu_cli.faults.rank_status import RankExit, RankExits
-from multigpu_cli.faults.stack_lines import describe_innermost_line
+from multigpu_cli.faults.stack_lines import describe_innermost_line, format_main_thread_stack
 from multigpu_cli.runtime.world import World
 
 PATIENCE = 0.5  # seconds for the exits of other ranks, which are published before their connections close
+_LONGER = 2.0  # seconds more if none of them is at fault: a rank that waits in a collective looks once a second
+_BUSY = 5.0  # seconds for the other thread to find the cause
 
 
 class RootCauseFinder:
@@ -24,15 +27,34 @@ class RootCauseFinder:
     def __init__(self, world: World, exits: RankExits, progress: OwnProgress) -> None:
         self._world, self._exits, self._progress = world, exits, progress
         self.found: BaseException | None = None
+        self._lock = threading.Lock()  # one thread reports: the main thread, or the watchdog's, which ends the process
 
     def find(self, error: BaseException) -> BaseException:
         """The error to raise on this rank for `error`: itself, or that of another rank which caused it."""
-        if self.found is None:
-            self.found = self._publish_and_find(error)
+        with self._lock:
+            if self.found is None:
+                self.found = self._publish_and_find(error)
         return self.found
 
-    def find_for_lost_peer(self, exits: list[RankExit]) -> TrainingError:
+    def publish_lost_peer(self) -> None:
+        """Another rank has ended, and the main thread may wait for it: tell the others that this rank is alive."""
+        self._exits.publish(
+            self._describe_exit("waited for a rank that had ended", format_main_thread_stack(), caused_by_peer=True)
+        )
+
+    def keep_main_thread_from_reporting(self) -> bool:
+        """Whether the calling thread may report, and then end the process; not if the main thread has, or does so."""
+        if not self._lock.acquire(timeout=_BUSY):
+            return False
+        if self.found is not None:
+            self._lock.release()
+        return self.found is None
+
+    def find_for_lost_peer(self) -> TrainingError:
         """The error of a rank that only lost its peers; of those that can still report, the lowest does so."""
+        exits = self._exits.wait_for_exits(patience=PATIENCE)
+        if all(end.caused_by_peer for end in exits):
+            exits = self._exits.wait_for_exits(patience=_LONGER)
         progress = self._progress
         error = failure_messages.lost_peer_error(exits, self._world.size, progress.steps_done(), progress.logs)
         error.failed_at = progress.steps_done()
@@ -54,26 +76,36 @@ class RootCauseFinder:
         if only_request or getattr(error, "shared", False) or not isinstance(error, Exception):
             return error
         error.failed_at = self._progress.steps_done()  # type: ignore[attr-defined]
-        own = self._describe_exit(error)
+        own = self._describe_error(error)
         self._exits.publish(own)
         if own.caused_by_peer:
-            return self.find_for_lost_peer(self._exits.wait_for_exits(patience=PATIENCE))
+            return self.find_for_lost_peer()
         self._report(error, self._exits.wait_for_exits())
         return error
 
-    def _describe_exit(self, error: Exception) -> RankExit:
+    def _describe_error(self, error: Exception) -> RankExit:
         known = isinstance(error, TrainingError)
         head = str(error) if known else f"{type(error).__name__}: {error}"
         line = [] if known else [f"in {describe_innermost_line(traceback.extract_tb(error.__traceback__))}"]
-        samples = self._progress.samples
-        return RankExit(
-            rank=self._world.rank,
-            place=f"{self._progress.phase}, {self._progress.steps} steps done",
-            problem="\n".join([head, *getattr(error, "__notes__", ()), *line]),
-            stack="".join(traceback.format_exception(error)),
+        return self._describe_exit(
+            "\n".join([head, *getattr(error, "__notes__", ()), *line]),
+            "".join(traceback.format_exception(error)),
             caused_by_peer=is_peer_failure(error),
             exit_code=error.exit_code if isinstance(error, TrainingError) else TrainingError.exit_code,
-            samples=[] if samples is None else samples.tolist(),
+        )
+
+    def _describe_exit(
+        self, problem: str, stack: str, *, caused_by_peer: bool, exit_code: int = TrainingError.exit_code
+    ) -> RankExit:
+        progress = self._progress
+        return RankExit(
+            rank=self._world.rank,
+            place=f"{progress.phase}, {progress.steps} steps done",
+            problem=problem,
+            stack=stack,
+            caused_by_peer=caused_by_peer,
+            exit_code=exit_code,
+            samples=[] if progress.samples is None else progress.samples.tolist(),
         )
 
     def _report(self, error: BaseException, exits: list[RankExit]) -> None:

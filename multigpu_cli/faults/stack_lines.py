@@ -21,4 +21,13 @@ def describe_innermost_line(stack: Sequence[traceback.FrameSummary]) -> str:
 
 def describe_main_thread_line() -> str:
     """The same for what the main thread executes right now."""
-    return describe_innermost_line(traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0]))
+    return describe_innermost_line(_extract_main_thread_stack())
+
+
+def format_main_thread_stack() -> str:
+    """What the main thread executes right now, in the words of a traceback."""
+    return "".join(["Stack of the main thread:\n", *_extract_main_thread_stack().format()])
+
+
+def _extract_main_thread_stack() -> traceback.StackSummary:
+    return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])

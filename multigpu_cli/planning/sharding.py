@@ -2,6 +2,7 @@
 
 Weights, gradients and optimizer state are divided. Each pass gathers one group of weights after the other, a block and
 the one ahead of it at a time; the group of what is in no block stays for the whole pass, and so does its gradient.
+Blocks are gathered again for the backward pass, for which that group is there still.
 A gradient is reduced, and so divided, in the last pass of a step: before that, the whole of it is there. With --exact
 each pass reduces: what a worker receives for its rows of a group is as large as the group, and its sums wait as the
 nodes of a binary tree do.
@@ -41,9 +42,15 @@ class Sharding:
         size = self.group_size if self.group_size and workers % self.group_size == 0 else workers
         return size, workers // size
 
-    def gathers(self, passes: int) -> int:
-        """How often a step gathers the weights: before and after the forward pass of each micro-batch, or once."""
-        return 1 if self.keeps_weights else 2 * passes
+    def gathers(self, passes: int) -> float:
+        """How often a step gathers the weights, by their bytes: for forward and backward passes."""
+        return self.gathers_for_forward(passes) + self.gathers_for_backward(passes)
+
+    def gathers_for_forward(self, passes: int) -> int:
+        return 1 if self.keeps_weights else passes
+
+    def gathers_for_backward(self, passes: int) -> float:
+        return 0.0 if self.keeps_weights else passes * sum(self.blocks) / sum(self.groups)
 
     def reductions(self, passes: int) -> int:
         """How often a step reduces the gradients."""

@@ -157,8 +157,8 @@ def _exposed_in_groups(work: StepTimes, sharding: Sharding, network: Interconnec
     half = sum(network.all_reduce(size, group) for size in work.messages) / 2
     between = network.all_reduce_between(sum(work.messages) / group, group, groups)
     if network.inside.overlaps:
-        ahead = half * -(-gathers // 2) - passes * work.forward
-        back = half * (gathers // 2 + reductions) + between - passes * work.backward
+        ahead = half * sharding.gathers_for_forward(passes) - passes * work.forward
+        back = half * (sharding.gathers_for_backward(passes) + reductions) + between - passes * work.backward
         return max(0.0, ahead) + max(0.0, back)
     if work.gather is not None and work.reduction is not None:
         return gathers * work.gather + reductions * work.reduction

@@ -26,6 +26,9 @@ from multigpu_cli.tasks.open_data import open_data
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
 
+_OF_MODEL = ("sharding", "first_weights", "adapter", "model_call", "logits")
+"""Of the plan: what is known once the model is built."""
+
 
 def prepare_spec(
     config: Config,
@@ -99,8 +102,8 @@ def _open_source(config: Config, placement: Placement, world: World, source: Dat
 def with_measured_batch(spec: RunSpec, size: int, world: World, reason: str) -> RunSpec:
     """The request with the micro-batch that --batch-size auto measured; without --global-batch-size G follows it."""
     spec = replace(spec, config=replace_settings(spec.config, {"batch_size": size}))
-    plan = replace(make_plan(spec, world), batch_size_reason=reason, model_call=spec.plan.model_call)
-    return replace(spec, plan=plan)
+    of_model = {name: getattr(spec.plan, name) for name in _OF_MODEL}
+    return replace(spec, plan=replace(make_plan(spec, world), batch_size_reason=reason, **of_model))
 
 
 def _pinned_settings(pinned: dict[str, Any]) -> dict[str, Any]:

@@ -42,8 +42,32 @@ def _optimize(optimizer: torch.optim.Optimizer, group: dict[str, Any], drawn: li
     weight = torch.nn.Parameter(drawn[0].clone())
     trial = copy(optimizer)
     trial.state = defaultdict(dict)
+    if initial := _resize_state(optimizer.state.get(group["params"][0], {}), group["params"][0], weight):
+        trial.state[weight] = initial
     trial.param_groups = [group | {"params": [weight], "lr": 0.01}]
     for gradient in drawn[1:]:
         weight.grad = gradient.clone()
         type(optimizer).step(trial)  # not `trial.step`, which a scheduler may have replaced by one for the original
     return weight.detach()
+
+
+def _resize_state(state: dict[str, Any], parameter: Tensor, weight: Tensor) -> dict[str, Any]:
+    """What an optimizer has put into the state of a parameter already, as Adagrad's constructor does, for the weight.
+
+    Tensors of the parameter's shape are filled with their first number.
+
+    Returns:
+        {} if there are other tensors, as Adafactor has after its first step: the optimizer makes them anew.
+    """
+    resized = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            resized[key] = value
+        elif value.ndim == 0:
+            resized[key] = value.clone()
+        elif value.shape == parameter.shape:
+            first = value.flatten()[0].item() if value.numel() else 0  # a worker may have no row of a short weight
+            resized[key] = torch.full_like(weight, first, dtype=value.dtype)
+        else:
+            return {}
+    return resized

@@ -62,8 +62,8 @@ class ModelSharder:
         """Shard in place: each block by itself, inner ones first, and the rest of the model.
 
         Args:
-            frees_after_forward: else gathered weights are kept until after backward; a copy's are always freed, since
-                it has no backward pass.
+            frees_after_forward: else gathered weights are kept until after backward, as those in no block always are:
+                its backward pass begins where forward ended; a copy's are always freed, since it has no backward pass.
         """
         for name in [*blocks, ""]:
             parts = [model.get_submodule(name) for model in self._models]
@@ -71,7 +71,8 @@ class ModelSharder:
             self._receive_parameters(*parts)
             self._receive_buffers(*parts)
             for number, part in enumerate(parts):
-                fully_shard(part, mesh=mesh, reshard_after_forward=frees_after_forward or number > 0)
+                frees = number > 0 or (frees_after_forward and name != "")
+                fully_shard(part, mesh=mesh, reshard_after_forward=frees)
             for parameter in received:  # somebody may hold it still, such as an optimizer
                 parameter.data = parameter.new_empty(0)
         self._receive_extra_state()

@@ -91,6 +91,9 @@ class Sharded(Strategy):
         self._find_trained()
         if optimizer is not None:
             self.attach_optimizer(optimizer)
+        if not keeps_weights:
+            model.register_forward_hook(self._free_rest_without_backward)  # after FSDP's own
+        self._reduces_next, self._probes = True, False
         self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
         self._order = 0  # a hash of which blocks have run, one after the other
         for place, block in enumerate([*blocks, ""]):
@@ -120,6 +123,11 @@ class Sharded(Strategy):
     def _note_arrival(self, place: int, *_: object) -> None:
         self._order = hash((self._order, place))
         self.arrived()
+
+    def _free_rest_without_backward(self, *_: object) -> None:
+        """Free the weights in no block, which are kept for the backward pass, in a pass that has none."""
+        if not torch.is_grad_enabled():
+            self._model.reshard()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Put the rows, and their part of the state, in place of whole parameters, if it has been built over these.
@@ -159,12 +167,12 @@ class Sharded(Strategy):
         """
         if not can_probe():
             return run_without_vote(self._world, work)
-        self._rounds, self._done = 2 if accumulates else 0, 0
+        self._rounds, self._done, self._probes = 2 if accumulates else 0, 0, True
         try:
             with send_nothing(self._roots):
                 return super().probe_memory(work)
         finally:
-            self._rounds = self._order = 0
+            self._rounds, self._order, self._probes = 0, 0, False
 
     def explain_failure(self, error: BaseException, work: Callable[[], object]) -> None:
         if "DTensor" not in str(error):
@@ -188,9 +196,13 @@ class Sharded(Strategy):
         """The last pass is that of all workers; outside of a step each pass is by itself."""
         self._done += 1
         last = self._done >= self._rounds
-        self._model.set_requires_gradient_sync(last or self.reduces_each_pass)
-        if self._keeps_weights:
-            self._model.set_reshard_after_backward(last)
+        if last != self._reduces_next:  # each call goes through all modules
+            self._model.set_requires_gradient_sync(last or self.reduces_each_pass)
+            if self._keeps_weights:
+                self._model.set_reshard_after_backward(last)
+            self._reduces_next = last
+        if self._probes:  # nor between groups of workers, which the call above may have turned on
+            self._model.set_requires_all_reduce(False)
         yield
 
     def local_gradients(self) -> list[Tensor]:

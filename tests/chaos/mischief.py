@@ -2,20 +2,25 @@
 
 import os
 import random
+import resource
 import shutil
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from multigpu_cli.checkpoint.manifest import find_damage
-from tests.chaos.job import Attempt, progress
+from tests.chaos.job import Attempt, progress, worker
+
+_FULL = 40  # steps without room: some checkpoints
 
 _HARMS = (
     "truncate",
     "flip a bit of",
     "delete state.pt of",
     "delete manifest.json of",
+    "delete a file of",
     "delete",
     "leave a draft beside",
 )
@@ -26,7 +31,7 @@ class Deed:
     """A signal, or a disk that fills up, at one moment of an attempt.
 
     Attributes:
-        what: a signal's name, or "full disk".
+        what: a signal's name, "full disk", or "no room": for the files of one rank alone, during some steps.
         rank: whom it hits; None is the launcher, or the only process.
         after: steps of this attempt; None counts from its launch instead.
         writing: then wait until a checkpoint is being written.
@@ -44,7 +49,7 @@ class Deed:
     def __str__(self) -> str:
         whom = "the launcher" if self.rank is None else f"rank {self.rank}"
         when = "start-up" if self.after is None else f"step {self.after} of the attempt"
-        what = self.what if self.what == "full disk" else f"{self.what} to {whom}"
+        what = {"full disk": self.what, "no room": f"no room for {whom}"}.get(self.what, f"{self.what} to {whom}")
         moment = "amid the first checkpoint after" if self.writing else f"{self.seconds * 1000:.0f} ms into"
         return f"{what} {moment} {when}"
 
@@ -64,11 +69,25 @@ class Deed:
         if self.what == "full disk":
             fill(run.parent)
             return not attempt.over()
+        if self.what == "no room":
+            return self._leave_no_room(attempt, run, before)
         hit = attempt.send(signal.Signals[self.what], self.rank)
         if hit and self.moment:
             time.sleep(self.moment)
             hit = attempt.send(signal.SIGCONT, self.rank)
         return hit
+
+    def _leave_no_room(self, attempt: Attempt, run: Path, before: int) -> bool:
+        process = worker(attempt.mark, self.rank or 0)
+        if process is None:
+            return False
+        with suppress(ProcessLookupError):
+            soft, hard = resource.prlimit(process, resource.RLIMIT_FSIZE)
+            resource.prlimit(process, resource.RLIMIT_FSIZE, (0, hard))
+            attempt.wait_for(lambda: progress(run) >= (before + 1, (self.after or 0) + _FULL))
+            resource.prlimit(process, resource.RLIMIT_FSIZE, (soft, hard))
+            return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -109,6 +128,8 @@ class Harm:
                 content = bytearray(file.read_bytes())
                 content[int(len(content) * self.place)] ^= 1 << self.bit
                 file.write_bytes(content)
+            case "delete a file of":  # in pieces, that of some rank
+                file.unlink()
             case "delete":
                 shutil.rmtree(folder)
                 return True, None
@@ -149,6 +170,11 @@ def a_kill(dice: random.Random, workers: int) -> Deed:
 def a_pause(dice: random.Random, workers: int) -> Deed:
     """A worker stands still for a while, as on a machine that swaps."""
     return Deed("SIGSTOP", dice.randrange(workers), dice.randrange(4, 35), 0.0, dice.uniform(0.2, 1.5))
+
+
+def a_full_share(dice: random.Random, workers: int) -> Deed:
+    """A worker other than rank 0, which writes the journal, can't write its rows for a while."""
+    return Deed("no room", dice.randrange(1, workers), dice.randrange(4, 35))
 
 
 def a_stop(dice: random.Random, workers: int) -> Deed:

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from multigpu_cli.checkpoint.run_folder import read_summary
 from tests.chaos.job import Attempt, Job, end_all, find_left_processes, is_held, lines, progress
-from tests.chaos.mischief import Deed, Harm, a_kill, a_pause, a_stop, an_early_end, checkpoints, some_harm
+from tests.chaos.mischief import Deed, Harm, a_full_share, a_kill, a_pause, a_stop, an_early_end, checkpoints, some_harm
 
 RESTARTS = 3
 DISK = "24m"
@@ -114,7 +114,10 @@ def draw_round(seed: int, number: int) -> Round:
     kills = [a_kill(dice, workers) for _ in range(dice.choice([1, 2, 3]) if not broken else dice.choice([0, 1]))]
     pauses = [a_pause(dice, workers)] if dice.random() < 0.2 else []
     deeds = dice.sample(found := [*kills, *pauses], len(found))
-    return Round(number, dice.choice(JOBS), dice.choice(["torchrun", "self"]), (*acts, Act(workers, tuple(deeds))))
+    job, launcher = dice.choice(JOBS), dice.choice(["torchrun", "self"])
+    if job.multi_gpu == "fsdp" and not kills:  # without a checkpoint there is no bound to what is done twice
+        deeds = [a_full_share(dice, workers), *deeds]
+    return Round(number, job, launcher, (*acts, Act(workers, tuple(deeds))))
 
 
 def _ending(dice: random.Random, workers: int) -> Act:

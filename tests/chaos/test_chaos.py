@@ -86,7 +86,16 @@ def test_every_mischief_is_drawn() -> None:
         "no file beyond 0.75",
         "no file beyond 0.05",
     ]
-    wanted += ["truncate", "flip", "delete state.pt", "delete manifest.json", "delete the", "leave a draft"]
+    wanted += [
+        "truncate",
+        "flip",
+        "delete state.pt",
+        "delete manifest.json",
+        "delete a file",
+        "delete the",
+        "leave a draft",
+    ]
+    wanted += ["delete a file", "no room for rank"]
     assert [word for word in wanted if word not in told] == []
 
 
@@ -107,6 +116,19 @@ def test_three_workers_killed_at_random_times(seed: int, tmp_path_factory: pytes
     played = play(three, home / f"three-{seed}", state_size(reference))
     assert wrong(three, played, home / f"three-{seed}", reference) == []
     assert [found.cause for found in repeats(played, three.job.every)] == ["killed"] * 3
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_write_its_rows_for_a_moment(tmp_path_factory: pytest.TempPathFactory) -> None:
+    job = next(job for job in JOBS if job.multi_gpu == "fsdp")
+    no_room = Round(1, job, "self", (Act(2, (Deed("no room", 1, 12),)),))
+    home = tmp_path_factory.mktemp("chaos")
+    reference = train_undisturbed(job, home, 2)
+    played = play(no_room, home / "round", state_size(reference))
+    assert wrong(no_room, played, home / "round", reference) == []
+    faults = [event["action"] for event in played[0].events if event["event"] == "fault"]
+    assert faults
+    assert all("a checkpoint was not written (rank 1: [Errno 27]" in action for action in faults), faults
 
 
 # -- what is planted is found

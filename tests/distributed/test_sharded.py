@@ -182,6 +182,37 @@ def test_groups_that_replicate_each_other_have_the_curve_of_one_process() -> Non
     assert read_evals("run")[-1] == pytest.approx(read_evals("whole")[-1], rel=1e-9)
 
 
+def test_groups_find_the_largest_micro_batch_that_fits_all_of_them() -> None:
+    """--batch-size auto: one of four workers has no memory for a step's only pass, which waits for the other group."""
+    case: dict[str, Any] = {"model": "tests.support.oom_model:net", "ema": 0.9, "global_batch_size": 32}
+    run(1, "whole", case | {"sets": ["model.args.limit=99"]})
+    sets = ["model.args.rank=3", "model.args.limit=5", "model.args.backward=true"]
+    ended = run(4, "run", case, batch_size="auto", shard_size=2, sets=sets)
+    assert (ended.error, ended.killed) == ("", [])
+    plan = read_events("run", "start")[0]["plan"]
+    assert (plan["batch_size"], plan["grad_accum_steps"]) == (4, 2)
+    assert " within groups of 2 workers; " in plan["sharding"], "what is known of the model stays in the plan"
+    assert plan["first_weights"]
+    assert read_curve("run") == pytest.approx(read_curve("whole"), rel=2e-5)
+    assert read_evals("run") == pytest.approx(read_evals("whole"), rel=2e-5)
+
+
+def test_a_run_that_begins_with_the_weights_of_another_averages_them_from_the_start() -> None:
+    """--init-from with --ema: the average is the first weights before it has seen a step; from any kind of file."""
+    case = DOUBLE | {"sets": ["model.args.network=own"], "ema": 0.9}
+    run(3, "before", case, max_steps=4)
+    case |= {"init_from": "before", "max_steps": 5}
+    assert not run(1, "one", case).error
+    cases: tuple[tuple[str, int, dict[str, Any]], ...] = (("three", 3, {}), ("grouped", 4, {"shard_size": 2}))
+    for folder, workers, flags in cases:
+        ended = run(workers, folder, case, **flags)
+        assert (ended.error, ended.killed) == ("", [])
+        assert read_curve(folder) == pytest.approx(read_curve("one"), rel=1e-9)
+        assert read_evals(folder) == pytest.approx(read_evals("one"), rel=1e-9)
+    states = [torch.load(f"{folder}/best.pt", weights_only=True)["model"] for folder in ("one", "three", "grouped")]
+    assert all(torch.allclose(each[name], value, rtol=1e-9) for name, value in states[0].items() for each in states)
+
+
 def test_a_signal_to_one_rank_stops_all_and_a_checkpoint_is_there() -> None:
     ended = run(3, "run", epochs=400, log_interval=1000, environ={"OWN_DEED": "1:30:SIGTERM"})
     assert (ended.summary["status"], ended.error, ended.killed) == ("stopped", "", [])

@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from multigpu_cli.checkpoint.trained_weights import load_trained_weights
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import sharded_save
+from tests.chaos.mischief import fill
 from tests.support.pieces import flip_byte
 from tests.support.run_training import Ended, run_training
 
@@ -176,6 +179,41 @@ def test_a_full_disk_on_one_rank_costs_one_checkpoint() -> None:
     written = [event["step"] for event in read_events("run", "checkpoint")]
     assert (written[-1], len(written) + len(faults)) == (LAST, 5)
     assert {entry.state for entry in list_checkpoints(Path("run"))} == {"whole"}
+
+
+def fill_before_own_rows(step: int) -> None:
+    """Patch this process: the disk is full while it writes its rows for that step, after rank 0 has written its own."""
+
+    write_piece: Callable[..., Any] = sharded_save.write_piece  # type: ignore[attr-defined]
+
+    def write(path: Path, *rest: Any) -> Any:
+        if path.parent.name != f".draft_step_{step:08d}":
+            return write_piece(path, *rest)
+        while not path.with_name("rank_0.safetensors").exists():
+            time.sleep(0.01)
+        fill(Path("disk"))
+        try:
+            return write_piece(path, *rest)
+        finally:
+            Path("disk/filler").unlink()
+
+    sharded_save.write_piece = write  # type: ignore[attr-defined, assignment]
+
+
+@pytest.mark.root
+def test_where_the_rows_of_one_rank_do_not_fit_on_a_real_disk_one_checkpoint_is_lost() -> None:
+    Path("disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", "disk"], check=True)
+    try:
+        ended = run(2, "disk/run", prepare=on_rank(1, lambda: fill_before_own_rows(4)))
+        assert (ended.error, ended.summary["status"]) == ("", "completed")
+        [fault] = [event["action"] for event in read_events("disk/run", "fault")]
+        assert fault.startswith("a checkpoint was not written (rank 1: [Errno 28] No space left on device"), fault
+        assert [path for path in Path("disk/run").rglob("*") if "draft" in path.name] == []
+        assert [event["step"] for event in read_events("disk/run", "checkpoint")] == [2, 6, 8, 9]
+        assert {entry.state for entry in list_checkpoints(Path("disk/run"))} == {"whole"}
+    finally:
+        subprocess.run(["umount", "--lazy", "disk"], check=True)
 
 
 def test_a_full_disk_at_the_end_is_an_error_on_all_ranks() -> None:

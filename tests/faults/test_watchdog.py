@@ -21,6 +21,7 @@ from multigpu_cli.faults import deadline_store
 from multigpu_cli.faults.rank_status import RankExit, RankExits
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.runtime.world import World
+from tests.distributed.launcher import run_command, torchrun
 from tests.support.fork import exit_code
 from tests.support.run_training import run_training
 from tests.support.world import ALONE
@@ -159,6 +160,59 @@ def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path
     assert time.monotonic() - began < 10
     assert words.read_text() == "rank 1 failed (forward, 1 steps done): ValueError: bad"
     assert "its stack" in (tmp_path / "crash_0.txt").read_text()
+
+
+def test_all_that_live_name_the_rank_that_was_killed(tmp_path: Path) -> None:
+    """Rank 3 is gone, which only rank 2 notices; the others wait for rank 2, and are not those that were killed."""
+
+    def rank(number: int) -> None:
+        store = dist.PrefixStore("attempt-0", dist.FileStore(str(tmp_path / "store"), 4))
+        with Watchdog(
+            World(torch.device("cpu"), number, 4, number, 4, store=store), 5, write_to(words(number))
+        ) as watch:
+            watch.start(0, tmp_path)
+            watch.set_position(1, "reduction")
+            if number < 2:
+                time.sleep(20)
+            try:
+                raise RuntimeError("Connection closed by peer")
+            except RuntimeError as error:
+                words(number).write_text(str(watch.publish_and_find_root_cause(error)))
+                os._exit(1)
+
+    def words(number: int) -> Path:
+        return tmp_path / f"words_{number}"
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
+        others = [get_context("fork").Process(target=rank, args=(number,)) for number in (1, 2)]
+        for other in others:
+            other.start()
+    assert exit_code(lambda: rank(0)) == 1
+    for other in others:
+        other.join(10)
+        assert other.exitcode == 1
+    named = "rank 3 ended without an error message after step 1: was it killed?"
+    assert words(0).read_text().startswith(named), words(0).read_text()
+    assert words(2).read_text().startswith(named), words(2).read_text()
+    assert not words(1).exists(), "one speaks for all"
+    report = (tmp_path / "crash_0.txt").read_text()
+    assert [f"--- rank {number} (only lost its peers): reduction, 1 steps done" in report for number in range(4)] == [
+        True, True, True, False,
+    ]  # fmt: skip
+    assert "in rank" in report, "where those that waited did so"
+
+
+@pytest.mark.slow  # under half a minute
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_torchrun_with_a_killed_rank_of_four_ends_with_its_number(mode: str, tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
+    flags |= {"multi_gpu": mode, "epochs": 400, "save_dir": "run", "lr": 0.01, "batch_size": 4, "quiet": True}
+    ended = run_command(torchrun(4, **flags), tmp_path, OWN_DEED="3:12:SIGKILL", OWN_PAUSE="0.02")
+    assert ended.returncode == 1
+    said = re.findall(r"rank [\d, ]+ ended without an error message", ended.stderr)
+    assert set(said) == {"rank 3 ended without an error message"}, ended.stderr
+    assert summary(tmp_path / "run")["error"].startswith("TrainingError: rank 3 ended without")
 
 
 class Unplugged(dist.Store):

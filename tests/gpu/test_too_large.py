@@ -1,6 +1,6 @@
 """A model whose state is larger than a simulated GPU: told at the start, with the way out; nothing switches to it.
 
-Simulated GPUs carry the division of a model, and not the passes of FSDP.
+The passes of FSDP on simulated GPUs are in test_out_of_memory.py.
 """
 
 from collections.abc import Sequence

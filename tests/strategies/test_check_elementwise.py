@@ -1,3 +1,5 @@
+from collections.abc import Iterable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,24 @@ class Normalizing(torch.optim.SGD):
             for parameter in group["params"]:
                 parameter.grad /= parameter.grad.norm()
         super().step()
+
+
+class Accumulating(torch.optim.Optimizer):
+    """Makes its state in its constructor, and nowhere else, as Adagrad does before torch 2.13."""
+
+    def __init__(self, parameters: Iterable[Tensor], *, by_row: bool = False) -> None:
+        super().__init__(parameters, {"lr": 0.1, "by_row": by_row})
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            self.state[parameter] = {"sum": torch.full_like(parameter, 0.5), "step": torch.zeros(()), "power": 0.5}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, square = self.state[parameter], parameter.grad.square()
+                state["step"] += 1
+                state["sum"] += square.mean() if group["by_row"] else square
+                parameter -= group["lr"] * parameter.grad / state["sum"] ** state["power"]
 
 
 def build() -> nn.Module:
@@ -39,6 +59,26 @@ def test_ours_are_elementwise_and_the_check_leaves_nothing_behind(name: str) -> 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_torchs_own_that_are_elementwise(kind: type[torch.optim.Optimizer]) -> None:
     check_is_elementwise(kind(build().parameters(), lr=0.1))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_what_a_constructor_keeps_is_there_in_the_trial(rows: int) -> None:
+    parameters = [nn.Parameter(torch.ones(rows, 4))]
+    optimizer = Accumulating(parameters)
+    check_is_elementwise(optimizer)
+    assert torch.equal(optimizer.state[parameters[0]]["sum"], torch.full((rows, 4), 0.5)), "and it is left alone"
+    with pytest.raises(RequestError, match="Accumulating needs all of them"):
+        check_is_elementwise(Accumulating(parameters, by_row=True))
+
+
+def test_one_that_has_taken_steps_is_refused_too() -> None:
+    """Its state is in rows and columns."""
+    model = build()
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RequestError, match="Adafactor needs all of them"):
+        check_is_elementwise(optimizer)
 
 
 def list_matrices(model: nn.Module) -> list[Tensor]:
