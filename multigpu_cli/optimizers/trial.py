@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.schedule_free import eval_weights, is_schedule_free
+from multigpu_cli.runtime.tensor_tree import map_tensors
 
 _LONGEST, _RATE = 5, 0.01
 Construct = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -116,7 +117,7 @@ def _save_and_load(state: dict[str, Any], name: str) -> Any:
     """The state after it was in a file, from which only tensors and plain values are read."""
     buffer = io.BytesIO()
     try:
-        torch.save(state, buffer)
+        torch.save(map_tensors(state, lambda _, tensor: tensor.cpu()), buffer)  # as checkpoints copy it first
         return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     except Exception as error:  # whatever pickle raises for a strange object
         raise RequestError(

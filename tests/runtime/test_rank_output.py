@@ -108,8 +108,10 @@ def test_what_a_full_disk_does_not_take_stays_on_the_terminal(tmp_path: Path) ->
         with RankOutput(1) as rank_output:
             rank_output.start(Path(), 0)
             print("in the file")
-            resource.setrlimit(resource.RLIMIT_FSIZE, (Path("rank_1.log").stat().st_size,) * 2)
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (Path("rank_1.log").stat().st_size, before[1]))
             print("on the terminal")
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)  # coverage writes its figures at the end
         """,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "on the terminal\n", "")

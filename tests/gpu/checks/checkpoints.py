@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from multigpu_cli import engine
+from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.serialize import iterate_tensors
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.monitor import journal
@@ -50,7 +51,7 @@ def bytes_on_disk(folder: Path) -> dict[str, Any]:
 
 
 def _same_bytes(folder: Path, live: list[Tensor]) -> None:
-    state = Checkpoint(folder, {}).state()
+    state = Checkpoint(folder, read_manifest(folder)).state()
     stored = list(iterate_tensors([state["model"], state["average"], state["optimizer"]]))
     assert len(stored) == len(live), f"{folder.name}: {len(stored)} tensors, {len(live)} are live"
     wrong = [
