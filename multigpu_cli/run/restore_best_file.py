@@ -2,6 +2,7 @@
 
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +29,7 @@ def restore_best_file(run: Run) -> str:
     if point.checkpoint_rank:
         sent = run_on_main_rank(run.world, lambda: _to_tensor(_read_best(run)), by=point.checkpoint_rank)
     is_best = bool(best) and best["step"] == run.progress.step
-    with eval_weights(run.state.optimizer):
-        own = run.strategy.gather_state({"model": run.state.eval_model().state_dict()}) if is_best else {}
-        own = own if run.strategy.sharded else copy_to_host(own)
+    own = _copy_published_weights(run) if is_best else {}
 
     def restore() -> bool:
         content = _read_best(run) if not point.checkpoint_rank else None if sent is None else sent.numpy().tobytes()
@@ -50,6 +49,13 @@ def restore_best_file(run: Run) -> str:
         return ""
     run.progress.best, run.progress.score, run.progress.stale_epochs = {}, [], 0
     return f"the best weights so far, of step {best['step']}, are lost: those of the next evaluation replace them"
+
+
+def _copy_published_weights(run: Run) -> dict[str, Any]:
+    """The weights that are evaluated and published, whole on the host of rank 0; all ranks call it together."""
+    with eval_weights(run.state.optimizer):
+        own = run.strategy.gather_state({"model": run.state.eval_model().state_dict()})
+        return own if run.strategy.sharded else dict(copy_to_host(own))
 
 
 def _read_best(run: Run) -> bytes | None:

@@ -7,7 +7,9 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.paired_timing import Row, Seconds, alternate, row, table, tenth
-from benchmarks.suite import PARTS, ROOT, last_recorded, part
+from benchmarks.suite import PARTS, last_recorded, part
+
+SITE = Path(__file__).resolve().parents[1] / "support" / "site"
 
 
 @pytest.mark.parametrize(
@@ -24,7 +26,7 @@ def test_a_benchmark_gives_rows_with_aims(name: str) -> None:
     "name", sorted({*PARTS, "peers_chat", "logits_memory"} - {"startup", "step_overhead", "monitoring"})
 )
 def test_the_longer_ones_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "site"))  # transformers loads torchvision
+    monkeypatch.setenv("PYTHONPATH", str(SITE))  # transformers loads torchvision
     assert part(name, tiny=True)
 
 
