@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from multigpu_cli.errors import RequestError
 
@@ -13,19 +12,19 @@ DRIVERS = {"file": "fsspec", "s3": "s3fs", "gs": "gcsfs"}
 
 def find_url_errors(url: str) -> Iterator[RequestError]:
     """What is wrong with a mirror's URL; the remote folder is not touched."""
-    parts = urlsplit(url)
-    known = parts.scheme in DRIVERS and (parts.scheme == "file" or bool(parts.netloc))
-    if not known or not (parts.netloc + parts.path).strip("/"):
+    scheme, _, place = url.partition(":")
+    host = place[2:].partition("/")[0] if place.startswith("//") else ""
+    if scheme not in DRIVERS or not (host or scheme == "file") or not place.strip("/"):
         yield RequestError(
             f"--mirror {_hide_password(url)}: is not the URL of a folder",
             remedy="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:/PATH",
         )
-    elif "@" in parts.netloc or parts.query:
+    elif "@" in host or "?" in url:
         yield RequestError(
             f"--mirror {_hide_password(url)}: holds credentials or options, which would be written into config.yaml",
             remedy="leave them to the environment, for instance AWS_ACCESS_KEY_ID and AWS_ENDPOINT_URL",
         )
-    elif find_spec(driver := DRIVERS[parts.scheme]) is None:
+    elif find_spec(driver := DRIVERS[scheme]) is None:
         yield RequestError(f"--mirror {url}: needs {driver}, which is not installed", remedy=f"pip install {driver}")
 
 

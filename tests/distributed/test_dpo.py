@@ -140,7 +140,7 @@ def test_two_steps_are_those_of_the_full_batch_in_float64(
         assert "compile" in next(read_events(Path("1/journal.jsonl"))), "a pair is two rows of a full micro-batch"
     start = next(read_events(Path("3/journal.jsonl")))
     assert "(preference)" in start["plan"]["contents"]
-    assert start["plan"]["contents"].endswith("10 training pairs), dpo")
+    assert "10 training pairs), dpo; " in start["plan"]["contents"]
 
 
 def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(here: Path) -> None:
