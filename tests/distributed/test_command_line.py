@@ -268,6 +268,7 @@ def test_a_run_without_torchrun_launches_itself_and_stops_with_75(
     assert json.loads(again.stdout)["resumed_from"].endswith(f"step_{events(run, 'resume')[-1]['step']:08d}")
 
 
+@pytest.mark.slow
 def test_a_crash_is_survived_with_max_restarts(tmp_path: Path) -> None:
     """The second attempt goes on from the checkpoint of the first, although its peers of old are dead."""
     loaders, environ = loaders_and_a_long_tmpdir(tmp_path)

@@ -50,6 +50,7 @@ def three_steps(device: str) -> list[float]:
     return [float(value.double().sum()) for value in model.state_dict().values()]
 
 
+@pytest.mark.slow
 def test_training_has_the_bits_of_the_cpu() -> None:
     def work(sim: Simulated) -> Any:
         return three_steps("cuda:1"), sim.device.kernels()
