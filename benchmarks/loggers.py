@@ -11,18 +11,15 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from benchmarks.paired_timing import BLOCKS, Row, Seconds, program
-from benchmarks.step_overhead import assembled
+from benchmarks.step_overhead import assembled, iterate_steps
 from benchmarks.workloads import MLP
-from multigpu_cli.engine import finish_step, train_step
 from multigpu_cli.monitor.loggers.position import read_position
-from multigpu_cli.run.run import Run
 
 _NAME = "benchmarks.loggers:Hanging"
 _ADDRESS = "hanging-server"  # a socket in the working directory
@@ -63,7 +60,7 @@ def measure(tiny: bool = False) -> list[Row]:
         for run in runs.values():
             run.log.journal.write("start", plan={})  # what `start_run` does
         stack.enter_context(server.accept()[0])  # the process beside has loaded, and waits for an answer
-        seconds, sides = Seconds(time.perf_counter), {name: _steps(run) for name, run in runs.items()}
+        seconds, sides = Seconds(time.perf_counter), {name: iterate_steps(run) for name, run in runs.items()}
         for turn in range(turns + 1):
             for name, steps in sides.items():
                 began = seconds.clock()
@@ -80,15 +77,6 @@ def measure(tiny: bool = False) -> list[Row]:
         seconds.ratio("a step beside a logger whose server hangs / without", "logger", "without", aim=1.01),
         seconds.over("a step beside a logger whose server hangs, over without", "logger", "without"),
     ]
-
-
-def _steps(run: Run) -> Iterator[None]:
-    while True:
-        batches = run.plan.batches
-        start = divmod(run.progress.step, batches.steps_per_epoch)
-        for layout, work in run.loaders.train.epoch(batches, *start, 0, 1):
-            finish_step(run, train_step(run, layout, work))
-            yield
 
 
 if __name__ == "__main__":

@@ -10,21 +10,18 @@ turns of step_overhead would call those disturbances and leave them out.
 import os
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 
 from benchmarks.paired_timing import BLOCKS, Row, Seconds, program
-from benchmarks.step_overhead import assembled
+from benchmarks.step_overhead import assembled, iterate_steps
 from benchmarks.workloads import MLP, PICTURES
 from multigpu_cli.config.schema import Config
-from multigpu_cli.engine import finish_step, train_step
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.progress import TqdmDisplay
-from multigpu_cli.run.run import Run
 
 _ENDLESS = 1_000_000
 _JOBS = {
@@ -62,7 +59,7 @@ def _compared(name: str, flags: dict[str, str], interval: int, windows: int, *, 
         off.observer.timer, off.log.tensorboard, off.log.journal = Silent(), None, Journal(None)
         on.log.progress_bar = TqdmDisplay(on.plan.schedule.total_steps, 0, stack.enter_context(open(os.devnull, "w")))
         stack.callback(on.log.progress_bar.close)
-        seconds, sides = Seconds(time.process_time), {"on": _steps(on), "off": _steps(off)}
+        seconds, sides = Seconds(time.process_time), {"on": iterate_steps(on), "off": iterate_steps(off)}
         for turn in range(turns + 1):
             for side, steps in sides.items():
                 began = seconds.clock()
@@ -74,15 +71,6 @@ def _compared(name: str, flags: dict[str, str], interval: int, windows: int, *, 
         seconds.ratio(f"monitoring on / off, {name}", "on", "off", aim=1.01 if "ResNet" in name else None),
         seconds.over(f"monitoring on over off, a step of {name}", "on", "off"),
     ]
-
-
-def _steps(run: Run) -> Iterator[None]:
-    while True:
-        batches = run.plan.batches
-        start = divmod(run.progress.step, batches.steps_per_epoch)
-        for layout, work in run.loaders.train.epoch(batches, *start, 0, 1):
-            finish_step(run, train_step(run, layout, work))
-            yield
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from benchmarks.paired_timing import STRETCH, Row, Seconds, alternate, program
 from benchmarks.workloads import MAX_NORM, MLP, Arena, Rivals, against, hand_written
 from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.engine import train_step
+from multigpu_cli.engine import finish_step, train_step
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.run.assemble_run import assemble_run
@@ -111,6 +111,16 @@ def assembled(flags: dict[str, str], stack: ExitStack, sets: Sequence[str] = ())
     stack.enter_context(lock_folder(Path(flags["save_dir"])))
     watch = stack.enter_context(Watchdog(world, config.fault.hang_timeout, lambda error: None))
     return assemble_run(components, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), watch, stack)
+
+
+def iterate_steps(run: Run) -> Iterator[None]:
+    """Our loop, a step for each `next`, epoch after epoch."""
+    while True:
+        batches = run.plan.batches
+        start = divmod(run.progress.step, batches.steps_per_epoch)
+        for layout, work in run.loaders.train.epoch(batches, *start, 0, 1):
+            finish_step(run, train_step(run, layout, work))
+            yield
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def _try_metrics(components: TrainComponents) -> list[str]:
     def count() -> None:
         with eval_mode(model):
             try:
-                meter.add(0, len(batch), lambda outputs: task.compared(outputs, batch))
+                meter.add(0, len(batch), lambda outputs: task.pair_with_targets(outputs, batch))
             except TrainingError as error:
                 raise RequestError(error.problem, remedy=error.remedy) from error
 

@@ -141,7 +141,7 @@ def _save_on_main_rank(run: "Run", state: dict[str, Any], rows: dict[str, Rows],
             f"checkpoint of step {step}: {size / 2**20:.1f} MiB in {seconds:.2f} s, stall {stall:.3f} s"
         )
 
-    run.hooks.saving(step)
+    run.hooks.begin_save(step)
     checkpointer.writer.submit(snapshot.finish, partial(_write_or_abandon, write, peers) if peers else write)
     stalled = time.perf_counter() - began
 
@@ -185,7 +185,7 @@ def finish_pending_checkpoint(run: "Run") -> None:
         checkpointer.best = None
     checkpointer.best_in_flight = None
     if not error:
-        run.hooks.saved()
+        run.hooks.finish_save()
     if checkpointer.mirror and (fault := checkpointer.mirror.read_new_fault()):
         run.log_fault("mirror", f"{fault}; training goes on, and it is tried again")
 
@@ -224,7 +224,7 @@ def wait_for_last_checkpoint(run: "Run") -> None:
     """
     run_on_all_ranks(run.world, lambda: None if run.world.is_main else _check_written(run))
     run_on_all_ranks(run.world, lambda: _check_written(run))
-    run.hooks.saved()
+    run.hooks.finish_save()
     run.hooks.share_saved()
 
 

@@ -31,7 +31,7 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
         )
         run.log.console.eval(entry)
         run.progress.last |= {f"{split}_{name}": value for name, value in result.metrics.items()}
-        run.hooks.evaluated(split, result.metrics)
+        run.hooks.report_evaluation(split, result.metrics)
     return result
 
 

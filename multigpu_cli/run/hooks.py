@@ -74,7 +74,7 @@ class Hooks:
             loss = self._run.observer.loss.last
             self._call("step_end", step=step + 1, loss=loss, grad_norm=norm, skipped=skipped)
 
-    def evaluated(self, split: str, metrics: Mapping[str, float]) -> None:
+    def report_evaluation(self, split: str, metrics: Mapping[str, float]) -> None:
         """An evaluation of a split is done."""
         named = {f"{split}_{name}": value for name, value in metrics.items()}
         self._call("evaluated", split=split, metrics=MappingProxyType(named))
@@ -83,11 +83,11 @@ class Hooks:
         """An epoch is done, with its evaluation."""
         self._call("epoch_end")
 
-    def saving(self, step: int) -> None:
+    def begin_save(self, step: int) -> None:
         """Rank 0 begins to write the checkpoint of this step."""
         self._in_flight = step
 
-    def saved(self) -> None:
+    def finish_save(self) -> None:
         """Rank 0 knows that the checkpoint that it began last is on disk."""
         if self._in_flight is not None:
             self._written, self._in_flight = self._in_flight, None

@@ -155,7 +155,7 @@ class Task(ABC):
         """Metrics beside the loss, from the means over units of the loss and of the task's `sums`."""
         return {}
 
-    def compared(self, outputs: Any, batch: Batch) -> tuple[Any, Any]:
+    def pair_with_targets(self, outputs: Any, batch: Batch) -> tuple[Any, Any]:
         """What the metrics of --metric compare: the model's outputs for a batch, and the targets."""
         return at_least_float32(outputs) if isinstance(outputs, Tensor) else outputs, batch.targets
 
@@ -247,7 +247,7 @@ class Task(ABC):
             seed_micro_batch(seed, EVAL_EPOCH, batch.micro_batch_index, world.device)
             with precision.autocast(), meter.record(model):
                 measured = self.measure(model, batch)
-            meter.add(batch.micro_batch_index, len(batch), partial(self.compared, batch=batch))
+            meter.add(batch.micro_batch_index, len(batch), partial(self.pair_with_targets, batch=batch))
             slots[0, batch.micro_batch_index] = measured.loss_sum
             if measured.sums is not None:
                 slots[1:, batch.micro_batch_index] = measured.sums

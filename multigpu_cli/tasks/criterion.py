@@ -56,8 +56,8 @@ class Criterion(Task):
         outputs = model(batch.inputs)
         return BatchMetrics(self._sum(outputs, batch).double(), _right(self._logits(outputs), batch.targets))
 
-    def compared(self, outputs: Any, batch: Batch) -> tuple[Any, Any]:
-        return super().compared(self._logits(outputs), batch)
+    def pair_with_targets(self, outputs: Any, batch: Batch) -> tuple[Any, Any]:
+        return super().pair_with_targets(self._logits(outputs), batch)
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         return {"accuracy": int(counts[0]) / units} if counts.numel() else {}

@@ -61,7 +61,7 @@ class Regression(Task):
             for number, column in enumerate(value.T)
         }
 
-    def compared(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    def pair_with_targets(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Both in the targets' own unit."""
         outputs, _ = self._match_shapes(outputs, batch.targets)
         return outputs.double() * self.deviation + self.mean, batch.targets.double()

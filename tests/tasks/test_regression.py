@@ -55,13 +55,13 @@ def test_an_evaluation_agrees_with_scikit_learn_on_any_number_of_workers() -> No
     inputs, targets = draw_pair(37, 3)
     split = TensorDataset(inputs, targets)
 
-    def evaluated(world: World) -> dict[str, float]:
+    def evaluate_on_rank(world: World) -> dict[str, float]:
         components = task(split)
         loader = Loader(split, components.source, DataConfig(), device=CPU, seed=1)
         return components.evaluate(nn.Identity(), loader, world, Precision("off", CPU), 4).metrics
 
-    alone = evaluated(World(CPU))
-    assert run_on_each_rank(3, evaluated) == [alone] * 3
+    alone = evaluate_on_rank(World(CPU))
+    assert run_on_each_rank(3, evaluate_on_rank) == [alone] * 3
     truth, said = numpy.asarray(targets, dtype=float), numpy.asarray(inputs, dtype=float)
     squared = mean_squared_error(truth, said)
     expected = {"loss": squared, "mae": mean_absolute_error(truth, said), "rmse": squared**0.5}

@@ -140,7 +140,7 @@ def _add_activations(
     each = 2 if pairs else 1  # rows of a sample
     try:
         one, two = count_kept_bytes(model, (each, 2 * each), tokens, dtype)
-    except Exception as error:  # code of transformers, which may raise anything where tensors have no values
+    except Exception as error:  # of transformers, where tensors have no values; the forecast says what it then lacks
         return memory, f"its layers ask for values ({type(error).__name__})"
     fixed, slope = fit_line((1, float(one)), (2, float(two)))
     return replace(memory, fixed=fixed, per_sample=slope), ""

@@ -36,7 +36,7 @@ class Metric(ABC):
 
         Args:
             number: of the batch, over all workers.
-            outputs, targets: what `Task.compared` returned.
+            outputs, targets: what `Task.pair_with_targets` returned.
 
         Raises:
             TrainingError: the user's code failed, or returned something else than it has to.
