@@ -58,8 +58,6 @@ class ExactSharded(Sharded):
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         super().attach_optimizer(optimizer)
-        if self._world.device.type != "cpu":
-            return
         tails = WholeTails(optimizer)
         for parameter, rows in self._pairs:
             start = sum(_divide(parameter.shape, self._world.size)[: self._world.rank])

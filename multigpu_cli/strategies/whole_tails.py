@@ -1,8 +1,9 @@
-"""Optimizer steps on rows with the bits of a step on the whole weight, on a CPU.
+"""Optimizer steps on rows with the bits of a step on the whole weight.
 
-There a kernel takes a vector of numbers at a time, and what is left at the end of a tensor one by one, with other
-rounding (fused AdamW and SGD). Rows end elsewhere than the whole. For the step they are therefore copied, with zeros
-around them, into a tensor that ends as the whole does.
+A kernel takes a vector of numbers at a time, and what is left at the end of a tensor one by one: on a CPU with other
+rounding (fused AdamW and SGD), on a GPU perhaps. Rows end elsewhere than the whole. Where their number is not a
+multiple of any vector's, they are therefore copied for the step, with zeros around them, into a tensor that ends as the
+whole does.
 """
 
 from typing import Any, NamedTuple

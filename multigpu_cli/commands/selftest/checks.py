@@ -244,7 +244,7 @@ def _compare_exact(measurements: Measurements, parts: Sequence[Measured]) -> Che
 
 
 def _check_sharded(measurements: Measurements) -> CheckResult:
-    reference, sharded = measurements.alone["reference"], measurements.workers[0]["sharded"]
+    reference, sharded = measurements.alone["reference"]["by rows"], measurements.workers[0]["sharded"]
     if reason := sharded.get("refused"):
         return CheckResult("", None, f"not possible here: {reason}")
     differences = []

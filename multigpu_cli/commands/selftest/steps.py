@@ -27,13 +27,27 @@ _LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to
 
 
 def measure_reference(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """Gradients by definition, one micro-batch at a time on one device: their sum, divided by the samples seen."""
+    """Gradients by definition, one micro-batch at a time on one device: their sum, divided by the samples seen.
+
+    "by rows" are those of contiguous weights, as --multi-gpu fsdp gathers them: kernels of another layout round
+    otherwise, and where an activation is next to a ReLU's zero, a rounding decides about its whole gradient.
+    """
     if process.world.size > 1:
         return {}
     components = process.alone.components(compile="off")
     stack.callback(components.loaders.train.close)
-    last = components.plan.batches.steps_per_epoch - 1
-    return {"first": _compute_definition(components, 0), "last": _compute_definition(components, last)}
+    measured = _compute_definitions(components)
+    model = components.state.model
+    if all(parameter.is_contiguous() for parameter in model.parameters()):
+        return measured | {"by rows": measured}
+    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    return measured | {"by rows": _compute_definitions(components)}
+
+
+def _compute_definitions(components: TrainComponents) -> Measured:
+    """In the first step of an epoch and in its last."""
+    steps = {"first": 0, "last": components.plan.batches.steps_per_epoch - 1}
+    return {which: _compute_definition(components, number) for which, number in steps.items()}
 
 
 def _compute_definition(components: TrainComponents, number: int) -> Measured:

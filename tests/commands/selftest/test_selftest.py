@@ -261,13 +261,11 @@ def evidence(**changes: Any) -> Measurements:
     """A side that agrees with itself, but for some changes on the workers'."""
     gradient = {"w": torch.tensor([3.0, 4.0])}
     sharded = {"gradient": gradient, "loss": 1.0}
+    defined = sharded | {"missing": []}
     side: dict[str, Any] = {
         "samples": {"in one order": {5: [1.0, 0.5]}, "in another order": {5: [1.0, 0.5]}},
         "model": {"weights": "w", "outputs": [["loss", "Task", [1.0, 1.0]]], "again": [["loss", "Task", [1.0, 1.0]]]},
-        "reference": {
-            "first": {"gradient": gradient, "loss": 1.0, "missing": []},
-            "last": {"gradient": gradient, "loss": 1.0, "missing": []},
-        },
+        "reference": {"first": defined, "last": defined, "by rows": {"first": defined, "last": defined}},
         "gradients": {
             "first": gradient,
             "last": gradient,

@@ -1,4 +1,7 @@
-"""--exact under --amp off: GPUs with the kernels of the CPU come to its bits, by whatever path they take."""
+"""--exact under --amp off: GPUs with the kernels of the CPU come to its bits, by whatever path they take.
+
+Sharded, too: these GPUs round the end of a tensor otherwise, as the CPU does.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,8 @@ def test_gpus_come_to_the_bits_of_the_cpu(what: str, tmp_path: Path) -> None:
         gpus.train_on_gpus(count, machine=Machine.of(count), **flags, save_dir=str(tmp_path / f"gpu{count}"))
         for count in (1, 2)
     ]
-    assert [ended.error for ended in (on_cpu, *on_gpus)] == ["", "", ""]
+    sharded = {"multi_gpu": "fsdp", "machine": Machine.of(3), "save_dir": str(tmp_path / "sharded")}
+    on_gpus.append(gpus.train_on_gpus(3, **flags | sharded))
+    assert [ended.error for ended in (on_cpu, *on_gpus)] == [""] * 4
     assert {ended.summary["device"] for ended in on_gpus} == {Gpu().name}
     assert {ended.summary["fingerprint"] for ended in on_gpus} == {on_cpu.summary["fingerprint"]}
