@@ -37,6 +37,7 @@ CHECKS = {
     "loader-processes": Check("tests.gpu.checks.data:loader_processes"),
     "data-beside": Check("tests.gpu.checks.data:on_the_device_and_beside"),
     "ddp-nccl": Check("tests.gpu.checks.strategies:one_nccl_rank"),
+    "fsdp-nccl": Check("tests.gpu.checks.strategies:one_sharded_rank"),
     "ddp-self-launched": Check("tests.gpu.checks.strategies:self_launched"),
     "ddp-one-gpu": Check("tests.gpu.checks.strategies:two_gloo_ranks_on_one_gpu", real=True),
     "dp-twice": Check("tests.gpu.checks.strategies:data_parallel_twice"),

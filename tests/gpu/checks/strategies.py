@@ -14,7 +14,7 @@ from multigpu_cli.engine import train_step
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.launch_env import LaunchEnv
-from tests.gpu.front_door import DIGITS, GOOD_ENOUGH, holds, launcher, run, run_command, words
+from tests.gpu.front_door import ALONE, DIGITS, GOOD_ENOUGH, holds, launcher, run, run_command, same_weights, words
 from tests.gpu.in_process import GPU, ONE_RANK, check_device, raise_again, train
 
 
@@ -31,6 +31,15 @@ def one_nccl_rank(folder: Path) -> dict[str, Any]:
     assert set(seen) == {"nccl"}, f"backend {set(seen)}"
     done = run(folder / "torchrun", *words(DIGITS), "--multi-gpu", "ddp", "--amp", "bf16", ranks=1)
     return holds(done, "ddp", "bf16") | {"backend": "nccl"}
+
+
+def one_sharded_rank(folder: Path) -> dict[str, Any]:
+    """FSDP over nccl, which has with --exact the bits of a run that is not sharded."""
+    done = run(folder / "sharded", *words(DIGITS), "--multi-gpu", "fsdp", "--amp", "bf16", ranks=1)
+    short = ("--exact", "--max-steps", "20")
+    exact = run(folder / "exact", *short, "--multi-gpu", "fsdp", ranks=1)
+    same_weights(exact, run(folder / "whole", *short, *ALONE))
+    return holds(done, "fsdp", "bf16")
 
 
 def self_launched(folder: Path) -> dict[str, Any]:
