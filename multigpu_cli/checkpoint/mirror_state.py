@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.manifest import list_checkpoint_folders, parse_step
 
 STATE_FILE = "mirror.json"
 
@@ -41,3 +42,12 @@ def read_state(run: Path) -> MirrorState:
 
 def write_state(run: Path, state: MirrorState) -> None:
     publish(run / STATE_FILE, json.dumps(asdict(state), indent=1).encode())
+
+
+def explain_missing(run: Path, url: str, reason: str) -> str:
+    """What the mirror of a run lacks, why, and what sends it; the run folder has all of it."""
+    state = read_state(run)
+    newest = next(map(parse_step, list_checkpoint_folders(run / "checkpoints")), None)
+    sent = state.step if state.url == url else None
+    lacks = "the last files of the run" if newest is None or newest == sent else f"the checkpoint of step {newest}"
+    return f"{url} lacks {lacks} ({reason}); {run} has all of it; multigpu mirror {run} --to {url} sends it"

@@ -19,6 +19,8 @@ def find_url_errors(url: str) -> Iterator[RequestError]:
             f"--mirror {_hide_password(url)}: is not the URL of a folder",
             remedy="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:/PATH",
         )
+    elif scheme == "file" and host:
+        yield RequestError(f"--mirror {url}: names a machine, {host}", remedy=f"file:/{host}… for a folder of this one")
     elif "@" in host or "?" in url:
         yield RequestError(
             f"--mirror {_hide_password(url)}: holds credentials or options, which would be written into config.yaml",
