@@ -39,12 +39,16 @@ class Follower:
         self.run, self.mirror, self.keep, self._note = run, mirror, keep, note
         self.progressed = time.monotonic()
         self._state = read_state(run)
+        if self._state.url != mirror.url:
+            self._state = replace(self._state, url=mirror.url, step=None, content="")
         self._claimed = False
         self._damaged: set[str] = set()
 
     def follow(self, ended: threading.Event, patience: float = PATIENCE) -> bool:
         """Keep the mirror up to date until the run has ended; whether all is there then."""
         pause = _INTERVAL
+        with suppress(OSError):  # as below
+            self._record(complete=False)
         while True:
             last = ended.wait(pause)
             self._note("")
@@ -106,10 +110,10 @@ class Follower:
             self.mirror.write_owner(own)
         self.mirror.discard(lambda step: step > newest)  # of before the run was restarted from an older checkpoint
         known = self._state
-        if known.url != self.mirror.url or (known.step or 0) > newest or known.step not in steps:
+        if (known.step or 0) > newest or known.step not in steps:
             known = replace(known, step=None, content="")
         self._state, self._claimed = known, True
-        self._record(id=own, url=self.mirror.url, complete=False)
+        self._record(id=own)
 
     def _is_new(self, folder: Path) -> bool:
         """Whether a checkpoint is to be sent: intact, and not older than the last that was, nor the same."""

@@ -16,7 +16,7 @@ class MirrorState:
 
     Attributes:
         id: of the run, which its mirror holds too; "" before the first contact.
-        url: where `step` was sent.
+        url: of the mirror.
         step: of the newest checkpoint in the mirror.
         content: checksum of that checkpoint's manifest.
         complete: all files of the ended run are there.
