@@ -32,7 +32,7 @@ _NAME = "benchmarks.companions:Hanging"
 _ADDRESS = "hanging-server"  # a socket in the working directory
 _ENDLESS = "1000000"
 _INTERVAL, _LINES = 10, 8  # steps a journal line, lines a turn
-_SAVED, _CHECKPOINTS = 500, 12  # steps a checkpoint, checkpoints a turn: seconds, of which the mirror looks every one
+_SAVED, _CHECKPOINTS = 500, 6  # steps a checkpoint, checkpoints a turn: seconds, of which the mirror looks every one
 
 
 class Hanging:
@@ -97,7 +97,7 @@ def _measure_mirror(tiny: bool) -> list[Row]:
     ]
 
 
-def _assemble(sides: Mapping[str, Mapping[str, str]], every: str, stack: ExitStack) -> dict[str, Run]:
+def _assemble(sides: Mapping[str, dict[str, str]], every: str, stack: ExitStack) -> dict[str, Run]:
     flags = MLP | {"epochs": _ENDLESS, "checkpoint_every": every, "log_interval": str(_INTERVAL)}
     runs = {name: assembled(flags | more | {"save_dir": name}, stack) for name, more in sides.items()}
     for run in runs.values():
