@@ -5,17 +5,20 @@ loads no torch: a process beside the training uses it.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.checkpoint.files import PIECE, flush_folder, publish
-from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, parse_step, read_manifest
+from multigpu_cli.checkpoint.files import PIECE, compute_sha256, flush_folder, publish, publish_stream
+from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, parse_step
+from multigpu_cli.config.addresses import hide_passwords
 from multigpu_cli.config.mirror_url import make_absolute
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.runtime.launch_env import list_secrets
 
 SMALL_FILES = ("config.yaml", "journal.jsonl", "summary.json")
 """Files of a run folder that are mirrored beside its checkpoints."""
@@ -31,11 +34,18 @@ class MirrorError(TrainingError):
     """The remote folder can't be read or written, or does not hold what it should."""
 
 
+class DamagedMirror(MirrorError):
+    """A checkpoint there is not what its manifest says."""
+
+
 class Mirror:
     """The remote folder of one run.
 
     Args:
         url: s3://…, gs://… or file:…, checked by config/mirror_url.py; drivers find their credentials themselves.
+
+    Raises:
+        MirrorError: the driver can't begin, for instance for want of credentials.
     """
 
     def __init__(self, url: str) -> None:
@@ -43,7 +53,10 @@ class Mirror:
 
         self.url = url = make_absolute(url)
         options: dict[str, Any] = {"config_kwargs": _S3_LIMITS} if url.startswith("s3:") else {}
-        self._system, root = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
+        with self._errors("opening"):
+            self._system, root = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
+        if url.startswith("s3:"):
+            self._system.retries = 1  # the driver's own, beside those of _S3_LIMITS; the follower tries again
         self._root, self._on_disk = root.rstrip("/"), url.startswith("file:")
 
     @contextmanager
@@ -54,8 +67,8 @@ class Mirror:
         except MirrorError:
             raise
         except Exception as error:  # each driver has errors of its own, not all of them an OSError
-            name = type(error).__name__
-            raise MirrorError(f"mirror {self.url}: {doing} failed ({name}: {str(error)[:300]})") from error
+            text = hide_passwords(f"{type(error).__name__}: {error}", list_secrets())[:300]
+            raise MirrorError(f"mirror {self.url}: {doing} failed ({text})") from error
 
     def _path(self, *names: str) -> str:
         return "/".join([self._root, *names])
@@ -73,48 +86,68 @@ class Mirror:
     def list_steps(self) -> list[int]:
         """The steps of the complete checkpoints, newest first."""
         with self._errors("listing"):
-            home = self._path("checkpoints")
-            if not self._system.exists(home):
-                return []
-            found = self._system.glob(f"{home}/step_*/{MANIFEST}")
-        return sorted((parse_step(Path(path).parent) for path in found), reverse=True)
+            found = map(Path, self._system.find(self._path("checkpoints")))  # a pattern would expand the URL's [] too
+            steps = [parse_step(path.parent) for path in found if path.name == MANIFEST]
+        return sorted((step for step in steps if step >= 0), reverse=True)
 
     def upload_checkpoint(self, folder: Path, moved: Callable[[], None]) -> None:
         """Copy a checkpoint file by file, each one read back and compared, the manifest last.
 
-        What an interrupted upload has left complete is not sent again.
+        What an interrupted upload has left complete is not sent again. The files stay open, so that the run may remove
+        the checkpoint meanwhile, as it does with old ones: on a slow network each would be gone before it has arrived.
 
         Raises:
             MirrorError: the remote folder refused it, or gave back other content.
-            OSError: the checkpoint was removed meanwhile, as old ones are.
+            OSError: the checkpoint was removed before the upload began.
         """
-        manifest = read_manifest(folder)
-        listed = {name: str(entry["sha256"]) for name, entry in manifest["files"].items()}
-        if "best" in manifest:
-            listed[BEST] = str(manifest["best"]["sha256"])
-        sums = {name: wanted for name, wanted in listed.items() if name != BEST or (folder / BEST).exists()}
-        content = (folder / MANIFEST).read_bytes()
-        there = ("checkpoints", folder.name)
-        if self._read(*there, MANIFEST) != content:
-            self._remove_file(*there, MANIFEST)  # of the same step of an earlier attempt
-        for name, wanted in sums.items():
-            moved()
-            if self._sum(*there, name, moved=moved) != wanted:
-                self._send(folder / name, *there, name)
-                if self._sum(*there, name, moved=moved) != wanted:
-                    raise MirrorError(f"mirror {self.url}: {folder.name}/{name} came back with other content")
+        with ExitStack() as stack:
+
+            def hold(name: str) -> Path:
+                return Path(f"/dev/fd/{stack.enter_context(open(folder / name, 'rb')).fileno()}")
+
+            content = (folder / MANIFEST).read_bytes()
+            manifest = json.loads(content)
+            sums = {name: str(entry["sha256"]) for name, entry in manifest["files"].items()}
+            if "best" in manifest and (folder / BEST).exists():
+                sums[BEST] = str(manifest["best"]["sha256"])
+            held = {name: hold(name) for name in sums}
+            there = ("checkpoints", folder.name)
+            if self._read(*there, MANIFEST) != content:
+                self._remove_file(*there, MANIFEST)  # of the same step of an earlier attempt
+            for name, wanted in sums.items():
+                self._upload(held[name], wanted, moved, *there, name)
         self._write(content, *there, MANIFEST)
 
-    def upload_file(self, file: Path) -> None:
-        """Copy a file of the run folder; one that is not there is left out."""
-        if file.exists():
-            self._write(file.read_bytes(), file.name)
+    def upload_file(self, file: Path, moved: Callable[[], None]) -> None:
+        """Copy a file of the run folder; one that is not there is removed: a run that goes on has no summary."""
+        try:
+            with open(file, "rb") as held:
+                copied = Path(f"/dev/fd/{held.fileno()}")
+                if file.name in FINAL_FILES:
+                    self._upload(copied, compute_sha256(copied, moved), moved, file.name)
+                else:
+                    self._write(held.read(), file.name)
+        except FileNotFoundError:
+            self._remove_file(file.name)
 
-    def download_checkpoint(self, step: int, run: Path) -> None:
-        """Copy a checkpoint into a run folder, verified before it gets its name there.
+    def read_manifest(self, step: int) -> dict[str, Any]:
+        """The manifest of a checkpoint, not verified.
 
         Raises:
-            MirrorError: it is damaged, or could not be read.
+            DamagedMirror: it is none.
+        """
+        name = f"step_{step:08d}"
+        try:
+            return dict(json.loads(self._read("checkpoints", name, MANIFEST) or b""))
+        except (ValueError, TypeError) as error:
+            raise DamagedMirror(f"mirror {self.url}: {name} is damaged: {MANIFEST} can't be read") from error
+
+    def download_checkpoint(self, step: int, run: Path) -> None:
+        """Copy a checkpoint into a run folder, verified, and the run's other files before it gets its name there.
+
+        Raises:
+            DamagedMirror: it is damaged there.
+            MirrorError: it could not be read.
             OSError: the local disk refused it.
         """
         name = f"step_{step:08d}"
@@ -124,20 +157,34 @@ class Mirror:
         try:
             with self._errors(f"reading {name}"):
                 for path in self._system.find(self._path("checkpoints", name)):
-                    self._system.get_file(path, str(draft / Path(path).name))
+                    if not path.endswith(".draft"):  # of an upload that was cut
+                        self._system.get_file(path, str(draft / Path(path).name))
             if damage := find_damage(draft):
-                raise MirrorError(f"mirror {self.url}: {name} is damaged: {damage}")
+                raise DamagedMirror(f"mirror {self.url}: {name} is damaged: {damage}")
+            for file in (*SMALL_FILES, *FINAL_FILES):
+                self._download_file(file, run)
+            if final.exists():  # and damaged, or it would not be wanted
+                shutil.rmtree(final)
             draft.rename(final)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
+            with suppress(OSError):  # they hold something
+                draft.parent.rmdir()
+                run.rmdir()
             raise
         flush_folder(final.parent)
 
-    def download_file(self, name: str, run: Path) -> None:
+    def _download_file(self, name: str, run: Path) -> None:
         """Copy a file into a run folder, unless it is there or the mirror has none."""
-        content = None if (run / name).exists() else self._read(name)
-        if content is not None:
-            publish(run / name, content)
+        if (run / name).exists():
+            return
+        draft = run / f".{name}.mirror.draft"
+        with self._errors(f"reading {name}"):
+            try:
+                self._system.get_file(self._path(name), str(draft))
+            except FileNotFoundError:
+                return
+        draft.replace(run / name)
 
     def discard(self, unwanted: Callable[[int], bool]) -> None:
         """Remove checkpoints by their step, each one's manifest first."""
@@ -145,7 +192,10 @@ class Mirror:
             name = f"step_{step:08d}"
             self._remove_file("checkpoints", name, MANIFEST)
             with self._errors(f"removing {name}"):
-                self._system.rm(self._path("checkpoints", name), recursive=True)
+                for path in self._system.find(self._path("checkpoints", name)):
+                    self._system.rm_file(path)
+                if self._on_disk:
+                    self._system.rm(self._path("checkpoints", name), recursive=True)
 
     def _read(self, *names: str) -> bytes | None:
         with self._errors(f"reading {names[-1]}"):
@@ -157,19 +207,33 @@ class Mirror:
     def _write(self, content: bytes, *names: str) -> None:
         with self._errors(f"writing {names[-1]}"):
             self._make_folder(*names[:-1])
-            if self._on_disk:  # where a file appears before its content; an object store shows whole ones only
+            if self._on_disk:
                 publish(Path(self._path(*names)), content)
             else:
                 self._system.pipe_file(self._path(*names), content)
         if self._read(*names) != content:
             raise MirrorError(f"mirror {self.url}: {names[-1]} came back with other content")
 
-    def _send(self, file: Path, *names: str) -> None:
-        with open(file, "rb"):
-            pass  # a file that is gone is the run's doing, and no error of the mirror
-        with self._errors(f"writing {names[-1]}"):
+    def _upload(self, file: Path, wanted: str, moved: Callable[[], None], *names: str) -> None:
+        """Send a file of any size, unless it is there, and read it back; its SHA-256 sum is wanted."""
+        moved()
+        if self._sum(*names, moved=moved) != wanted:
+            self._send(file, moved, *names)
+            if self._sum(*names, moved=moved) != wanted:
+                raise MirrorError(f"mirror {self.url}: {'/'.join(names[-2:])} came back with other content")
+
+    def _send(self, file: Path, moved: Callable[[], None], *names: str) -> None:
+        from fsspec.callbacks import Callback
+
+        with self._errors(f"writing {names[-1]}"), open(file, "rb") as content:
             self._make_folder(*names[:-1])
-            self._system.put_file(str(file), self._path(*names))
+            if self._on_disk:  # where a file appears before its content; an object store shows whole ones only
+                size = os.fstat(content.fileno()).st_size
+                target = Path(self._path(*names))
+                publish_stream(target, lambda copy: shutil.copyfileobj(content, copy, PIECE), size, moved)
+            else:
+                sent = Callback(hooks={"moved": lambda *_, **__: moved()})
+                self._system.put_file(str(file), self._path(*names), callback=sent)
 
     def _make_folder(self, *names: str) -> None:
         if self._on_disk:  # object stores have no folders, and s3fs would ask for a bucket

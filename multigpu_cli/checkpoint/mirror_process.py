@@ -1,23 +1,23 @@
 """The process beside rank 0 that keeps the mirror of its run folder up to date, so that no step waits for a network.
 
-Rank 0 holds the other end of its standard input: a byte there means that the run has ended, a closed end that it died.
-This process then sends what is missing and ends. It loads no torch.
+When the run has ended, or rank 0 is gone, it sends what is missing and ends. It loads no torch.
 """
 
 import fcntl
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
 from multigpu_cli.checkpoint.manifest import find_damage, list_checkpoint_folders, parse_step, read_manifest
 from multigpu_cli.checkpoint.mirror import FINAL_FILES, SMALL_FILES, Mirror, MirrorError
 from multigpu_cli.checkpoint.mirror_state import read_state, write_state
+from multigpu_cli.runtime.companion import accompany
 
 PATIENCE = 60.0  # seconds without progress, after the end of the run, until it gives up
 _INTERVAL = 1.0  # seconds between looks at the run folder
@@ -29,23 +29,29 @@ class Follower:
 
     Args:
         keep: how many of the newest checkpoints stay in the mirror.
+        note: takes a line to rank 0; "" says that it is at work.
 
     Attributes:
         progressed: time.monotonic of the last bytes that were read or sent.
     """
 
-    def __init__(self, run: Path, mirror: Mirror, keep: int) -> None:
-        self.run, self.mirror, self.keep = run, mirror, keep
+    def __init__(self, run: Path, mirror: Mirror, keep: int, note: Callable[[str], None] = lambda text: None) -> None:
+        self.run, self.mirror, self.keep, self._note = run, mirror, keep, note
         self.progressed = time.monotonic()
         self._state = read_state(run)
+        if self._state.url != mirror.url:
+            self._state = replace(self._state, url=mirror.url, step=None, content="")
         self._claimed = False
         self._damaged: set[str] = set()
 
     def follow(self, ended: threading.Event, patience: float = PATIENCE) -> bool:
         """Keep the mirror up to date until the run has ended; whether all is there then."""
         pause = _INTERVAL
+        with suppress(OSError):  # as below
+            self._record(complete=False)
         while True:
             last = ended.wait(pause)
+            self._note("")
             try:
                 self.upload_new()
                 if last:
@@ -53,7 +59,9 @@ class Follower:
                     return True
                 pause = _INTERVAL
             except (MirrorError, OSError) as error:
-                self._record(error=str(error))
+                self._note(str(error))
+                with suppress(OSError):  # the local disk may be full, until the run makes room
+                    self._record(error=str(error))
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 if last and time.monotonic() - self.progressed > patience:
                     return False
@@ -72,13 +80,15 @@ class Follower:
         new = next(filter(self._is_new, list_checkpoint_folders(self.run / "checkpoints")), None)
         if new is None:
             return
+        if self.mirror.read_owner() != self._state.id:  # another run began with the same mirror
+            raise MirrorError(f"mirror {self.mirror.url}: holds checkpoints of another run")
         try:
             manifest = read_manifest(new)
             self.mirror.upload_checkpoint(new, self._moved)
         except FileNotFoundError:  # the run has removed it meanwhile, as it does with old ones
             return
         for name in SMALL_FILES:
-            self.mirror.upload_file(self.run / name)
+            self.mirror.upload_file(self.run / name, self._moved)
         kept = self.mirror.list_steps()[: self.keep]
         self.mirror.discard(lambda step: step not in kept)
         self._record(step=parse_step(new), content=str(manifest["sha256"]))
@@ -86,25 +96,24 @@ class Follower:
     def upload_final(self) -> None:
         """Upload the weights for use, and the last lines of the journal."""
         for name in (*FINAL_FILES, *SMALL_FILES):
-            self.mirror.upload_file(self.run / name)
-            self._moved()
+            self.mirror.upload_file(self.run / name, self._moved)
         self._record(complete=True)
 
     def _claim(self) -> None:
-        """Take over the mirror for this run: the id is that of the run folder, else the mirror's, else a new one."""
+        """Take over the mirror for this run; a checkpoint that came from there has brought its id."""
         owner, steps = self.mirror.read_owner(), self.mirror.list_steps()
-        own = self._state.id or owner or uuid4().hex
+        own = self._state.id or uuid4().hex
         newest = max(map(parse_step, list_checkpoint_folders(self.run / "checkpoints")), default=-1)
-        if steps and (owner != own or newest < 0):
+        if steps and (owner not in ("", own) or newest < 0):
             raise MirrorError(f"mirror {self.mirror.url}: holds checkpoints of another run")
         if owner != own:
             self.mirror.write_owner(own)
         self.mirror.discard(lambda step: step > newest)  # of before the run was restarted from an older checkpoint
         known = self._state
-        if known.url != self.mirror.url or (known.step or 0) > newest or known.step not in steps:
+        if (known.step or 0) > newest or known.step not in steps:
             known = replace(known, step=None, content="")
         self._state, self._claimed = known, True
-        self._record(id=own, url=self.mirror.url, complete=False)
+        self._record(id=own)
 
     def _is_new(self, folder: Path) -> bool:
         """Whether a checkpoint is to be sent: intact, and not older than the last that was, nor the same."""
@@ -123,6 +132,7 @@ class Follower:
 
     def _moved(self) -> None:
         self.progressed = time.monotonic()
+        self._note("")
 
     def _record(self, *, error: str = "", **changes: Any) -> None:
         self._state = replace(self._state, error=error, **changes)
@@ -144,22 +154,17 @@ def lock_mirror(run: Path, how: int = 0) -> Iterator[None]:
         yield
 
 
-def main(run: str, url: str, keep: str) -> int:
-    """Mirror a run folder until its run has ended.
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Mirror a run folder (folder, URL, how many are kept) until its run has ended.
 
-    Returns:
-        the exit code: 1 if something is missing in the mirror.
+    It exits with 1 if something is missing in the mirror.
     """
-    ended = threading.Event()
-
-    def wait_for_end() -> None:
-        sys.stdin.buffer.read(1)
-        ended.set()
-
-    threading.Thread(target=wait_for_end, daemon=True).start()
-    with lock_mirror(Path(run)):
-        return 0 if Follower(Path(run), Mirror(url), int(keep)).follow(ended) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    run, url, keep = Path(arguments[0]), arguments[1], int(arguments[2])
+    ended, note = accompany()
+    try:
+        with lock_mirror(run, fcntl.LOCK_NB):
+            pass
+    except BlockingIOError:
+        note("the process of an earlier attempt is still sending")
+    with lock_mirror(run):
+        sys.exit(0 if Follower(run, Mirror(url), keep, note).follow(ended) else 1)

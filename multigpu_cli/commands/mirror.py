@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.lock import is_locked
-from multigpu_cli.checkpoint.mirror import Mirror
+from multigpu_cli.checkpoint.manifest import list_checkpoint_folders
+from multigpu_cli.checkpoint.mirror import Mirror, MirrorError
 from multigpu_cli.checkpoint.mirror_process import Follower, lock_mirror
 from multigpu_cli.checkpoint.mirror_state import read_state
 from multigpu_cli.checkpoint.run_folder import holds_run
@@ -26,22 +27,31 @@ def mirror_run(run: str, url: str) -> dict[str, Any]:
         TrainingError: the remote folder refused it.
     """
     folder = Path(run)
-    if errors := list(find_url_errors(url)):
+    if errors := list(find_url_errors(url, "--to")):
         raise combine_errors(errors)
     if not holds_run(folder):
         raise RequestError(f"{run}: is no run folder", remedy="name the folder that holds its config.yaml")
+    if not list_checkpoint_folders(folder / "checkpoints"):
+        raise RequestError(f"{run}: has no checkpoint to send", remedy="train it until its first one")
     if is_locked(folder):
         raise RequestError(f"{run}: the run is at work", remedy="wait for its end; with --mirror it sends them itself")
     ended = threading.Event()
     ended.set()
     try:
         with lock_mirror(folder, fcntl.LOCK_NB):
-            complete = Follower(folder, Mirror(url), _KEEP).follow(ended, _PATIENCE)
+            complete = Follower(folder, _open(url), _KEEP).follow(ended, _PATIENCE)
     except BlockingIOError as error:
         raise RequestError(f"{run}: another process is sending it", remedy="wait for its end") from error
     if not complete:
         raise TrainingError(read_state(folder).error, remedy="the same command once the remote folder is back")
     return {"url": read_state(folder).url, "step": read_state(folder).step}
+
+
+def _open(url: str) -> Mirror:
+    try:
+        return Mirror(url)
+    except MirrorError as error:
+        raise RequestError(error.problem, remedy="check the URL and the credentials") from error
 
 
 def format_mirrored(found: dict[str, Any]) -> Iterator[str]:

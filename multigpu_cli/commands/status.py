@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.lock import is_locked
+from multigpu_cli.checkpoint.mirror_state import explain_missing, read_state
 from multigpu_cli.commands.ranking import explain_order, order_runs, read_figures
 from multigpu_cli.config.command_line import list_arguments
 from multigpu_cli.config.sources import resolve
@@ -118,7 +119,7 @@ def read_status(run: Path, now: float) -> Status:
         attempts=len(history.attempts),
         recovery_seconds=back.get("seconds"),
         lost_steps=back.get("lost_steps"),
-        alarms=[*_list_alarms(history, attempt, state, silent), *_list_logger_alarms(run, state)],
+        alarms=[*_list_alarms(history, attempt, state, silent), *_list_companion_alarms(run, state)],
     )
 
 
@@ -231,12 +232,15 @@ def _estimate_eta(history: History, attempt: Attempt, now: float) -> float | Non
     return max(0.0, left)
 
 
-def _list_logger_alarms(run: Path, state: str) -> Iterator[str]:
-    """Loggers that fail now, or that lack a part of a run that has ended."""
+def _list_companion_alarms(run: Path, state: str) -> Iterator[str]:
+    """Loggers that fail now, and what loggers and mirror lack of a run that has ended."""
     for position in list_positions(run):
         lines = count_unsent_lines(run, position)
         if lines and (position.error or state not in _RUNNING):
             yield explain_unsent(run, position, lines)
+    mirror = read_state(run)
+    if mirror.url and not mirror.complete and state not in _RUNNING:
+        yield explain_missing(run, mirror.url, mirror.error or "it was not sent")
 
 
 def _list_alarms(history: History, attempt: Attempt, state: str, silent: float) -> Iterator[str]:

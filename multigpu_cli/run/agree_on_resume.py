@@ -35,11 +35,13 @@ def agree_on_resume_point(config: Config, world: World) -> ResumePoint:
         TrainingError: an earlier attempt is still active in the folder.
     """
     begun = _find_earlier_folders(world)
-    run_on_main_rank(world, lambda: restore_from_mirror(config, attempt=world.attempt, begun=begun))
+    restored, skipped = run_on_main_rank(world, lambda: restore_from_mirror(config, attempt=world.attempt, begun=begun))
+    if restored:
+        config = replace(config, checkpoint=replace(config.checkpoint, save_dir=restored))
     damaged: dict[str, str] = {}
     while damage := _find_damaged_piece(start := _agree(config, world, begun, damaged), world):
         damaged[_name_content(start.manifest)] = damage
-    start = _apply_notes(start, world)
+    start = _apply_notes(replace(start, warnings=[*skipped, *start.warnings]), world)
     if start.folder in begun and world.local_rank == 0:
         record_run(world.agent_dir, world.attempt, start.folder)
     return start

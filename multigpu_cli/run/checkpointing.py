@@ -187,7 +187,7 @@ def finish_pending_checkpoint(run: "Run") -> None:
     if not error:
         run.hooks.finish_save()
     if checkpointer.mirror and (fault := checkpointer.mirror.read_new_fault()):
-        run.log_fault("mirror", f"{fault}; training goes on, and it is tried again")
+        run.log_fault("mirror", fault)
 
 
 def _collect_state(run: "Run", task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Rows]]:

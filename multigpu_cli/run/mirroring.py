@@ -1,29 +1,26 @@
 """Starts the process that mirrors a run folder, passes its troubles on, and waits for it at the end of the run."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from math import inf
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from multigpu_cli.checkpoint import mirror_process
-from multigpu_cli.checkpoint.mirror_state import read_state
+from multigpu_cli.checkpoint.mirror_state import explain_missing, read_state
 from multigpu_cli.config.mirror_url import make_absolute
+from multigpu_cli.runtime.companion import Companion
 
 if TYPE_CHECKING:
     from multigpu_cli.run.run import Run
 
-_PROJECT = Path(mirror_process.__file__).resolve().parents[2]
 _STOP_WAIT = 10.0  # seconds that a run which was told to stop waits; the process itself goes on after that
+_HANGS = 300.0  # seconds without a sign of life; until then a driver's own time limits have raised an error
+_SILENT = 2.0  # seconds until the user is told what the end waits for
 
 
 class MirrorProcess:
     """The process that follows a run folder, seen from rank 0.
-
-    It is in a session of its own, so that it can send the last checkpoint of a run that was killed.
 
     Args:
         run: the run folder, whose lock is held.
@@ -31,55 +28,93 @@ class MirrorProcess:
     """
 
     def __init__(self, run: Path, url: str, keep: int) -> None:
-        self._run, self.url = run.absolute(), url
-        (self._run / "logs").mkdir(exist_ok=True)
-        command = [sys.executable, "-m", mirror_process.__name__, str(self._run), make_absolute(url), str(keep)]
-        with open(self._run / "logs" / "mirror.log", "ab") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=_PROJECT, start_new_session=True
-            )
-        self._reported = ""
+        self._run, self.url = run.absolute(), make_absolute(url)
+        self._log = self._run / "logs" / "mirror.log"
+        self._log.parent.mkdir(exist_ok=True)
+        with open(self._log, "ab") as log:
+            self._companion = Companion(mirror_process.__name__, [str(self._run), self.url, str(keep)], log)
+        self._reported = self._note = ""
+        self._heard = time.monotonic()
 
     def read_new_fault(self) -> str:
         """Why the last upload failed, unless it was said before; "" if none did."""
-        error = read_state(self._run).error
-        if self._process.poll() not in (None, 0) and not error:
-            error = f"its process ended with exit code {self._process.returncode}: {self._run / 'logs' / 'mirror.log'}"
+        self._hear()
+        error = read_state(self._run).error or self._explain_silence()
+        if not self._companion.running:
+            error = f"training goes on, but {self._explain_missing()}"
+        elif error:
+            error += "; training goes on, and it is tried again"
         new, self._reported = error if error != self._reported else "", error
         return new
 
-    def finish(self, patience: float, moved: Callable[[], None]) -> str:
+    def finish(
+        self,
+        is_stopped: Callable[[], bool],
+        moved: Callable[[], None],
+        say: Callable[[str], None],
+        *,
+        wait: bool = True,
+    ) -> str:
         """Let the process send what is missing, and end; returns what is missing, with the way out, or "".
 
         Args:
-            patience: seconds until this returns although the process, which gives up by itself, is still sending.
+            is_stopped: whether a signal asks the run to end soon: then the process goes on alone after some seconds.
             moved: called while it is at work.
+            say: shows what the run waits for.
+            wait: False: it goes on alone at once.
         """
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already
-            self._process.stdin.write(b"\n")  # closing alone says nothing: forked loader workers hold this end too
-            self._process.stdin.close()
-        until = time.monotonic() + patience
-        while self._process.poll() is None:
-            if time.monotonic() > until:
-                return f"{self.url} is not complete yet: process {self._process.pid} goes on sending"
-            moved()
-            time.sleep(0.1)
-        if self._process.returncode == 0:
-            return ""
-        why = read_state(self._run).error or f"see {self._run / 'logs' / 'mirror.log'}"
-        return f"{self.url} is not complete ({why}); multigpu mirror {self._run} --to {self.url} sends the rest"
+        began = self._heard = time.monotonic()
+        until, said = None if wait else began, False
+        self._companion.tell_end()
+        try:
+            while self._companion.running:
+                moved()
+                self._hear()
+                now = time.monotonic()
+                if until is None and is_stopped():
+                    until = now + _STOP_WAIT
+                if until is not None and now >= until:
+                    return f"{self.url} is not complete yet: process {self._companion.process.pid} goes on sending"
+                if self._explain_silence():
+                    return self._explain_missing()
+                if not said and now - began > _SILENT:
+                    said = True
+                    say(f"the training is done; waiting until all is in {self.url} (Ctrl-C: no longer than 10 s)")
+                time.sleep(0.1)
+        finally:
+            self._companion.leave(kill=False)
+        return "" if self._companion.process.returncode == 0 else self._explain_missing()
+
+    def _hear(self) -> None:
+        """Read what the process has written: what keeps it from sending, or "" as a sign of life."""
+        if notes := self._companion.read_notes():
+            self._heard, self._note = time.monotonic(), next(filter(None, reversed(notes)), self._note)
+
+    def _explain_silence(self) -> str:
+        """That the process hangs in the mirror, as it does where a network's file system is gone; "" if it does not."""
+        hangs = self._companion.running and time.monotonic() - self._heard > _HANGS
+        return f"it has not answered for {_HANGS:.0f} s" if hangs else ""
+
+    def _explain_missing(self) -> str:
+        ended = f"its process ended with exit code {self._companion.process.returncode}: {self._log}"
+        reasons = filter(None, [read_state(self._run).error or self._note, self._explain_silence()])
+        return explain_missing(self._run, self.url, "; ".join(reasons) or ended)
 
 
 @contextmanager
 def open_mirror(run: "Run") -> Iterator[None]:
-    """Mirror the run folder for as long as the context lasts; a completed run waits at its end until all is sent."""
+    """Mirror the run folder for as long as the context lasts; a completed run waits at its end until all is sent.
+
+    It does not wait for a mirror that hangs, nor after a signal.
+    """
     config = run.config.checkpoint
     mirror = run.checkpointer.mirror = MirrorProcess(run.folder, str(config.mirror), config.keep)
-    patience = 0.0
+    wait = False
     try:
         yield
-        patience = inf if run.finished else _STOP_WAIT
+        wait = True
     finally:
-        if missing := mirror.finish(patience, run.observer.watchdog.mark_progress):
-            run.log.console.warn(missing)
+        console = run.log.console
+        stopped = lambda: not run.finished or run.control.stop.signal is not None  # noqa: E731
+        if missing := mirror.finish(stopped, run.observer.watchdog.mark_progress, console.note, wait=wait):
+            console.warn(missing)

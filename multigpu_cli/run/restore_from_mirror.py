@@ -1,17 +1,19 @@
 """Brings a checkpoint back from the mirror of a run whose own folder lacks it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from multigpu_cli.checkpoint.manifest import list_checkpoint_folders
-from multigpu_cli.checkpoint.mirror import FINAL_FILES, SMALL_FILES, Mirror, MirrorError
-from multigpu_cli.checkpoint.mirror_state import read_state
+from multigpu_cli.checkpoint.mirror import DamagedMirror, Mirror, MirrorError
+from multigpu_cli.checkpoint.mirror_state import read_state, write_state
 from multigpu_cli.checkpoint.run_folder import NoIntactCheckpoint, choose_resume_point
+from multigpu_cli.config.resume_rules import merge_with_checkpoint
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
 
-def restore_from_mirror(config: Config, *, attempt: int, begun: Sequence[str]) -> None:
+def restore_from_mirror(config: Config, *, attempt: int, begun: Sequence[str]) -> tuple[str, list[str]]:
     """Copy the newest checkpoint of --mirror into the run folder, if it is newer than those there; rank 0 calls it.
 
     A mirror that can't be reached does not keep a run from going on from its own folder.
@@ -20,30 +22,35 @@ def restore_from_mirror(config: Config, *, attempt: int, begun: Sequence[str]) -
         attempt: as for `choose_resume_point`.
         begun: likewise.
 
+    Returns:
+        the run folder, if a checkpoint was copied there, else ""; and what was skipped because it is damaged.
+
     Raises:
-        RequestError: the mirror can't be used by a run that has no checkpoint of its own, or holds another run.
+        RequestError: the mirror can't be used by a run that has no checkpoint of its own, or holds another run, or
+            breaks off while it sends a checkpoint that is newer: to go on without it would remove it there.
     """
     if config.checkpoint.mirror is None:
-        return
+        return "", []
     if not begun:
         check_mirror_is_new(config)
-    mirror = Mirror(config.checkpoint.mirror)
     try:
         start = choose_resume_point(config, attempt=attempt, begun=begun)
         folder, own = Path(start.folder), int(start.manifest["step"]) if start.manifest else None
     except NoIntactCheckpoint as error:
         folder, own = error.folder, None
     try:
+        mirror = Mirror(config.checkpoint.mirror)
         steps, owner = mirror.list_steps(), mirror.read_owner()
         if not owner:
             mirror.write_owner("")  # shows now, and not after hours, that it can be written to
     except MirrorError as error:
         if own is None:
             raise _unusable(error) from error
-        return  # the process beside the run will report it
+        return "", []  # the process beside the run will report it
     _check_owner(config, mirror, folder, owner if steps else "")
     if config.checkpoint.resume in ("auto", "never") and steps and steps[0] > (-1 if own is None else own):
-        _download_newest(mirror, steps, folder, own)
+        return _download_newest(mirror, steps, folder, own, config)
+    return "", []
 
 
 def check_mirror_is_new(config: Config) -> None:
@@ -54,8 +61,8 @@ def check_mirror_is_new(config: Config) -> None:
     """
     if config.checkpoint.mirror is None or config.checkpoint.resume != "never":
         return
-    mirror = Mirror(config.checkpoint.mirror)
     try:
+        mirror = Mirror(config.checkpoint.mirror)
         steps = mirror.list_steps()
     except MirrorError as error:
         raise _unusable(error) from error
@@ -87,26 +94,51 @@ def _check_owner(config: Config, mirror: Mirror, folder: Path, owner: str) -> No
         )
 
 
-def _download_newest(mirror: Mirror, steps: Sequence[int], folder: Path, own: int | None) -> None:
-    """Download the newest checkpoint that is intact and newer than the run folder's own, with the run's other files."""
-    damages = []
+def _download_newest(
+    mirror: Mirror, steps: Sequence[int], folder: Path, own: int | None, config: Config
+) -> tuple[str, list[str]]:
+    """Download the newest checkpoint that is intact and newer than the run folder's own, with the run's other files.
+
+    Returns:
+        the run folder, "" if none was newer; and what was skipped.
+    """
+    damages: list[str] = []
     for step in steps:
         if own is not None and step <= own:
-            return
+            return "", damages
         try:
+            if own is None:
+                _check_settings(config, mirror, step)
             mirror.download_checkpoint(step, folder)
+            write_state(folder, replace(read_state(folder), id=mirror.read_owner()))
+        except DamagedMirror as error:
+            damages.append(f"skipped {error.problem}")
         except MirrorError as error:
-            damages.append(f"\n  {error.problem}")
-            continue
+            raise _unusable(error) from error
         except OSError as error:
             raise RequestError(
                 f"--mirror {mirror.url}: step {step} could not be copied to {folder}: {error}",
                 remedy="free some space, or use another --save-dir",
             ) from error
-        for name in (*SMALL_FILES, *FINAL_FILES):
-            mirror.download_file(name, folder)
-        return
+        else:
+            return str(folder), damages
+    if own is not None:
+        return "", damages
+    listed = "".join(f"\n  {damage}" for damage in damages)
     raise RequestError(
-        f"--mirror {mirror.url}: has no intact checkpoint{''.join(damages)}",
+        f"--mirror {mirror.url}: has no intact checkpoint{listed}",
         remedy="start a new run with another --mirror and --save-dir",
     )
+
+
+def _check_settings(config: Config, mirror: Mirror, step: int) -> None:
+    """Check that the run in the mirror is the one that the command describes, before anything is copied."""
+    manifest = mirror.read_manifest(step)
+    try:
+        merge_with_checkpoint(config, manifest["settings"], manifest["written"], manifest["pins"], mirror.url)
+    except RequestError as error:
+        differing = "; ".join(line for line in error.problem.splitlines() if not line.startswith("  try: "))
+        raise RequestError(
+            f"--mirror holds another run: {differing}",
+            remedy="a new run needs another --mirror; to go on with that one, repeat its settings",
+        ) from error

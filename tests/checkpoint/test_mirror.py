@@ -1,12 +1,13 @@
 """The remote folder: what is there is whole, whenever a transfer is cut; on disk, and on a local S3 server."""
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from multigpu_cli.checkpoint.files import ignore_progress
+from multigpu_cli.checkpoint.files import PIECE, ignore_progress
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, sign_manifest
 from multigpu_cli.checkpoint.mirror import Mirror, MirrorError
 from tests.support.mirrors import CutMirror, s3_server, write_checkpoint
@@ -39,19 +40,56 @@ def test_what_was_uploaded_comes_back(mirror: Mirror, tmp_path: Path) -> None:
     assert mirror.list_steps() == [100]
 
 
-def test_small_files_are_copied_both_ways_but_never_over_others(mirror: Mirror, tmp_path: Path) -> None:
+def test_other_files_follow_both_ways_but_never_over_others_and_a_summary_that_is_gone_leaves(
+    mirror: Mirror, tmp_path: Path
+) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
-    run.mkdir()
-    other.mkdir()
-    (run / "journal.jsonl").write_text("{}\n")
-    for name in ("journal.jsonl", "summary.json"):
-        mirror.upload_file(run / name)
-        mirror.download_file(name, other)
-    assert [file.name for file in other.iterdir()] == ["journal.jsonl"]
+    mirror.upload_checkpoint(write_checkpoint(run, 1), ignore_progress)
+    for name in ("journal.jsonl", "summary.json", "best.pt"):
+        (run / name).write_text(name)
+        mirror.upload_file(run / name, ignore_progress)
+    (run / "summary.json").unlink()  # the run goes on
     (run / "journal.jsonl").write_text("later")
-    mirror.upload_file(run / "journal.jsonl")
-    mirror.download_file("journal.jsonl", other)
-    assert (other / "journal.jsonl").read_text() == "{}\n"
+    for name in ("journal.jsonl", "summary.json"):
+        mirror.upload_file(run / name, ignore_progress)
+    other.mkdir()
+    (other / "best.pt").write_text("its own")
+    mirror.download_checkpoint(1, other)
+    found = {file.name: file.read_text() for file in other.iterdir() if file.is_file()}
+    assert found == {"journal.jsonl": "later", "best.pt": "its own"}
+
+
+def test_a_large_file_is_sent_in_pieces_and_each_counts_as_progress(tmp_path: Path) -> None:
+    moves: list[None] = []
+    (tmp_path / "best.pt").write_bytes(b"x" * (2 * PIECE + 1))
+    mirror = Mirror(f"file:{tmp_path}/mirror")
+    for _ in range(2):  # the second time it is there
+        mirror.upload_file(tmp_path / "best.pt", lambda: moves.append(None))
+    assert (tmp_path / "mirror" / "best.pt").stat().st_size == 2 * PIECE + 1
+    assert len(moves) > 15
+
+
+def test_a_checkpoint_that_the_run_removes_while_it_is_sent_arrives_whole(mirror: Mirror, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "run", 5)
+    mirror.upload_checkpoint(folder, lambda: shutil.rmtree(folder, ignore_errors=True))
+    assert not folder.exists()
+    mirror.download_checkpoint(5, tmp_path / "other")
+
+
+def test_a_damaged_checkpoint_of_the_run_folder_is_replaced_by_that_of_the_mirror(tmp_path: Path) -> None:
+    folder, mirror = write_checkpoint(tmp_path / "run", 5), Mirror(f"file:{tmp_path}/mirror")
+    mirror.upload_checkpoint(folder, ignore_progress)
+    (folder / "state.pt").write_bytes(b"torn")
+    mirror.download_checkpoint(5, tmp_path / "run")
+    assert find_damage(folder) is None
+
+
+def test_a_folder_with_brackets_in_its_name_is_no_pattern(tmp_path: Path) -> None:
+    mirror = Mirror(f"file:{tmp_path}/run[1]*")
+    for step in (1, 2):
+        mirror.upload_checkpoint(write_checkpoint(tmp_path, step), ignore_progress)
+    mirror.discard(lambda step: step == 1)
+    assert mirror.list_steps() == [2]
 
 
 def test_wherever_an_upload_is_cut_only_whole_checkpoints_are_there(tmp_path: Path) -> None:
@@ -96,8 +134,8 @@ def test_the_same_step_of_a_later_attempt_replaces_the_old_one(tmp_path: Path) -
 
 def test_a_store_that_changes_content_is_noticed(tmp_path: Path) -> None:
     class Lossy(Mirror):
-        def _send(self, file: Path, *names: str) -> None:
-            super()._send(file, *names)
+        def _send(self, file: Path, moved: Callable[[], None], *names: str) -> None:
+            super()._send(file, moved, *names)
             self._system.pipe_file(self._path(*names), b"x")
 
     with pytest.raises(MirrorError, match=r"step_00000005/state.pt came back with other content"):
@@ -122,9 +160,20 @@ def test_a_manifest_that_lists_a_file_elsewhere_is_damaged(tmp_path: Path) -> No
         mirror.download_checkpoint(5, tmp_path / "other")
 
 
-def test_a_server_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with pytest.raises(MirrorError, match=r"mirror s3://bucket/run: listing failed \(EndpointConnectionError"):
         Mirror("s3://bucket/run").list_steps()
+
+
+def test_an_error_names_no_password_and_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("https://me:geheim7@host/ refuses key-of-env")
+
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "key-of-env")
+    mirror = Mirror(f"file:{tmp_path}")
+    monkeypatch.setattr(mirror._system, "find", refuse)
+    with pytest.raises(MirrorError, match=r"listing failed \(OSError: https://…@host/ refuses …\)"):
+        mirror.list_steps()

@@ -4,9 +4,11 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from multigpu_cli.checkpoint import mirror_process as module
 from multigpu_cli.checkpoint.mirror import Mirror, MirrorError
 from multigpu_cli.checkpoint.mirror_process import Follower
 from multigpu_cli.checkpoint.mirror_state import read_state
@@ -122,18 +124,45 @@ def test_a_mirror_of_another_run_is_left_as_it_is(run: Path) -> None:
     assert read_mirrored_steps(run.parent / "mirror") == [7]
 
 
-def test_a_checkpoint_that_is_removed_while_it_is_sent_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, send = write_checkpoint(run, 1), Mirror._send
+def test_a_checkpoint_that_is_removed_before_it_is_sent_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, send = write_checkpoint(run, 1), Mirror.upload_checkpoint
 
-    def remove_then_send(mirror: Mirror, file: Path, *names: str) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+    def remove_then_send(mirror: Mirror, *arguments: Any) -> None:
+        shutil.rmtree(folder)
         write_checkpoint(run, 2)
-        monkeypatch.setattr(Mirror, "_send", send)
-        send(mirror, file, *names)
+        monkeypatch.setattr(Mirror, "upload_checkpoint", send)
+        send(mirror, *arguments)
 
-    monkeypatch.setattr(Mirror, "_send", remove_then_send)
     found = follower(run)
+    monkeypatch.setattr(Mirror, "upload_checkpoint", remove_then_send)
     found.upload_new()
     assert read_mirrored_steps(run.parent / "mirror") == []
     found.upload_new()
     assert read_mirrored_steps(run.parent / "mirror") == [2]
+
+
+def test_of_two_runs_that_begin_with_one_mirror_only_the_last_to_claim_it_sends(run: Path) -> None:
+    other = run.parent / "other"
+    other.mkdir()
+    first, second = follower(run), follower(other)
+    for each in (first, second):
+        each.upload_new()  # before either has a checkpoint
+    write_checkpoint(run, 1)
+    with pytest.raises(MirrorError, match="holds checkpoints of another run"):
+        first.upload_new()
+    write_checkpoint(other, 2)
+    second.upload_new()
+    assert read_mirrored_steps(run.parent / "mirror") == [2]
+
+
+def test_a_full_disk_of_the_run_ends_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_checkpoint(run, 1)
+    monkeypatch.setattr(module, "write_state", refuse)
+    found = Follower(run, Mirror(f"file:{run.parent}/mirror"), 3, notes.append)
+    assert not found.follow(end(), patience=0.05)
+    assert "[Errno 28] No space left on device" in notes

@@ -42,8 +42,12 @@ def test_what_the_mirror_refuses_is_told(run: Path, tmp_path: Path, monkeypatch:
 def test_a_wrong_request_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is no run folder"):
         mirror_run(str(tmp_path), "file:mirror")
-    with pytest.raises(RequestError, match="is not the URL of a folder"):
+    with pytest.raises(RequestError, match="--to mirror: is not the URL of a folder"):
         mirror_run(str(run), "mirror")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.yaml").write_text("{}")
+    with pytest.raises(RequestError, match="has no checkpoint to send"):
+        mirror_run(str(tmp_path / "empty"), f"file:{tmp_path}/mirror")
     with lock_mirror(run), pytest.raises(RequestError, match="another process is sending it"):
         mirror_run(str(run), f"file:{tmp_path}/mirror")
     with lock_folder(run), pytest.raises(RequestError, match="the run is at work"):

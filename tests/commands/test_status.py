@@ -11,6 +11,7 @@ import pytest
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.lock import lock_folder
+from multigpu_cli.checkpoint.mirror_state import MirrorState, write_state
 from multigpu_cli.commands.status import find_runs, format_statuses, read_status, watch_runs
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.loggers.position import Position, write_position
@@ -88,6 +89,17 @@ def test_what_a_logger_lacks_is_an_alarm_once_the_run_has_ended(tmp_path: Path) 
         write_position(folder, position)
         told = [alarm for alarm in read_status(folder, 2000.0).alarms if alarm.startswith("logger mlflow: ")]
         assert [alarm.partition(": ")[2].partition(";")[0] for alarm in told] == alarms
+
+
+def test_what_a_mirror_lacks_is_an_alarm_once_the_run_has_ended(tmp_path: Path) -> None:
+    folder = interrupted_run(tmp_path / "run")
+    told = f"file:/m lacks the last files of the run (no route); {folder} has all of it; multigpu mirror {folder} --to "
+    for state, alarms in (
+        (MirrorState(url="file:/m", complete=True), []),
+        (MirrorState(url="file:/m", error="no route"), [f"{told}file:/m sends it"]),
+    ):
+        write_state(folder, state)
+        assert [alarm for alarm in read_status(folder, 2000.0).alarms if "file:/m" in alarm] == alarms
 
 
 def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ def test_a_folder_is_taken(url: str) -> None:
         ("/mnt/run", "--mirror /mnt/run: is not the URL of a folder"),
         ("http://host/run", "--mirror http://host/run: is not the URL of a folder"),
         ("s3:bucket/run", "--mirror s3:bucket/run: is not the URL of a folder"),
+        ("file://mnt/run", "--mirror file://mnt/run: names a machine, mnt"),
         ("file:", "--mirror file:: is not the URL of a folder"),
         ("s3://key:hush@bucket/run", "--mirror s3://…@bucket/run: holds credentials or options"),
         ("ftp://key:hush@host/run", "--mirror ftp://…@host/run: is not the URL of a folder"),

@@ -34,9 +34,18 @@ def test_it_has_at_most_thirty_lines() -> None:
     assert len(SCRIPT.read_text().splitlines()) <= 30
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The fingerprint of the run that nothing interrupts."""
+    return train(tmp_path_factory.mktemp("whole"), 1)
+
+
 @pytest.mark.slow
-def test_killed_without_its_folder_and_resumed_on_one_worker(tmp_path: Path) -> None:
-    broken, run = start(tmp_path / "broken", 2), tmp_path / "broken" / "checkpoints" / "mirrored"
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_killed_without_its_folder_and_resumed_on_another_number_of_workers(
+    before: int, after: int, tmp_path: Path, whole: str
+) -> None:
+    broken, run = start(tmp_path / "broken", before), tmp_path / "broken" / "checkpoints" / "mirrored"
     until = time.monotonic() + 240
     while not list((tmp_path / "broken" / "mirror").glob(f"checkpoints/*/{MANIFEST}")):
         assert time.monotonic() < until
@@ -47,7 +56,7 @@ def test_killed_without_its_folder_and_resumed_on_one_worker(tmp_path: Path) -> 
         assert time.monotonic() < until
         time.sleep(0.05)
     shutil.rmtree(run)
-    resumed = train(tmp_path / "broken", 1)
+    resumed = train(tmp_path / "broken", after)
     events = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
-    assert [event["from_world_size"] for event in events if event["event"] == "resume"] == [2]
-    assert resumed == train(tmp_path / "whole", 1)
+    assert [event["from_world_size"] for event in events if event["event"] == "resume"] == [before]
+    assert resumed == whole

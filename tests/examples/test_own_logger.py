@@ -26,8 +26,10 @@ def test_it_has_at_most_thirty_lines() -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 30
 
 
-def test_killed_on_two_workers_and_resumed_on_one_it_has_every_row_of_one_run(
-    in_tmp_path: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+def test_killed_and_resumed_on_another_number_of_workers_it_has_every_row_of_one_run(
+    before: int, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(EXAMPLE, ".")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -39,9 +41,9 @@ def test_killed_on_two_workers_and_resumed_on_one_it_has_every_row_of_one_run(
         "epochs": 4,
         "log_interval": 1,
     }
-    assert run_training(2, prepare=die_at_third_checkpoint, **flags).killed
+    assert run_training(before, prepare=die_at_third_checkpoint, **flags).killed
     assert Path("run/checkpoints/step_00000006/manifest.json").is_file()
-    ended = run_training(1, **flags)
+    ended = run_training(after, **flags)
     assert (ended.error, ended.summary["resumed_from"]) == ("", "run/checkpoints/step_00000006")
     history = load_history(Path("run"))
     assert history.attempts[0].reached > 6, "the first attempt came further than its checkpoint"

@@ -1,17 +1,24 @@
 """--mirror: a run whose folder is gone goes on from it, on another number of workers, with the same bits."""
 
+import os
 import shutil
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
+from multigpu_cli.checkpoint.mirror import Mirror
 from multigpu_cli.checkpoint.mirror_process import lock_mirror
 from multigpu_cli.checkpoint.mirror_state import read_state
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
+from multigpu_cli.run import mirroring, restore_from_mirror
+from multigpu_cli.run.mirroring import MirrorProcess
 from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
 from tests.support.mirrors import read_mirrored_steps, s3_server, write_checkpoint
 from tests.support.run_training import run_training
@@ -24,12 +31,16 @@ RUN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def wait_for_mirror(run: str, seconds: float = 30) -> None:
-    """Until the process of a killed run has sent what there was."""
+def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
     until = time.monotonic() + seconds
-    while not read_state(Path(run)).complete:
-        assert time.monotonic() < until, read_state(Path(run))
+    while not is_so():
+        assert time.monotonic() < until, read_state(Path("run"))
         time.sleep(0.05)
+
+
+def wait_for_mirror(run: str) -> None:
+    """Until the process of a killed run has sent what there was."""
+    wait_until(lambda: read_state(Path(run)).complete)
     with lock_mirror(Path(run)):
         return
 
@@ -70,8 +81,50 @@ def test_a_mirror_that_fails_is_said_and_keeps_no_run_from_its_end(capfd: pytest
     ended = run_training(1, **RUN, prepare=break_mirror)
     assert ended.error == ""
     assert ended.summary["status"] == "completed"
-    assert "mirror is not complete (see " in capfd.readouterr().out
+    assert "mirror lacks the checkpoint of step" in capfd.readouterr().out
     assert "no_such_module" in Path("run/logs/mirror.log").read_text()
+
+
+def test_a_mirror_that_hangs_keeps_no_run_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe without a writer stands for a network's file system whose server is gone."""
+    write_checkpoint(Path("run"), 3)
+    Path("mirror").mkdir()
+    os.mkfifo("mirror/run.json")
+    monkeypatch.setattr(mirroring, "_HANGS", 2.0)
+    monkeypatch.setattr(mirroring, "_SILENT", 0.5)
+    said: list[str] = []
+    mirror = MirrorProcess(Path("run"), "file:mirror", 3)
+    missing = mirror.finish(lambda: False, lambda: None, said.append)
+    here = Path.cwd()
+    assert missing == (
+        f"file:{here}/mirror lacks the checkpoint of step 3 (it has not answered for 2 s); {here}/run has all of it; "
+        f"multigpu mirror {here}/run --to file:{here}/mirror sends it"
+    )
+    assert said == [f"the training is done; waiting until all is in file:{here}/mirror (Ctrl-C: no longer than 10 s)"]
+    mirror._companion.process.kill()
+
+
+@pytest.mark.parametrize(("stopped", "wait"), [(True, True), (False, False)])
+def test_after_a_signal_or_a_failure_it_goes_on_alone(
+    stopped: bool, wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(Path("run"), 3)
+    monkeypatch.setattr(mirroring, "_STOP_WAIT", 0.0)
+    mirror = MirrorProcess(Path("run"), "file:mirror", 3)
+    missing = mirror.finish(lambda: stopped, lambda: None, print, wait=wait)
+    assert "is not complete yet: process " in missing
+    wait_for_mirror("run")
+    assert read_mirrored_steps(Path("mirror")) == [3]
+
+
+def test_no_signal_ends_it_before_the_run() -> None:
+    write_checkpoint(Path("run"), 3)
+    mirror = MirrorProcess(Path("run"), "file:mirror", 3)
+    wait_until(lambda: read_state(Path("run")).step == 3)
+    os.kill(mirror._companion.process.pid, signal.SIGTERM)  # as a job's manager does to all processes
+    write_checkpoint(Path("run"), 4)
+    assert mirror.finish(lambda: False, lambda: None, print) == ""
+    assert read_mirrored_steps(Path("mirror")) == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -89,6 +142,53 @@ def test_what_is_refused_leaves_no_folder(flags: dict[str, Any], told: str, tmp_
     assert told.format(here=tmp_path) in ended.error
     assert not Path("run").exists()
     assert read_mirrored_steps(Path("mirror")) == [3]
+
+
+def test_another_run_with_the_same_mirror_is_refused_and_the_mirror_stays(tmp_path: Path) -> None:
+    assert run_training(1, **RUN).error == ""
+    before = {file: file.read_bytes() for file in Path("mirror").rglob("*") if file.is_file()}
+    ended = run_training(1, **RUN | {"save_dir": "other", "lr": 0.5})
+    assert ended.kind == "RequestError"
+    assert "--mirror holds another run: --lr 0.5 differs from 0.000707107, with which file:" in ended.error
+    assert not Path("other").exists()
+    again = run_training(1, **RUN | {"save_dir": None})
+    assert (again.error, again.summary["steps"]) == ("", 16), "the same command finds the run that is complete"
+    assert [path.name for path in Path("checkpoints").iterdir()] == [Path(again.summary["save_dir"]).parent.name]
+    assert {file: file.read_bytes() for file in Path("mirror").rglob("*") if file.is_file()} == before
+
+
+def test_a_run_that_was_made_longer_goes_on_from_its_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary of the shorter run must not stay there: with it, the longer one would count as complete."""
+    assert run_training(1, **RUN | {"epochs": 2}).error == ""
+    assert 0 in run_training(1, **RUN, prepare=die_at_third_checkpoint).killed
+    wait_for_mirror("run")
+    shutil.rmtree("run")
+    resumed = run_training(1, **RUN)
+    assert (resumed.error, resumed.summary["steps"]) == ("", 16)
+    assert resumed.summary["resumed_from"]
+
+
+def test_a_mirror_that_breaks_off_keeps_a_run_from_beginning_at_an_older_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for step in (2, 3):
+        Mirror("file:mirror").upload_checkpoint(write_checkpoint(Path("made"), step), lambda: None)
+    config = resolve({"mirror": "file:mirror", "save_dir": "run"}, [], None)
+    monkeypatch.setattr(restore_from_mirror, "_check_settings", lambda *_: None)
+    with monkeypatch.context() as broken:
+        broken.setattr(LocalFileSystem, "get_file", refuse)
+        with pytest.raises(RequestError, match="the network is gone"):
+            restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[])
+    assert not Path("run").exists()
+    Path("mirror/checkpoints/step_00000003/state.pt").write_bytes(b"torn")
+    folder, skipped = restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[])
+    assert folder == "run"
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step_00000002"]
+    assert "step_00000003 is damaged" in skipped[0]
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise ConnectionError("the network is gone")
 
 
 def test_a_launcher_refuses_before_it_chooses_a_folder() -> None:

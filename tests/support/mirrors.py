@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -59,8 +59,8 @@ class CutMirror(Mirror):
         super().__init__(url)
         self._left = after
         self.sent: list[str] = []
-        remove = self._system.rm
-        self._system.rm = lambda *names, **options: (self._count(), remove(*names, **options))
+        remove = self._system.rm_file
+        self._system.rm_file = lambda name: (self._count(), remove(name))
 
     def _count(self) -> None:
         self._left -= 1
@@ -71,13 +71,9 @@ class CutMirror(Mirror):
         self._count()
         super()._write(content, *names)
 
-    def _remove_file(self, *names: str) -> None:
-        self._count()
-        super()._remove_file(*names)
-
-    def _send(self, file: Path, *names: str) -> None:
-        self.sent.append(file.name)
-        super()._send(file, *names)
+    def _send(self, file: Path, moved: Callable[[], None], *names: str) -> None:
+        self.sent.append(names[-1])
+        super()._send(file, moved, *names)
         try:
             self._count()
         except MirrorError:

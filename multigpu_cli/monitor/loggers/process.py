@@ -1,14 +1,8 @@
 """Starts the process that follows the journal, tells the user what goes wrong there, and ends it in bounded time."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +15,8 @@ from multigpu_cli.monitor.loggers.position import (
     explain_unsent,
     read_position,
 )
+from multigpu_cli.runtime.companion import Companion
 
-_ROOT = Path(__file__).resolve().parents[3]
-_START = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); from multigpu_cli.monitor.loggers.follow import main; "
-    "main(sys.argv[1:])"
-)
 _STOPPED = 5.0  # seconds at most after a stop: torchrun kills 30 s after its signal, of which a checkpoint takes some
 _MARGIN = 1.0  # seconds for the process to end by itself when its time is up
 
@@ -58,28 +48,19 @@ class LoggerProcess:
         alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._run, self._loggers, self._wait, self._warn, self._alive = run, loggers, wait, warn, alive
-        self._replay, self._status, self._unread, self._lost = replay, "", b"", False
+        self._replay, self._status, self._lost = replay, "", False
         request: dict[str, Any] = {"run": str(run.resolve()), "loggers": list(loggers), "wait": wait}
         (run / FOLDER).mkdir(exist_ok=True)
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, str(_ROOT), json.dumps(request | {"again": again, "replay": replay})],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=subprocess.DEVNULL,  # of libraries, which may name a server with its password
-            start_new_session=True,  # Ctrl-C, torchrun's signals and the terminal's end are not for it
-        )
-        assert self._process.stdin
-        assert self._process.stdout
-        self._pipe, self._notes = self._process.stdin, self._process.stdout
-        os.set_blocking(self._notes.fileno(), False)
+        text = json.dumps(request | {"again": again, "replay": replay})
+        # its stderr goes nowhere: libraries may name a server with its password
+        self._companion = Companion("multigpu_cli.monitor.loggers.follow", [text])
 
     def __call__(self, event: Event) -> None:
         """Note how the run ends, and show what the process has to say: one read that does not wait."""
         if event["event"] == "end":
             self._status = str(event["status"])
         self._relay()
-        if not self._lost and self._process.poll() is not None:
+        if not self._lost and not self._companion.running:
             self._lost = True
             self._warn("the process of the loggers has ended; the training goes on, and the journal has everything")
 
@@ -87,35 +68,23 @@ class LoggerProcess:
         """End the process: give it time after a completed run, less after a stop, none after a failure."""
         patience = {"completed": self._wait, "stopped": min(self._wait, _STOPPED)}.get(self._status, 0.0)
         until = time.monotonic() + patience + _MARGIN if patience or self._replay else 0.0
-        with suppress(BrokenPipeError):  # it is gone already
-            self._pipe.write(b"end")  # closing alone is not seen while a loader process, a fork, holds the pipe too
-            self._pipe.close()
+        self._companion.tell_end()
         try:
-            while self._process.poll() is None and (self._replay or time.monotonic() < until):
+            while self._companion.running and (self._replay or time.monotonic() < until):
                 self._relay()
                 self._alive()
                 time.sleep(0.05)
         finally:
             self._relay()
-            self._notes.close()
-            if self._process.poll() is None and (patience or self._replay):
-                with suppress(ProcessLookupError):  # it has just ended
-                    os.killpg(self._process.pid, signal.SIGKILL)
-            # after a failure it goes on alone, for as long as it may; the thread is there to note its end
-            threading.Thread(target=self._process.wait, name="logger process", daemon=True).start()
+            self._companion.leave(kill=bool(patience or self._replay))  # after a failure it goes on alone
         if patience:
             for position, lines in list_unsent(self._run, self._loggers):
                 self._warn(explain_unsent(self._run, position, lines))
 
     def _relay(self) -> None:
         """Show the lines that the process has written."""
-        if self._notes.closed:
-            return
-        with suppress(BlockingIOError):
-            self._unread += os.read(self._notes.fileno(), 65536)
-        *lines, self._unread = self._unread.split(b"\n")
-        for line in lines:
-            self._warn(line.decode(errors="replace") + ("" if self._replay else "; the training goes on"))
+        for line in self._companion.read_notes():
+            self._warn(line + ("" if self._replay else "; the training goes on"))
 
 
 def list_unsent(run: Path, loggers: Sequence[str]) -> list[tuple[Position, int]]:

@@ -77,7 +77,7 @@ def test_a_logger_that_fails_and_hangs_stops_nobody_and_loses_nothing(warnings: 
 
     Path("hang").unlink()
     follower = LoggerProcess(RUN, [OWN], 60, warnings.append)
-    held = os.dup(follower._pipe.fileno())  # as forked loader processes hold it
+    held = os.dup(follower._companion._pipe.fileno())  # as forked loader processes hold it
     follower({"event": "end", "time": 1.0, "status": "completed"})
     follower.close()
     os.close(held)
@@ -98,7 +98,7 @@ import time
 from pathlib import Path
 from multigpu_cli.monitor.loggers.process import LoggerProcess
 process = LoggerProcess(Path("run"), [{OWN!r}], 30.0, print)
-print(process._process.pid, flush=True)
+print(process._companion.process.pid, flush=True)
 time.sleep(600)
 """
     rank = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -121,8 +121,8 @@ time.sleep(600)
 def test_a_process_that_dies_is_told_of_once_and_stops_nobody(warnings: list[str]) -> None:
     run_folder(RUN, [], seed=7)
     follower = LoggerProcess(RUN, [OWN], 60, warnings.append)
-    follower._process.kill()
-    follower._process.wait()
+    follower._companion.process.kill()
+    follower._companion.process.wait()
     with Journal(RUN / "journal.jsonl", [follower]) as journal:
         journal.write("start", plan={})
         write_steps(journal, 1, 3)
@@ -157,7 +157,7 @@ def test_how_long_the_end_of_a_run_waits(
     clock = [100.0]
     process = LoggerProcess(RUN, [OWN], 9.0, warnings.append, alive=lambda: clock.append(clock[-1] + 0.5))
     monkeypatch.setattr(time, "monotonic", lambda: clock[-1])
-    monkeypatch.setattr(process._process, "poll", lambda: None)
+    monkeypatch.setattr(process._companion.process, "poll", lambda: None)
     process({"event": "end", "time": 1.0, "status": status})
     process.close()
     waited = clock[-1] - 100
