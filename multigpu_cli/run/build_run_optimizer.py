@@ -47,7 +47,8 @@ def _build_by_name(spec: RunSpec, model: nn.Module, strategy: Strategy) -> torch
     optimizer = build_optimizer(model, config, compute_rate_factors(model, config), strategy.trained, peak)
     if exact or config.name not in OPTIMIZERS:
         construct = partial(construct_optimizer, config, rate=peak)
-        check_optimizer(optimizer, construct, config.name, exact=exact)
+        workers = 1 if spec.placement.strategy == "dp" else spec.plan.batches.workers  # dp steps in one place
+        check_optimizer(optimizer, construct, config.name, exact=exact, workers=workers)
     return optimizer
 
 
