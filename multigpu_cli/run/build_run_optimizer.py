@@ -52,16 +52,16 @@ def _build_by_name(spec: RunSpec, model: nn.Module, strategy: Strategy) -> torch
     return optimizer
 
 
-def describe_optimizer(spec: RunSpec, optimizer: torch.optim.Optimizer) -> str:
+def describe_optimizer(spec: RunSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """What the plan says of an optimizer other than AdamW and SGD; empty for these, and for a live one."""
     name, live = spec.config.optimizer.name, spec.user_objects
     if (live and live.optimizer) or name in ("adamw", "sgd"):
         return ""
     if name == "muon":
-        hidden, others = (
-            sum(len(group["params"]) for group in optimizer.param_groups if group["hidden"] == by_muon)
-            for by_muon in (True, False)
-        )
-        return f"muon: {pluralize(hidden, 'hidden weight')} by Muon, {pluralize(others, 'other tensor')} by AdamW"
+        hidden = {parameter for group in optimizer.param_groups if group["hidden"] for parameter in group["params"]}
+        others = {name: p for name, p in model.named_parameters() if p.requires_grad and p not in hidden}
+        matrices = ", ".join(name for name, parameter in others.items() if parameter.ndim == 2)
+        by_adamw = f"{pluralize(len(others), 'other tensor')} by AdamW{matrices and f', with the matrices {matrices}'}"
+        return f"muon: {pluralize(len(hidden), 'hidden weight')} by Muon, {by_adamw}"
     modes = "; schedule-free: evaluated and saved for use in its eval mode" if is_schedule_free(optimizer) else ""
     return f"{name}{modes}"

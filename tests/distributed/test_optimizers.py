@@ -103,6 +103,14 @@ def test_a_schedule_free_run_is_judged_and_saved_by_its_weights_for_use(
     assert torch.allclose(inner["model"]["1.weight"], 0.1 * z + 0.9 * last[0]["1.weight"], atol=1e-6)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_the_plan_names_the_matrices_that_muon_leaves_to_adamw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = run("run", model="mlp", optimizer="muon", dry_run=True)
+    assert ended.error == ""
+    assert ended.summary["optimizer"].endswith(" by AdamW, with the matrices 7.weight")
+
+
 def test_several_workers_need_a_step_that_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ended = run("run", 2, optimizer=f"{OWN}Clocked", exact=False)
