@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.world import World
-from tests.support.optimizers import Manifold, ScheduleFreeSGD
+from tests.support.optimizers import Manifold, Noisy, ScheduleFreeSGD
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import Points, loader, network, weights
 from train_multi_gpu import evaluate_with_multi_gpu, train_with_multi_gpu
@@ -143,7 +143,7 @@ def test_a_run_goes_on_with_optimizer_and_scheduler_where_it_stopped(tmp_path: P
     assert run("parts") == whole, "of a completed run the weights are read"
 
 
-@pytest.mark.parametrize("kind", [Manifold, ScheduleFreeSGD])
+@pytest.mark.parametrize("kind", [Manifold, ScheduleFreeSGD, Noisy])
 def test_an_optimizer_class_of_ones_own_goes_on_with_all_its_bits_on_other_workers(kind: Any, tmp_path: Path) -> None:
     """Its state has several formats; and the model ends with the weights for use."""
 
