@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.run.assemble_run import assemble_run
 from multigpu_cli.run.build_components import build_components
+from multigpu_cli.run.hooks import build_hooks
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
@@ -103,14 +105,16 @@ def _steps(run: Run) -> Iterator[None]:
             yield
 
 
-def assembled(flags: dict[str, str], stack: ExitStack, sets: Sequence[str] = ()) -> Run:
+def assembled(flags: dict[str, Any], stack: ExitStack, sets: Sequence[str] = ()) -> Run:
     config = resolve(flags, sets, None)
     choice, world = Placement("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
-    components = build_components(prepare_spec(config, choice, world), world)
+    spec = prepare_spec(config, choice, world)
+    components, hooks = build_components(spec, world), build_hooks(spec.hooks, world, {})
     stack.callback(components.loaders.close)
     stack.enter_context(lock_folder(Path(flags["save_dir"])))
     watch = stack.enter_context(Watchdog(world, config.fault.hang_timeout, lambda error: None))
-    return assemble_run(components, Arena(Rivals({}, Seconds())), stack.enter_context(StopRequest()), watch, stack)
+    stop = stack.enter_context(StopRequest())
+    return assemble_run(components, Arena(Rivals({}, Seconds())), stop, watch, stack, hooks)
 
 
 def iterate_steps(run: Run) -> Iterator[None]:

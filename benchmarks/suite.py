@@ -19,7 +19,7 @@ from benchmarks.paired_timing import ONE_THREAD, ROOT, Row, table
 
 PARTS = (
     *("startup", "step_overhead", "monitoring", "data_path", "end_to_end", "ddp", "fsdp", "checkpoints", "trading"),
-    *("companions", "rows", "ppo", "peers", "peers_ddp"),
+    *("companions", "hooks", "rows", "ppo", "peers", "peers_ddp"),
 )
 RESULTS = ROOT / "benchmarks" / "results"
 

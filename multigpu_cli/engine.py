@@ -181,6 +181,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     run.loss_normalizer.rescale_gradients(units, layout.samples, run.trainable_parameters)
     run.checkpointer.writer.wait_for_staging()  # of a checkpoint in flight, before the optimizer changes the weights
     observer.phase("optimizer")
+    run.seed_optimizer(layout.step)
     norm, skipped = state.precision.clip_and_step(
         state.optimizer, run.trainable_parameters, _max_norm(run.config), run.strategy.total_norm
     )

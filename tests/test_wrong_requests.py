@@ -235,6 +235,8 @@ class Half:
     def state_dict(self): return {}
 class Anywhere(Short):
     step_end, start, ranks = None, Half.start, "main"
+class Later:
+    async def start(self, numbers): pass
 function = len
 """
 METRICS = b"""class Neither:
@@ -260,6 +262,7 @@ ENGINE = [
             ("Short", "step_end does not take 2 arguments", "def step_end(self, numbers, tensors)"),
             ("Half", "state_dict, and no load_state_dict"),
             ("Anywhere", "its ranks are 'main'"),
+            ("Later", "a call of start would run nothing of it", "without async"),
         )
     ),
     *(

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.schedule_free import eval_weights, is_schedule_free
+from multigpu_cli.runtime.seeding import seed_everything
 from multigpu_cli.runtime.tensor_tree import map_tensors
 
 _LONGEST, _RATE = 5, 0.01
@@ -29,6 +30,7 @@ class Trial(NamedTuple):
             group["lr"] = _RATE
         for place, weight in enumerate(self.weights):
             weight.grad = _draw(weight, 1000 * number + place)
+        seed_everything(number)  # as a run does before each step of the user's own
         self.optimizer.step()
 
     def bits(self) -> list[Any]:
@@ -37,21 +39,24 @@ class Trial(NamedTuple):
         return [_to_bytes(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, construct: Construct, name: str, *, exact: bool) -> None:
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, construct: Construct, name: str, *, exact: bool, workers: int = 1
+) -> None:
     """Try a copy of the optimizer on small weights; the optimizer itself and torch's generators stay as they are.
 
     Args:
         optimizer: of the run, before its first step.
         construct: makes another like it.
         exact: its steps must have the same bits each time.
+        workers: where there are several, the bits must be the same on each.
 
     Raises:
-        RequestError: a step fails; with `exact`, two steps from the same state differ; or a state that was saved and
-            loaded leads to other bits.
+        RequestError: a step fails; two steps from the same state differ, with `exact` or on several workers; or a
+            state that was saved and loaded leads to other bits.
     """
     with torch.random.fork_rng(devices=_list_gpus(optimizer)):
         try:
-            _check(optimizer, construct, name, exact=exact)
+            _check(optimizer, construct, name, exact=exact, workers=workers)
         except RequestError:
             raise
         except Exception as error:  # the user's own code may raise anything
@@ -61,16 +66,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, construct: Construct, name
             ) from error
 
 
-def _check(optimizer: torch.optim.Optimizer, construct: Construct, name: str, *, exact: bool) -> None:
+def _check(optimizer: torch.optim.Optimizer, construct: Construct, name: str, *, exact: bool, workers: int) -> None:
     one, other = make_trial(optimizer, construct), make_trial(optimizer, construct)
     for number in range(2):
         one.step(number)
         other.step(number)
     repeats = one.bits() == other.bits()
-    if exact and not repeats:
+    if not repeats and (exact or workers > 1):
+        where, way_out = ("--exact: ", "leave out --exact") if exact else ("", "one worker")
         raise RequestError(
-            f"--exact: --optimizer {name} is not deterministic: two steps from the same state differ in their bits",
-            remedy="an optimizer without random numbers or a clock, or leave out --exact",
+            f"{where}--optimizer {name} is not deterministic: two steps from the same state differ in their bits",
+            remedy=f"random numbers from torch's own generators, and no clock; or {way_out}",
         )
     loaded = make_trial(optimizer, construct)
     with torch.no_grad():

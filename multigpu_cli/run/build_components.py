@@ -94,7 +94,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     strategy = build_strategy(model, average, world, spec, source=source)
     state = run_on_all_ranks(world, lambda: _build_state(spec, built, average, precision, strategy))
     strategy.attach_optimizer(state.optimizer)
-    spec = replace(spec, plan=replace(spec.plan, optimizer=describe_optimizer(spec, state.optimizer)))
+    spec = replace(spec, plan=replace(spec.plan, optimizer=describe_optimizer(spec, state.model, state.optimizer)))
     _restore_checkpoint(state, strategy, task, spec, world)
     call = run_without_vote(world, lambda: _try_sharded(spec, task, state, strategy, first)) if shards else built.call
     spec = replace(spec, plan=replace(spec.plan, model_call=call, logits=task.logits_note))

@@ -47,20 +47,21 @@ def _build_by_name(spec: RunSpec, model: nn.Module, strategy: Strategy) -> torch
     optimizer = build_optimizer(model, config, compute_rate_factors(model, config), strategy.trained, peak)
     if exact or config.name not in OPTIMIZERS:
         construct = partial(construct_optimizer, config, rate=peak)
-        check_optimizer(optimizer, construct, config.name, exact=exact)
+        workers = 1 if spec.placement.strategy == "dp" else spec.plan.batches.workers  # dp steps in one place
+        check_optimizer(optimizer, construct, config.name, exact=exact, workers=workers)
     return optimizer
 
 
-def describe_optimizer(spec: RunSpec, optimizer: torch.optim.Optimizer) -> str:
+def describe_optimizer(spec: RunSpec, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """What the plan says of an optimizer other than AdamW and SGD; empty for these, and for a live one."""
     name, live = spec.config.optimizer.name, spec.user_objects
     if (live and live.optimizer) or name in ("adamw", "sgd"):
         return ""
     if name == "muon":
-        hidden, others = (
-            sum(len(group["params"]) for group in optimizer.param_groups if group["hidden"] == by_muon)
-            for by_muon in (True, False)
-        )
-        return f"muon: {pluralize(hidden, 'hidden weight')} by Muon, {pluralize(others, 'other tensor')} by AdamW"
+        hidden = {parameter for group in optimizer.param_groups if group["hidden"] for parameter in group["params"]}
+        others = {name: p for name, p in model.named_parameters() if p.requires_grad and p not in hidden}
+        matrices = ", ".join(name for name, parameter in others.items() if parameter.ndim == 2)
+        by_adamw = f"{pluralize(len(others), 'other tensor')} by AdamW{matrices and f', with the matrices {matrices}'}"
+        return f"muon: {pluralize(len(hidden), 'hidden weight')} by Muon, {by_adamw}"
     modes = "; schedule-free: evaluated and saved for use in its eval mode" if is_schedule_free(optimizer) else ""
     return f"{name}{modes}"

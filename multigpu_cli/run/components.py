@@ -10,9 +10,11 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.batch_stream_protocol import BatchStream
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.optimizers.build import set_rate
+from multigpu_cli.planning.optimizer_names import OPTIMIZERS
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.runtime.compile import CompiledModel
+from multigpu_cli.runtime.seeding import seed_optimizer_step
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.tasks.base import Task
@@ -92,6 +94,12 @@ class TrainComponents:
             live.step_scheduler(self.state, step, self.plan.batches.steps_per_epoch)
         else:
             set_rate(self.state.optimizer, self.plan.schedule.rate_at(step))
+
+    def seed_optimizer(self, step: int) -> None:
+        """Before optimizer step `step`: what an optimizer of the user's own draws is the same on every worker."""
+        live = self.spec.user_objects
+        if (live and live.optimizer) or self.config.optimizer.name not in OPTIMIZERS:
+            seed_optimizer_step(self.config.reproducibility.seed, step, *self.spec.placement.devices)
 
     @property
     def eval_batch_size(self) -> int:

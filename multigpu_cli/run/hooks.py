@@ -43,6 +43,7 @@ class Hooks:
 
     world: World
     all: Sequence[_Hook] = ()
+    restored: Mapping[str, Any] = field(default_factory=dict)  # states of the checkpoint, by name
     _run: "Run" = field(init=False)
     _in_flight: int | None = None  # step of the checkpoint that is being written, on rank 0
     _written: int = -1  # step of the last one that is on disk, as far as this rank knows
@@ -118,13 +119,18 @@ class Hooks:
     def collect_state(self) -> dict[str, Any]:
         """Of each hook with a state that of its lowest rank, by name; all ranks call it together.
 
+        What has no rank among these workers keeps the state that it had.
+
         Raises:
             TrainingError: state_dict failed, or returned what a checkpoint can't hold.
         """
         states: dict[str, Any] = {}
         for hook in self.all:
             source = hook.kind.first_rank(self.world)
-            if not hook.kind.has_state or source is None:
+            if not hook.kind.has_state:
+                continue
+            if source is None:
+                states |= {name: state for name, state in self.restored.items() if name == hook.kind.name}
                 continue
             own = None
             if self.world.rank == source:
@@ -223,7 +229,7 @@ def build_hooks(kinds: Sequence[HookClass], world: World, states: Mapping[str, A
     Raises:
         RequestError: a constructor or load_state_dict failed; the same on every rank.
     """
-    return Hooks(world, run_on_all_ranks(world, lambda: [_build(kind, world, states) for kind in kinds]))
+    return Hooks(world, run_on_all_ranks(world, lambda: [_build(kind, world, states) for kind in kinds]), states)
 
 
 def _build(kind: HookClass, world: World, states: Mapping[str, Any]) -> _Hook:

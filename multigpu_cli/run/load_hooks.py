@@ -46,8 +46,10 @@ class HookClass:
     budget_ms: float
     has_state: bool
 
-    def __str__(self) -> str:
+    def describe(self, world_size: int) -> str:
+        """What the plan says of it."""
         where = "on all ranks" if self.ranks is None else f"on rank {', '.join(map(str, self.ranks))}"
+        where += ", which is not there" if self.ranks and min(self.ranks) >= world_size else ""
         steps = f"; each {self.every} steps" if self.every > 1 and set(TENSORS) & set(self.methods) else ""
         return f"{self.code}, {where}: {', '.join(self.methods)}{steps}"
 
@@ -125,6 +127,10 @@ def _refuse_misspelt(found: type, flag: str, methods: Collection[str]) -> None:
 
 def _check_signature(found: type, name: str, flag: str) -> None:
     given = ("numbers", "tensors") if name in TENSORS else ("numbers",)
+    if inspect.iscoroutinefunction(getattr(found, name)) or inspect.isgeneratorfunction(getattr(found, name)):
+        raise RequestError(
+            f"{flag}: a call of {name} would run nothing of it", remedy="a plain method, without async and yield"
+        )
     bound = isinstance(inspect.getattr_static(found, name), staticmethod | classmethod)
     try:
         inspect.signature(getattr(found, name)).bind(*given, *([] if bound else ["self"]))

@@ -81,7 +81,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         threads=set_threads_per_rank(workers_here, count_cores(), exact=exact),
         compiled=_describe_compile(request),
         metrics=_describe_metrics(config),
-        hooks=tuple(map(str, request.hooks)),
+        hooks=tuple(hook.describe(1 if placement.strategy == "dp" else processes) for hook in request.hooks),
         loggers=_describe_loggers(config),
         data=request.source.note.removesuffix("; ") if request.source.text_model else "",
     )

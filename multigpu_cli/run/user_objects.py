@@ -16,6 +16,7 @@ from multigpu_cli.checkpoint.weights import check_fit, extra_state, read_weights
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapt_model
+from multigpu_cli.optimizers.load_state import StateLoader
 from multigpu_cli.runtime.collectives import broadcast_object
 from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_main_rank
@@ -81,6 +82,7 @@ class UserObjects:
                 f"optimizer: it {what}",
                 remedy="build it from this model's parameters(), and freeze others with requires_grad_(False)",
             )
+        StateLoader(self.optimizer)  # for this load, and for that of a checkpoint
         if self.optimizer.state:
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # moves it to the parameters' device
         return self.optimizer

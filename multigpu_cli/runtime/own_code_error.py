@@ -22,7 +22,7 @@ def name_own_code(call: str) -> Iterator[None]:
         yield
     except TrainingError:
         raise
-    except Exception as error:  # the user's own code may raise anything: reported under its name
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything, and sets no exit code
         if is_out_of_memory(error):
             raise
         message = (str(error).splitlines() or [""])[0]

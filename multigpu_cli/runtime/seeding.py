@@ -8,6 +8,7 @@ import torch
 from multigpu_cli.planning.rng_keys import make_key
 
 _INIT = 0x1417  # separates the random stream of the initial weights from the others
+_OPTIMIZER = 1 << 40  # in place of the number of a micro-batch, which is never so large
 
 
 def seed_everything(number: int) -> None:
@@ -44,3 +45,8 @@ def seed_micro_batch(seed: int, step: int, index: int, *devices: torch.device) -
         if device.type == "cuda":
             own = make_key(seed, step, index, replica) if replica else number
             torch.cuda.default_generators[device.index or 0].manual_seed(own)
+
+
+def seed_optimizer_step(seed: int, step: int, *devices: torch.device) -> None:
+    """Seed the generators for a step of an optimizer that may draw random numbers, the same on every worker."""
+    seed_micro_batch(seed, step, _OPTIMIZER, *devices)

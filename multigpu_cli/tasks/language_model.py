@@ -62,6 +62,8 @@ class LanguageModel(Task):
             if self.source.packed:
                 check_packing(model, self.source.num_classes, next(model.parameters()).device)
             self._in_chunks, self.logits_note = try_chunks(model)
+        if self._in_chunks and self.own_metrics:
+            self.logits_note += "; in evaluations all of a batch, for --metric"
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         smoothing = self.config.label_smoothing

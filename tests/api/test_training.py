@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.world import World
+from tests.support.optimizers import Manifold, Noisy, ScheduleFreeSGD
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import Points, loader, network, weights
 from train_multi_gpu import evaluate_with_multi_gpu, train_with_multi_gpu
@@ -140,6 +141,39 @@ def test_a_run_goes_on_with_optimizer_and_scheduler_where_it_stopped(tmp_path: P
     assert run("parts", max_steps=9) != whole
     assert run("parts") == whole
     assert run("parts") == whole, "of a completed run the weights are read"
+
+
+@pytest.mark.parametrize("kind", [Manifold, ScheduleFreeSGD, Noisy])
+def test_an_optimizer_class_of_ones_own_goes_on_with_all_its_bits_on_other_workers(kind: Any, tmp_path: Path) -> None:
+    """Its state has several formats; and the model ends with the weights for use."""
+
+    def run(folder: str, **more: Any) -> list[float]:
+        model = network()
+        optimizer = kind(model.parameters(), lr=0.05)
+        train_with_multi_gpu(
+            model,
+            loader(),
+            optimizer,
+            num_epochs=3,
+            val_loader=loader(10),
+            global_batch_size=16,
+            exact=True,
+            save_dir=str(tmp_path / folder),
+            settings=more,
+            **QUIET,
+        )
+        if kind is Manifold:
+            state = optimizer.state[next(model.parameters())]
+            assert (state["sums"]["all"][0].dtype, state["count"].dtype) == (torch.float64, torch.int64)
+            assert state["name"] == "w"
+        return weights(model)
+
+    whole = run("whole")
+    assert run_on_each_rank(2, lambda world: run("parts", max_steps=4)) != [whole] * 2
+    assert run("parts") == whole
+    used = network()
+    used.load_state_dict(torch.load(tmp_path / "whole/best.pt", weights_only=True)["model"])
+    assert weights(used) == whole
 
 
 def test_a_plateau_lowers_the_rate(tmp_path: Path) -> None:

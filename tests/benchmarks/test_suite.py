@@ -13,7 +13,8 @@ SITE = Path(__file__).resolve().parents[1] / "support" / "site"
 
 
 @pytest.mark.parametrize(
-    "name", ["step_overhead", *(pytest.param(name, marks=pytest.mark.slow) for name in ("monitoring", "startup"))]
+    "name",
+    ["step_overhead", "hooks", *(pytest.param(name, marks=pytest.mark.slow) for name in ("monitoring", "startup"))],
 )
 def test_a_benchmark_gives_rows_with_aims(name: str) -> None:
     rows = part(name, tiny=True)
@@ -23,7 +24,7 @@ def test_a_benchmark_gives_rows_with_aims(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", sorted({*PARTS, "peers_chat", "logits_memory"} - {"startup", "step_overhead", "monitoring"})
+    "name", sorted({*PARTS, "peers_chat", "logits_memory"} - {"startup", "step_overhead", "hooks", "monitoring"})
 )
 def test_the_longer_ones_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(SITE))  # transformers loads torchvision

@@ -149,6 +149,21 @@ def test_the_gradient_is_that_of_the_full_batch_in_float64(
             assert difference < close, f"{workers} workers, {name}: {difference}"
 
 
+def count_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    assert outputs.shape[:2] == targets.shape
+    return (targets != -100).sum(1)
+
+
+def test_a_metric_sees_the_logits_of_all_tokens_and_the_plan_says_so(here: Path) -> None:
+    make_model_folder(here / "model", places=128)
+    flags: dict[str, Any] = STEP | {"sets": ["data.val=0.2"], "batch_size": 2, "max_steps": 1, "save_dir": "run"}
+    ended = run_training(**flags, metric=[f"{__name__}:count_tokens"])
+    assert not ended.error, ended.error
+    assert ended.summary["final"]["val_count_tokens"] >= 1
+    logits = next(read_events(Path("run/journal.jsonl")))["plan"]["logits"]
+    assert logits.endswith("at most 3 at once; in evaluations all of a batch, for --metric")
+
+
 @pytest.mark.parametrize("adapter", [pytest.param("none", marks=pytest.mark.slow), "lora"])
 def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(adapter: str, here: Path) -> None:
     make_model_folder(here / "model", places=128)

@@ -46,6 +46,7 @@ def assert_same_through_a_kill(**flags: Any) -> None:
     "name",
     [
         f"{OWN}ScheduleFreeSGD",
+        f"{OWN}Noisy",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (f"{OWN}Manifold", "muon", "adagrad", "rmsprop", "adam", "adafactor", "radam", "adadelta")
@@ -102,13 +103,29 @@ def test_a_schedule_free_run_is_judged_and_saved_by_its_weights_for_use(
     assert torch.allclose(inner["model"]["1.weight"], 0.1 * z + 0.9 * last[0]["1.weight"], atol=1e-6)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_the_plan_names_the_matrices_that_muon_leaves_to_adamw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = run("run", model="mlp", optimizer="muon", dry_run=True)
+    assert ended.error == ""
+    assert ended.summary["optimizer"].endswith(" by AdamW, with the matrices 7.weight")
+
+
+def test_several_workers_need_a_step_that_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = run("run", 2, optimizer=f"{OWN}Clocked", exact=False)
+    assert ended.kind == "RequestError"
+    assert f"--optimizer {OWN}Clocked is not deterministic" in ended.error
+    assert not Path("run").exists()
+
+
 def test_what_is_no_choice_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"optimizer": f"{OWN}Plain", "lr": None}, "no learning rate is known to suit it"),
-        ({"optimizer": f"{OWN}Noisy"}, "is not deterministic"),
+        ({"optimizer": f"{OWN}Clocked"}, "is not deterministic"),
         ({"optimizer": f"{OWN}ScheduleFreeSGD", "ema": 0.9}, "--ema together with ScheduleFreeSGD"),
         ({"schedule": "tests.distributed.test_optimizers:below_zero"}, "its factor of step 0 of 12 is -1"),
         ({"schedule": "tests.distributed.test_optimizers:counting"}, "is another when it is called again"),

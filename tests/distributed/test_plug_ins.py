@@ -1,11 +1,13 @@
 """A user's own dataset, model and task from a file in the working directory, trained as a user would."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.run_training import Ended, run_training
 
@@ -89,6 +91,30 @@ def narrow(num_classes):
 def fails():
     raise OSError("no such sensor")
 '''
+WATCHING = """
+import json
+import os
+
+def lead(outputs, targets):
+    return outputs.max(1).values - outputs.min(1).values
+
+class Last:
+    def update(self, outputs, targets): self.seen = outputs[-1, 0]
+    def compute(self): return self.seen
+
+class Norms:
+    ranks = "all"
+    def start(self, numbers):
+        self.squares = {"weights": [], "gradients": [], "names": []}
+    def after_backward(self, numbers, tensors):
+        self.squares["names"] = sorted(tensors)
+        self.squares["gradients"].append(sum(float(each.double().square().sum()) for each in tensors.values()))
+    def step_end(self, numbers, tensors):
+        self.squares["weights"].append(sum(float(each.double().square().sum()) for each in tensors.values()))
+    def end(self, numbers):
+        with open(f"{os.path.basename(numbers.folder)}-{numbers.rank}.json", "w") as file:
+            json.dump(self.squares, file)
+"""
 RUN: dict[str, Any] = {"global_batch_size": 16, "batch_size": 3, "epochs": 2, "num_workers": 0, "log_interval": 1}
 WAYS = {
     "ragged": {"data": "mine_here:Words", "model": "mine_here:Reader"},
@@ -164,3 +190,28 @@ def test_ranks_that_see_different_data_are_told_apart() -> None:
     )
     ended = run_training(2, **RUN | WAYS["ragged"] | {"data": "mine_here:unlike"})
     assert "rank 1 and the others see different data: 41 training samples instead of 40" in ended.error
+
+
+def test_hooks_and_metrics_see_a_sharded_run_as_one_worker_does() -> None:
+    """Metrics with the same bits; of the weights and gradients each rank its rows, and together all of them."""
+    Path("watching.py").write_text(WATCHING)
+    more: dict[str, Any] = {
+        "metric": ["watching:lead", "macro_f1", "watching:Last"],
+        "hook": ["watching:Norms"],
+        "exact": True,
+    }
+    runs: dict[str, Any] = {"alone": (1, {}), "sharded": (2, {"multi_gpu": "fsdp"})}
+    ends = {
+        name: run_training(workers, epochs=2, batch_size=10, global_batch_size=20, save_dir=name, **more, **way)
+        for name, (workers, way) in runs.items()
+    }
+    assert [end.error for end in ends.values()] == ["", ""]
+    alone, sharded = (end.summary for end in ends.values())
+    assert alone["final"] == sharded["final"]
+    assert {"val_lead", "test_macro_f1", "test_last"} <= alone["final"].keys()
+    parts = [json.loads(Path(f"{name}.json").read_text()) for name in ("alone-0", "sharded-0", "sharded-1")]
+    assert parts[0]["names"] == parts[1]["names"]
+    for what in ("weights", "gradients"):
+        whole, *rows = (torch.tensor(part[what]) for part in parts)
+        assert len(whole) == 6
+        assert torch.allclose(whole, rows[0] + rows[1], rtol=1e-5)

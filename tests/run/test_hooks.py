@@ -66,6 +66,8 @@ class Greedy:
             numbers.loss = 3.0
         if self.how == "raises":
             raise KeyError("nothing there")
+        if self.how == "exits":
+            raise SystemExit(0)
     def step_end(self, numbers, tensors):
         if self.how == "weight":
             tensors["2.weight"][0, 0] = 1.0
@@ -130,6 +132,9 @@ def test_each_method_has_its_moment_on_each_rank() -> None:
     plan = journal.plan["hooks"]
     assert plan[0].startswith("own_hooks:Notes, on all ranks: start, after_backward, step_end, evaluated, epoch_end")
     assert plan[1] == "own_hooks:OnOne, on rank 1: step_end, saved, end; each 2 steps"
+    assert run_training(**RUN | {"epochs": 3}, hook=["own_hooks:OnOne"]).error == ""
+    [told] = load_history(Path("run")).plan["hooks"]
+    assert told == "own_hooks:OnOne, on rank 1, which is not there: step_end, saved, end; each 2 steps"
 
 
 def test_state_goes_on_with_another_number_of_workers_and_hooks_may_change() -> None:
@@ -139,6 +144,8 @@ def test_state_goes_on_with_another_number_of_workers_and_hooks_may_change() -> 
     assert run_training(**more).error == "", "one worker, on which OnOne has no place"
     starts = [told["count"] for name, told in notes() if name == "start"]
     assert starts == [0, 3]
+    state = torch.load("run/checkpoints/step_00000009/state.pt", weights_only=True)
+    assert state["hooks"]["OnOne"] == {"steps": [2]}, "for the workers that the run may have next"
     assert run_training(2, **RUN | {"epochs": 4}, hook=["own_hooks:Notes"]).error == ""
     assert [told["count"] for name, told in notes(1) if name == "start"] == [0, 9], "of the lowest rank"
     state = torch.load("run/checkpoints/step_00000012/state.pt", weights_only=True)
@@ -151,6 +158,7 @@ def test_state_goes_on_with_another_number_of_workers_and_hooks_may_change() -> 
         ("gradient", "Greedy: after_backward changed the gradient of 2.weight at step 1"),
         ("weight", "Greedy: step_end changed the weight of 2.weight at step 1"),
         ("raises", "Greedy: after_backward raised KeyError in own_hooks.py:"),
+        ("exits", "Greedy: after_backward raised SystemExit in own_hooks.py:"),
         ("frozen", "Greedy: after_backward raised FrozenInstanceError"),
         ("state", "state_dict returned a builtins.object, which a checkpoint can't hold"),
     ],

@@ -9,7 +9,7 @@ from tests.support.optimizers import ScheduleFreeSGD
 
 def after_steps(count: int) -> tuple[ScheduleFreeSGD, nn.Parameter, list[torch.Tensor]]:
     """The optimizer of one weight after some steps, and the z of each step."""
-    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    weight = nn.Parameter(torch.linspace(-2, 1, 101))  # of two, none would be rounded
     optimizer = ScheduleFreeSGD([weight], lr=0.1)
     optimizer.train()
     seen = []

@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.runtime.model_call import CallRecorder
 from multigpu_cli.runtime.tensor_versions import TensorVersions
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.metrics.base import Metric, Moved
@@ -28,13 +27,16 @@ class MetricMeter:
 
     @contextmanager
     def record(self, model: nn.Module) -> Iterator[None]:
-        """Note what the model returns inside."""
+        """Note what the model returns inside: to the task, so of a network of transformers its logits."""
         if not self._metrics:
             yield
             return
-        with CallRecorder(model) as recorder:
+        self._outputs = outputs = list[Any]()
+        noting = model.register_forward_hook(lambda _, inputs, output: outputs.append(output))
+        try:
             yield
-        self._outputs = recorder.outputs
+        finally:
+            noting.remove()
 
     def add(self, number: int, samples: int, compare: Callable[[Any], tuple[Any, Any]]) -> None:
         """Count the batch that was recorded last.

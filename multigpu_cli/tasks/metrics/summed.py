@@ -1,7 +1,7 @@
 """A metric of sums over the split, such as the counts of a confusion matrix."""
 
 from collections.abc import Callable
-from math import fsum, nan
+from math import fsum, inf, nan
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from multigpu_cli.runtime.own_code_error import name_own_code
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_main_rank
 from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.metrics.base import Metric, Moved, describe_value, to_tensor
+
+_SAME_LENGTH = "a tensor (k,), with the same k for every batch, of sums over the samples of the batch"
 
 
 class SummedMetric(Metric):
@@ -42,7 +44,7 @@ class SummedMetric(Metric):
         if sums is None or sums.ndim != 1 or not same or sums.is_complex():
             raise TrainingError(
                 f"{self.label}: sums returned {describe_value(found)}",
-                remedy="a tensor (k,), with the same k for every batch, of sums over the samples of the batch",
+                remedy=_SAME_LENGTH,
             )
         if sums.is_floating_point():
             self._parts[number] = sums.double()
@@ -51,15 +53,17 @@ class SummedMetric(Metric):
 
     def reduce(self, world: World, moved: Moved) -> float:
         known = self._whole if self._whole is not None else next(iter(self._parts.values()), None)
-        size, real, whole = (
-            int(number)
-            for number in all_reduce_max(
-                world, [0 if known is None else known.numel(), bool(self._parts), self._whole is not None]
+        own = 0 if known is None else known.numel()
+        other = -own if own else -inf  # the shortest, as a maximum; a rank without batches has none
+        size, shortest, real, whole = all_reduce_max(world, [own, other, bool(self._parts), self._whole is not None])
+        if -shortest < size:
+            raise TrainingError(
+                f"{self.label}: sums returned {-shortest:.0f} numbers for some batches and {size:.0f} for others",
+                remedy=_SAME_LENGTH,
             )
-        )
         if real and whole:
             raise TrainingError(f"{self.label}: sums returned whole numbers for some batches only", remedy="one type")
-        sums = self._add_parts(world, size) if real else self._add_whole(world, size)
+        sums = self._add_parts(world, int(size)) if real else self._add_whole(world, int(size))
 
         def compute() -> float:
             with name_own_code(f"{self.label}: compute"):

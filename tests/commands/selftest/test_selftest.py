@@ -157,8 +157,15 @@ def failing(found: Finding) -> list[CheckResult]:
         {"model": "convnet", "nproc_per_node": 3},
         {"data": f"{HERE}:drawn", "data.args": {"own": False}, "model": "mlp"},
         {"model": "mlp", "amp": "bf16", "optimizer": "sgd", "global_batch_size": 14, "ema": 0.9},
+        {
+            "model": "mlp",
+            "optimizer": "tests.support.optimizers:ScheduleFreeSGD",
+            "lr": 0.01,
+            "schedule": "constant",
+            "base_lr": None,
+        },
     ],
-    ids=["batchnorm-3", "drawn", "bf16-uneven"],
+    ids=["batchnorm-3", "drawn", "bf16-uneven", "schedule-free"],
 )
 def test_what_is_right_holds(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     found = outcome(monkeypatch, **settings)

@@ -196,16 +196,24 @@ class Broken(Order):
             raise ValueError("too few")
 
 
+class Ragged(Real):
+    """Other sums for another batch, which each of two ranks has."""
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.ones(len(outputs), dtype=torch.int64)
+
+
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "samples", "words"),
     [
-        ("NoNumber", r"compute returned a tensor \(2,\) float32"),
-        ("Broken", "update raised ValueError in test_meter.py"),
+        ("NoNumber", 21, r"compute returned a tensor \(2,\) float32"),
+        ("Broken", 21, "update raised ValueError in test_meter.py"),
+        ("Ragged", 13, "sums returned 5 numbers for some batches and 8 for others"),
     ],
 )
-def test_an_error_on_rank_0_is_known_to_all(name: str, words: str) -> None:
+def test_an_error_of_the_whole_is_known_to_all(name: str, samples: int, words: str) -> None:
     def work(world: World) -> str:
-        task, loader = make_task(21, (f"{HERE}:{name}",))
+        task, loader = make_task(samples, (f"{HERE}:{name}",))
         try:
             task.evaluate(nn.Linear(7, 7), loader, world, Precision("off", CPU), 8)
         except TrainingError as error:
