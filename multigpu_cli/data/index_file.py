@@ -95,9 +95,11 @@ def _find(place: Path, mark: dict[str, Any]) -> Index | None:
 
 def _open(file: BinaryIO, mark: dict[str, Any]) -> Index | None:
     """The index, if it is whole and of these files."""
+    if os.fstat(file.fileno()).st_size < 16:
+        return None
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     end = len(mapped) - 16
-    if end < 0 or mapped[-8:] != _MAGIC:
+    if mapped[-8:] != _MAGIC:
         return None
     length = int.from_bytes(mapped[end : end + 8], "little")
     try:
