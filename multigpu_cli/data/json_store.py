@@ -52,6 +52,10 @@ class JsonStore:
         values = [record[name] for record in records]
         return values if column.kind == "text" else np.asarray(values, dtype=column.dtype)
 
+    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
+        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
+        out[at] = self.read(name, rows)
+
     def list_values(self, name: str) -> list[Any]:
         """The different values of a field."""
         if self._values[name] is None:

@@ -82,6 +82,10 @@ class TarStore:
             return np.stack([self._read_array(content, column) for content in contents])
         return [content.decode() for content in contents] if column.kind == "text" else contents
 
+    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
+        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
+        out[at] = self.read(name, rows)
+
     def list_values(self, name: str) -> list[Any]:
         """The different values of a column of whole numbers."""
         if (found := self._values.get(name)) is None:

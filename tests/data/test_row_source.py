@@ -65,6 +65,21 @@ def test_batches_are_those_of_the_samples(tmp_path: Path, processes: int) -> Non
             assert batch.targets[number] == target
 
 
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_batch_begins_where_any_tensor_does_whatever_was_fetched_with_it(tmp_path: Path, start: int) -> None:
+    source = load("arrow", write_arrow(tmp_path), target="label", ignore="kind")
+    plan = plan_batches(samples=48, micro_batch=3, workers=1)
+    loader = Loader(source.train, source, DataConfig(num_workers=0), device=torch.device("cpu"), seed=1)
+    chunks = [loader.sample_order(0)[first : first + 3] for first in range(3 * start, 48, 3)]
+    fetched = list(loader._fetch.stream(chunks, 0))
+    assert len(fetched) == plan.steps_per_epoch - start
+    for chunk, batch in zip(chunks, fetched, strict=True):
+        assert batch.indices.tolist() == chunk.tolist()
+        for index, row in zip(chunk.tolist(), batch.inputs, strict=True):
+            assert torch.equal(source.train[index][0], row)
+        assert batch.inputs.data_ptr() % 64 == batch.targets.data_ptr() % 64 == 0
+
+
 def test_blocks_of_the_order_come_from_the_setting(tmp_path: Path) -> None:
     source = load("arrow", write_arrow(tmp_path), target="label", ignore="kind")
     config = DataConfig(shuffle_block=4, shuffle_window=2, num_workers=0)
