@@ -3,13 +3,17 @@
     python -m benchmarks.rows
 
 The files lie in the page cache, so that nothing but the programs is measured. The steps train a small network on
-batches of 32 rows; "again" is a second loader of the same rows in memory, the control.
+batches of 32 rows of 12 KB; "again" is a second loader of the same rows in memory, the control. By default such rows
+are read in the training process, as these are (`--num-workers auto` measures them, and sending them would take
+longer): what that takes of its CPU time is measured. With a loader process beside it, it is the time on the clock.
+Times are those of whole epochs, since rows of several batches are read at once.
 """
 
 import json
 import random
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,7 +27,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from benchmarks.paired_timing import Row, alternate, program
+from benchmarks.paired_timing import Clock, Row, Seconds, alternate, program
 from benchmarks.workloads import mlp
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.arrow_store import ArrowStore
@@ -40,7 +44,7 @@ _AT_ONCE, _BATCH, _WIDTH = 128, 32, 3072
 
 def measure(tiny: bool = False) -> list[Row]:
     torch.set_num_threads(1)
-    rows, turns = (400, 14) if tiny else (20_000, 140)
+    rows, turns = (400, 28) if tiny else (20_000, 140)
     with tempfile.TemporaryDirectory(prefix="multigpu-rows-") as place:
         folder = Path(place)
         stores = _write_stores(folder, rows)
@@ -51,12 +55,24 @@ def measure(tiny: bool = False) -> list[Row]:
             for name, aim in (("arrow", 3.0), ("tar", None), ("jsonl", None))
         ]
         figures.append(_time_finding(stores["tar"][0], turns))
-        steps = {name: _steps(source) for name, source in _open_sources(folder, 320 if tiny else 4000).items()}
-        took = alternate({name: partial(next, work) for name, work in steps.items()}, turns * 2)
-    figures.append(took.micro("a step on rows in memory", "memory"))
-    names = ("again", "arrow", "mixture")
-    figures += [took.ratio(f"a step on {name} / on rows in memory", name, "memory") for name in names]
+        sources = _open_sources(folder, 320 if tiny else 2000)
+        alone = _time_epochs(sources, 0, turns // 14, time.thread_time)
+        beside = _time_epochs(sources, 1, turns // 14, time.perf_counter)
+    steps = -(-sources["memory"].num_train_samples // _BATCH)
+    figures.append(alone.micro("a step on rows in memory", "memory", steps))
+    for took, where in ((alone, ""), (beside, ", read by a loader process")):
+        names = ("again", "arrow", "mixture")
+        figures += [took.ratio(f"a step on {name} / on rows in memory{where}", name, "memory") for name in names]
     return figures
+
+
+def _time_epochs(sources: dict[str, DataSource], processes: int, turns: int, clock: Clock) -> Seconds:
+    loaders = {name: _open_loader(source, processes) for name, source in sources.items()}
+    steps = {name: partial(next, _run_epochs(loader)) for name, loader in loaders.items()}
+    took = alternate(steps, turns, clock)
+    for loader in loaders.values():
+        loader.close()
+    return took
 
 
 def _write_stores(folder: Path, rows: int) -> dict[str, tuple[RowStore, str]]:
@@ -106,23 +122,23 @@ def _open_sources(folder: Path, rows: int) -> dict[str, DataSource]:
     return {"memory": memory, "again": memory, "arrow": arrow, "mixture": mixture}
 
 
-def _steps(source: DataSource) -> Iterator[None]:
+def _run_epochs(loader: Loader) -> Iterator[None]:
     torch.manual_seed(0)
-    model, loader = mlp(), _open_loader(source)
+    model = mlp()
     optimizer = torch.optim.AdamW(model.parameters())
-    plan, epoch = plan_batches(samples=source.num_train_samples, micro_batch=_BATCH, workers=1), 0
+    plan, epoch = plan_batches(samples=loader.source.num_train_samples, micro_batch=_BATCH, workers=1), 0
     while True:
         for _, work in loader.epoch(plan, epoch, 0, 0, 1):
             for batch in work:
                 cross_entropy(model(batch.inputs), batch.targets).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                yield
+        yield
         epoch += 1
 
 
-def _open_loader(source: DataSource) -> Loader:
-    config = DataConfig(num_workers=0)
+def _open_loader(source: DataSource, processes: int) -> Loader:
+    config = DataConfig(num_workers=processes)
     return Loader(source.train, source, config, device=torch.device("cpu"), seed=0)
 
 

@@ -5,6 +5,7 @@ width a microsecond or two, where `datasets` takes a hundred.
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ class _Chunk(NamedTuple):
 
     Attributes:
         offsets: of lists within lists, from the outermost, of bytes or of texts; none for a single number.
-        values: the innermost numbers, or bytes.
+        values: the innermost numbers, or bytes; whole rows where all have their length by the type.
         bits: true and false are stored eight in a byte; the first bit of the chunk.
     """
 
@@ -65,6 +66,7 @@ class ArrowStore:
         sizes = [batch.num_rows for batch in self._batches]
         self._starts = np.cumsum([0, *sizes])
         self._chunks: dict[str, list[_Chunk]] = {}
+        self._last: tuple[bytes, list[tuple[int, int]]] = b"", []
         features = read_features(self._schema.metadata)
         self.columns = {
             field.name: _describe(field, features.get(field.name), [batch.column(at) for batch in self._batches])
@@ -79,25 +81,28 @@ class ArrowStore:
 
     def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
         """A column of some rows: (n, *shape) numbers, or a list of bytes or texts."""
-        column, chunks = self.columns[name], self._open_column(name)
-        at = np.asarray(rows, dtype=np.int64)
-        numbers = np.searchsorted(self._starts, at, side="right") - 1
-        places = zip(numbers.tolist(), (at - self._starts[numbers]).tolist(), strict=True)
+        column, places = self.columns[name], self._find_places(np.asarray(rows, dtype=np.int64))
+        chunks = self._chunks.get(name) or self._open_column(column)
         if column.kind != "number":
             return [self._read_bytes(chunks[chunk], row, name, column.kind) for chunk, row in places]
-        found = np.empty((len(at), *column.shape), dtype=column.dtype)
-        if column.shape:
-            flat = found.reshape(len(at), -1)
-            for number, (chunk, row) in enumerate(places):
-                flat[number] = self._read_list(chunks[chunk], row, name, flat.shape[1])
-        elif chunks and chunks[0].bits is not None:
-            for number, (chunk, row) in enumerate(places):
-                bit = row + (chunks[chunk].bits or 0)
-                found[number] = chunks[chunk].values[bit >> 3] >> (bit & 7) & 1
-        else:
-            for number, (chunk, row) in enumerate(places):
-                found[number] = chunks[chunk].values[row]
+        found = np.empty((len(places), *column.shape), dtype=column.dtype)
+        self.read_into(name, rows, found, range(len(places)))
         return found
+
+    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
+        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
+        column, places = self.columns[name], self._find_places(np.asarray(rows, dtype=np.int64))
+        chunks = self._chunks.get(name) or self._open_column(column)
+        if chunks[0].bits is not None:
+            for entry, (chunk, row) in zip(at, places, strict=True):
+                bit = row + (chunks[chunk].bits or 0)
+                out[entry] = chunks[chunk].values[bit >> 3] >> (bit & 7) & 1
+        elif chunks[0].offsets:
+            for entry, (chunk, row) in zip(at, places, strict=True):
+                out[entry] = self._read_list(chunks[chunk], row, column)
+        else:
+            for entry, (chunk, row) in zip(at, places, strict=True):
+                out[entry] = chunks[chunk].values[row]
 
     def list_values(self, name: str) -> list[Any]:
         """The different values of a column; reads the whole column, and no other."""
@@ -108,25 +113,34 @@ class ArrowStore:
             found |= set(pyarrow.compute.unique(batch.column(place)).to_pylist())
         return list(found)
 
-    def _open_column(self, name: str) -> list[_Chunk]:
-        if name not in self._chunks:
-            place = self._schema.get_field_index(name)
-            self._chunks[name] = [_open_chunk(batch.column(place)) for batch in self._batches]
-        return self._chunks[name]
+    def _find_places(self, rows: np.ndarray) -> list[tuple[int, int]]:
+        """The record batch of each row, and the row in it; asked for once for each column, so the last are kept."""
+        key = rows.tobytes()
+        if self._last[0] != key:
+            numbers = self._starts.searchsorted(rows, side="right") - 1
+            places = list(zip(numbers.tolist(), (rows - self._starts[numbers]).tolist(), strict=True))
+            self._last = key, places
+        return self._last[1]
 
-    def _read_list(self, chunk: _Chunk, row: int, name: str, width: int) -> np.ndarray:
-        if not chunk.offsets:
-            return chunk.values[row * width : (row + 1) * width]
+    def _open_column(self, column: Column) -> list[_Chunk]:
+        place = self._schema.get_field_index(column.name)
+        chunks = [_open_chunk(batch.column(place)) for batch in self._batches]
+        if column.shape and not chunks[0].offsets:  # of fixed length
+            chunks = [_Chunk((), chunk.values.reshape(-1, *column.shape)) for chunk in chunks]
+        self._chunks[column.name] = chunks
+        return chunks
+
+    def _read_list(self, chunk: _Chunk, row: int, column: Column) -> np.ndarray:
         first, last = row, row + 1
         for offsets in chunk.offsets:
             first, last = int(offsets[first]), int(offsets[last])
-        if last - first != width:
+        if last - first != prod(column.shape):
             raise RequestError(
-                f"--data arrow: {self.label}: column {name!r} holds {last - first} numbers in one row and {width} in "
-                "the first",
+                f"--data arrow: {self.label}: column {column.name!r} holds {last - first} numbers in one row and "
+                f"{prod(column.shape)} in the first",
                 remedy="lists of one length, cut or filled up before they are written",
             )
-        return chunk.values[first:last]
+        return chunk.values[first:last].reshape(column.shape)
 
     def _read_bytes(self, chunk: _Chunk, row: int, name: str, kind: str) -> bytes | str:
         first, last = int(chunk.offsets[0][row]), int(chunk.offsets[0][row + 1])

@@ -216,7 +216,7 @@ class Collate:
         self.check_classes([number for number, _ in numbered], targets)
         return Collated(inputs, targets)
 
-    def check_classes(self, numbers: list[int], targets: Any) -> None:
+    def check_classes(self, numbers: Sequence[int] | numpy.ndarray, targets: Any) -> None:
         """Refuse a class number that the dataset does not have.
 
         Args:
@@ -228,8 +228,11 @@ class Collate:
         if self._classes and isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.ndim == 1:
             self._check_labels(numbers, targets)
 
-    def _check_labels(self, numbers: list[int], labels: Tensor) -> None:
+    def _check_labels(self, numbers: Sequence[int] | numpy.ndarray, labels: Tensor) -> None:
         """Here, on the host: a GPU would only fail an assertion, and be lost to the process."""
+        least, most = map(int, labels.aminmax()) if len(labels) else (0, 0)
+        if least >= 0 and most < self._classes:
+            return
         wrong = (labels >= self._classes) | ((labels < 0) & (labels != IGNORED))
         if wrong.any():
             first = int(wrong.nonzero()[0])

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import tee
+from itertools import islice, tee
 from multiprocessing import current_process
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -29,6 +30,8 @@ _MOST_PROCESSES = 8  # per worker
 _TRANSFER_COST = 30e-6  # seconds per sample of receiving a small batch from another process
 _LONGEST_PROBE = 0.5  # seconds
 _TYPICAL_BATCH = 32
+_MOST_AT_ONCE, _BYTES_AT_ONCE = 32, 2**23  # batches that are fetched together
+_ALIGNMENT = 64  # bytes, of torch's own tensors on a CPU
 
 Result = TypeVar("Result")
 
@@ -46,17 +49,15 @@ class ItemFetcher:
         source: DataSource,
     ) -> None:
         options = source.loader_options
-        processes, reason = _loader_processes(SeededDataset(split, seed), wanted, workers_here)
         self.device = device
-        self._whole: Callable[[list[tuple[int, int]]], tuple[Collated, TokenCounts | None]] | None = None
-        if not processes and callable(getattr(split, "fetch_batch", None)):  # DataLoader would only cost time
-            self._whole = partial(
-                _fetch_whole, SeededDataset(split, seed), _CountingCollate(Collate(split, source.form))
-            )
+        self._dataset, self._collate = SeededDataset(split, seed), Collate(split, source.form)
+        processes, reason = _loader_processes(self._dataset, wanted, workers_here)
+        self._fetches_whole = not processes and self._dataset.fetch_batch is not None  # DataLoader would only cost time
+        self._at_once = 1
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
-            SeededDataset(split, seed),
-            collate_fn=_CountingCollate(Collate(split, source.form)),
+            self._dataset,
+            collate_fn=_CountingCollate(self._collate),
             batch_sampler=self._chunks,
             num_workers=processes,
             pin_memory=options.pin_memory and device.type == "cuda",
@@ -73,22 +74,36 @@ class ItemFetcher:
             deque(self._loader, maxlen=0)
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
-        if self._whole is not None:
-            whole = self._whole
-            yield from self._move((chunk, whole([(epoch, index) for index in chunk.tolist()])) for chunk in chunks)
+        if self._fetches_whole:
+            yield from move_batches(self._fetch_whole(chunks), self.device)
             return
         requested, chunks = tee(chunks)
         self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in requested)
         with _without_traceback():
-            yield from self._move(zip(chunks, self._loader, strict=True))
+            pairs = zip(chunks, self._loader, strict=True)
+            made = (Fetched(batch.inputs, batch.targets, indices, tokens) for indices, (batch, tokens) in pairs)
+            yield from move_batches(made, self.device)
 
-    def _move(self, fetched: Iterable[tuple[Tensor, tuple[Collated, TokenCounts | None]]]) -> Iterator[Fetched]:
-        made = (Fetched(batch.inputs, batch.targets, indices, tokens) for indices, (batch, tokens) in fetched)
-        return move_batches(made, self.device)
+    def _fetch_whole(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
+        """Batches of a dataset with `fetch_batch`; of short rows several at once, which costs little more than one."""
+        waiting = iter(chunks)
+        while group := list(islice(waiting, self._at_once)):
+            whole = self._dataset.fetch_whole(torch.cat(group).numpy())
+            self._collate.check_classes(whole.indices, whole.targets)
+            sizes = [len(indices) for indices in group]
+            parts = whole.inputs.split(sizes), whole.targets.split(sizes)
+            for inputs, targets, indices in zip(*parts, group, strict=True):
+                yield Fetched(_align(inputs), _align(targets), indices)
+            self._at_once = min(_MOST_AT_ONCE, max(1, _BYTES_AT_ONCE * len(group) // whole.inputs.nbytes))
 
     def close(self) -> None:
         """End the loader processes, if any."""
         end_processes(self._loader)
+
+
+def _align(part: Tensor) -> Tensor:
+    """The same where torch begins any tensor, so that sums over it have the same bits whatever was fetched with it."""
+    return part if part.data_ptr() % _ALIGNMENT == 0 else part.clone()
 
 
 class _Chunks:
@@ -115,30 +130,25 @@ class _CountingCollate:
         return made, count_tokens([item for _, item in numbered], made.targets)
 
 
-def _fetch_whole(
-    dataset: "SeededDataset", collate: _CountingCollate, places: list[tuple[int, int]]
-) -> tuple[Collated, TokenCounts | None]:
-    return collate(dataset.__getitems__(places))
-
-
 class WholeBatch(NamedTuple):
     """A batch that the dataset itself has put together (`fetch_batch`).
 
     Attributes:
-        indices: of its samples.
+        indices: (n,) int64, of its samples.
     """
 
     inputs: Tensor
     targets: Tensor
-    indices: list[int]
+    indices: np.ndarray
 
 
 class SeededDataset(Dataset[Any]):
     """The user's dataset, with all random generators seeded from (seed, epoch, sample) before each item.
 
-    A dataset of ours with `fetch_batch(indices)` puts batches together without a sample in between. One that fetches
-    whole batches (`__getitems__`), or does that, is seeded once per batch, by its first sample; the samples of
-    a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated sample. Packs are made
+    A dataset of ours with `fetch_batch(indices)` puts batches together without a sample in between; it draws no random
+    numbers. One that fetches several samples at once (`__getitems__`) is seeded once per batch, by its first sample;
+    the samples of a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated
+    sample. Packs are made
     anew for each epoch; a method `set_epoch` of a user's is not called: here it would be for every sample, and for
     evaluations with a number that many can't take.
     """
@@ -147,13 +157,13 @@ class SeededDataset(Dataset[Any]):
         self.dataset, self.seed = dataset, seed
         self._size = len(dataset)  # type: ignore[arg-type]
         self._make_packs = getattr(unwrap_dataset(dataset), "make_packs_of_epoch", None)
-        self._fetch_batch = getattr(dataset, "fetch_batch", None)
+        self.fetch_batch = getattr(dataset, "fetch_batch", None)
         self._whole = callable(getattr(unwrap_dataset(dataset), "__getitems__", None))
 
     @property
     def samples_per_fetch(self) -> int:
         """How many samples it is quickest to ask for at once."""
-        return 1 if self._fetch_batch is None else _TYPICAL_BATCH
+        return 1 if self.fetch_batch is None else _TYPICAL_BATCH
 
     def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
         self._seed(*where)
@@ -161,16 +171,20 @@ class SeededDataset(Dataset[Any]):
         return index, get_sample(self.dataset, index)
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]] | WholeBatch:
-        if self._fetch_batch is not None:
-            self._seed(*places[0])
-            indices = [index % self._size for _, index in places]
-            inputs, targets = self._fetch_batch(indices)
-            return WholeBatch(inputs, targets, indices)
+        if self.fetch_batch is not None:
+            return self.fetch_whole(np.array([index for _, index in places]))
         if not self._whole:
             return [self[where] for where in places]
         self._seed(*places[0])
         indices = [index % self._size for _, index in places]
         return list(zip(indices, get_samples(self.dataset, indices), strict=True))
+
+    def fetch_whole(self, indices: np.ndarray) -> WholeBatch:
+        """A batch of a dataset with `fetch_batch`."""
+        assert self.fetch_batch is not None
+        at = indices % self._size
+        inputs, targets = self.fetch_batch(at)
+        return WholeBatch(inputs, targets, at)
 
     def _seed(self, epoch: int, index: int) -> None:
         if self._make_packs is not None:

@@ -51,10 +51,12 @@ def open_index(name: str, files: Sequence[Path], width: int, build: Build, versi
     mark = {"version": version, "files": facts, "width": width}
     folder = files[0].parent
     place = folder / f".multigpu-{sha256(repr([file.name for file in files]).encode()).hexdigest()[:12]}.index"
-    with _locked(folder):
+    with _locked(folder) as alone:
         if found := _find(place, mark):
             return found
         try:
+            for left in folder.glob(f"{place.name}.*.draft") if alone else ():  # by a process that was killed
+                left.unlink(missing_ok=True)
             number, draft = tempfile.mkstemp(prefix=f"{place.name}.", suffix=".draft", dir=folder)
         except OSError:  # read-only: a file of this process's own
             with tempfile.TemporaryFile() as file:
@@ -95,9 +97,11 @@ def _find(place: Path, mark: dict[str, Any]) -> Index | None:
 
 def _open(file: BinaryIO, mark: dict[str, Any]) -> Index | None:
     """The index, if it is whole and of these files."""
+    if os.fstat(file.fileno()).st_size < 16:
+        return None
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     end = len(mapped) - 16
-    if end < 0 or mapped[-8:] != _MAGIC:
+    if mapped[-8:] != _MAGIC:
         return None
     length = int.from_bytes(mapped[end : end + 8], "little")
     try:
@@ -112,12 +116,16 @@ def _open(file: BinaryIO, mark: dict[str, Any]) -> Index | None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process holds the folder. It only saves work: files appear whole, whoever writes them."""
-    number = os.open(folder, os.O_RDONLY)
+def _locked(folder: Path) -> Iterator[bool]:
+    """Wait until no other process holds the folder; whether that is known, for some file systems have no locks.
+
+    It only saves work: files appear whole, whoever writes them.
+    """
+    number, alone = os.open(folder, os.O_RDONLY), False
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):
             fcntl.flock(number, fcntl.LOCK_EX)
-        yield
+            alone = True
+        yield alone
     finally:
         os.close(number)

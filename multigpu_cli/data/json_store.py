@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from multigpu_cli.data.index_file import open_index
-from multigpu_cli.data.open_files import OpenFiles
+from multigpu_cli.data.open_files import UNCHANGED, OpenFiles
 from multigpu_cli.data.row_store import Column
 from multigpu_cli.errors import RequestError
 
@@ -49,8 +49,15 @@ class JsonStore:
     def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
         """A field of some rows: (n, *shape) numbers, or a list of texts."""
         column, records = self.columns[name], self._parse(np.asarray(rows, dtype=np.int64))
-        values = [record[name] for record in records]
-        return values if column.kind == "text" else np.asarray(values, dtype=column.dtype)
+        try:
+            values = [record[name] for record in records]
+            return values if column.kind == "text" else np.asarray(values, dtype=column.dtype)
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestError(f"--data jsonl: {self.label} has changed: no {name!r}", remedy=UNCHANGED) from error
+
+    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
+        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
+        out[at] = self.read(name, rows)
 
     def list_values(self, name: str) -> list[Any]:
         """The different values of a field."""
@@ -66,7 +73,8 @@ class JsonStore:
         key = rows.tobytes()
         if self._last[0] != key:
             places = self._rows[rows].tolist()
-            self._last = key, [json.loads(self._open.read(*place)) for place in places]
+            where = f"--data jsonl: {self.label}"
+            self._last = key, [_parse_line(self._open.read(*place), where) for place in places]
         return self._last[1]
 
     def _index(self, write: Callable[[np.ndarray], None]) -> dict[str, Any]:
@@ -94,7 +102,7 @@ class JsonStore:
 def _parse_line(text: bytes, place: str) -> dict[str, Any]:
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{place}: not JSON ({error})", remedy="one JSON object per line, as UTF-8") from error
     if not isinstance(record, dict):
         raise RequestError(f"{place}: a {type(record).__name__}, not an object", remedy="one JSON object per line")

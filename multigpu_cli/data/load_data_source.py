@@ -120,7 +120,12 @@ def _from_one(
         source = _split_by_seed(_dataset(found, name, seed), seed, form)
     if other is None:
         return source
-    if isinstance(found, DataSource) or not isinstance(other, dict):
+    if isinstance(found, DataSource):
+        raise RequestError(
+            f"data.args.new: --data {name} takes no new samples",
+            remedy="leave it out; new samples are for --data csv and for a dataset of your own, MODULE:FUNCTION",
+        )
+    if not isinstance(other, dict):
         raise RequestError(
             f"data.args.new: {name} has no new samples for {other!r}",
             remedy="give the arguments that differ for the new samples, for instance --set 'data.new={path: new.csv}'",

@@ -35,23 +35,21 @@ class MixedBatches(ConcatDataset[Any]):
         super().__init__(parts)
         self.num_classes = num_classes
         self._starts = np.array([0, *self.cumulative_sizes])
+        first = get_sample(parts[0], 0)[0]
+        self._shape, self._dtype = first.shape, first.dtype
 
-    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def fetch_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs (n, …) and targets (n, …) of some samples."""
-        at = np.asarray(indices, dtype=np.int64)
-        numbers = np.searchsorted(self._starts, at, side="right") - 1
-        inputs: Tensor | None = None
-        for number in np.unique(numbers).tolist():
+        numbers = self._starts.searchsorted(indices, side="right") - 1
+        inputs, targets = torch.empty((len(indices), *self._shape), dtype=self._dtype), None
+        out = inputs.numpy()
+        for number in set(numbers.tolist()):
             places = np.flatnonzero(numbers == number)
-            found = _fetch(self.datasets[number], at[places] - self._starts[number])
-            if len(places) == len(at):
-                return found
-            if inputs is None:
-                inputs, targets = (torch.empty((len(at), *each.shape[1:]), dtype=each.dtype) for each in found)
-            here = torch.from_numpy(places)
-            inputs.index_copy_(0, here, found[0])
-            targets.index_copy_(0, here, found[1])
-        assert inputs is not None
+            found = _fetch_into(self.datasets[number], indices[places] - self._starts[number], out, places)
+            if targets is None:
+                targets = torch.empty((len(indices), *found.shape[1:]), dtype=found.dtype)
+            targets.numpy()[places] = found.numpy()
+        assert targets is not None
         return inputs, targets
 
 
@@ -184,8 +182,10 @@ def _join(parts: Sequence[Dataset[Any] | None], classes: int) -> Dataset[Any] | 
     return ConcatDataset(there)
 
 
-def _fetch(part: Any, at: np.ndarray) -> tuple[Tensor, Tensor]:
+def _fetch_into(part: Any, indices: np.ndarray, out: np.ndarray, at: np.ndarray) -> Tensor:
+    """Write the inputs of some samples to the entries `at` of a batch; returns their targets."""
     if isinstance(part, TensorDataset):
-        inputs, targets = (tensor[torch.from_numpy(at)] for tensor in part.tensors)
-        return inputs, targets
-    return part.fetch_batch(at)  # type: ignore[no-any-return]
+        inputs, targets = (tensor[torch.from_numpy(indices)] for tensor in part.tensors)
+        out[at] = inputs.numpy()
+        return targets
+    return part.fetch_into(indices, out, at.tolist())  # type: ignore[no-any-return]

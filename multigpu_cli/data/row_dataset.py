@@ -36,35 +36,39 @@ class RowRoles:
 
 
 class NumberRows(Dataset[tuple[Tensor, Tensor]]):
-    """Rows of numbers: inputs (features,) float32 or as they are stored, and the target.
+    """Rows of numbers: inputs (features,) float32 or as they are stored, and the target. It draws no random numbers.
 
     Attributes:
         num_classes: 0 where targets are numbers.
+        shape, dtype: of the inputs of a sample.
     """
 
     def __init__(self, store: RowStore, selection: RowSelection, roles: RowRoles) -> None:
         self.store, self.selection, self.roles = store, selection, roles
         self.num_classes = roles.num_classes
+        columns = [store.columns[name] for name in roles.inputs]
+        self.shape = (len(columns),) if roles.stacked else columns[0].shape
+        stored = np.dtype(columns[0].dtype)
+        self.dtype = np.dtype(np.float32) if roles.stacked or stored in (np.float64, np.bool_) else stored
 
     def __len__(self) -> int:
         return len(self.selection)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.fetch_batch([index])
+        inputs, targets = self.fetch_batch(np.array([index]))
         return inputs[0], targets[0]
 
-    def fetch_batch(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
+    def fetch_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs (n, …) and targets (n, …) of some samples."""
-        rows = self.selection.find_rows(indices)
-        return self.read_inputs(rows), read_targets(self.store, rows, self.roles)
+        inputs = make_batch(len(indices), self.shape, self.dtype)
+        return torch.from_numpy(inputs), self.fetch_into(indices, inputs, range(len(indices)))
 
-    def read_inputs(self, rows: Sequence[int] | np.ndarray) -> Tensor:
-        """(n, …) of rows of the store."""
-        columns = [self.store.read(name, rows) for name in self.roles.inputs]
-        if self.roles.stacked:
-            return torch.from_numpy(np.stack([column.astype(np.float32) for column in columns], axis=1))
-        (found,) = columns
-        return torch.from_numpy(found.astype(np.float32) if found.dtype in (np.float64, np.bool_) else found)
+    def fetch_into(self, indices: np.ndarray, out: np.ndarray, at: Sequence[int]) -> Tensor:
+        """Write the inputs of some samples to the entries `at` of a batch; returns their targets."""
+        rows = self.selection.find_rows(indices)
+        for column, name in enumerate(self.roles.inputs):
+            self.store.read_into(name, rows, out[:, column] if self.roles.stacked else out, at)
+        return read_targets(self.store, rows, self.roles)
 
 
 class TokenRows(NumberRows):
@@ -73,8 +77,12 @@ class TokenRows(NumberRows):
     Where the target is another column (labels), it holds a label beside each token, and is moved by one as well.
     """
 
-    def fetch_batch(self, indices: Sequence[int] | np.ndarray) -> tuple[Tensor, Tensor]:
-        """Inputs (n, t) and targets (n, t) of some samples."""
+    def __init__(self, store: RowStore, selection: RowSelection, roles: RowRoles) -> None:
+        super().__init__(store, selection, roles)
+        self.dtype = np.dtype(np.int64)
+
+    def fetch_into(self, indices: np.ndarray, out: np.ndarray, at: Sequence[int]) -> Tensor:
+        """The same of tokens (n, t); targets (n, t)."""
         rows = self.selection.find_rows(indices)
         (name,) = self.roles.inputs
         tokens = self.store.read(name, rows).astype(np.int64)
@@ -88,7 +96,8 @@ class TokenRows(NumberRows):
         labels = tokens if self.roles.target == name else self.store.read(self.roles.target, rows).astype(np.int64)
         targets = np.full_like(labels, IGNORED)
         targets[:, :-1] = labels[:, 1:]
-        return torch.from_numpy(tokens), torch.from_numpy(targets)
+        out[at] = tokens
+        return torch.from_numpy(targets)
 
 
 class ImageRows(Dataset[tuple[Tensor, Tensor]]):
@@ -116,6 +125,11 @@ class ImageRows(Dataset[tuple[Tensor, Tensor]]):
         return cut_square(pixels, self.size, augment=self.augment), read_targets(self.store, rows, self.roles)[0]
 
 
+def make_batch(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """An empty batch, whose first byte lies as in any tensor of torch's: sums over it have the same bits."""
+    return torch.empty((count, *shape), dtype=torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
+
+
 def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRoles) -> Tensor:
     """(n,) int64 class numbers, or (n, …) float32.
 
@@ -136,4 +150,4 @@ def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRo
             f"{roles.num_classes} classes",
             remedy="data.args.classes=[…], all of them; or leave out such rows",
         )
-    return torch.tensor(numbers)
+    return torch.from_numpy(np.array(numbers))

@@ -54,6 +54,13 @@ class RowStore(Protocol):
             RequestError: a row has no such value; names it.
         """
 
+    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
+        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type.
+
+        Raises:
+            RequestError: as `read`.
+        """
+
     def list_values(self, name: str) -> list[Any]:
         """The different values of a column of single numbers or texts, in any order.
 

@@ -42,25 +42,26 @@ class RowSelection:
         if not self.parts:
             return at
         if self.part:
-            held_out: np.ndarray = at * _GROUP + self._draw(at)[self.part - 1]
-            return held_out
+            chosen: np.ndarray = at * _GROUP + self._draw(at)[self.part - 1]
+            return chosen
         share = _GROUP - self.parts
         group = np.minimum(at // share, self.rows // _GROUP)
         place = at - group * share
         inside = group < self.rows // _GROUP  # behind the last whole group nothing is held out
-        for held in np.sort(self._draw(group), axis=0):
-            place = place + (inside & (place >= held))
+        held_out = self._draw(group)
+        for held in held_out if self.parts == 1 else (np.minimum(*held_out), np.maximum(*held_out)):
+            place += inside & (place >= held)
         found: np.ndarray = group * _GROUP + place
         return found
 
-    def _draw(self, groups: np.ndarray) -> np.ndarray:
-        """(parts, n): the different places in a group that are held out."""
+    def _draw(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
+        """For each part (n,): the different places in a group that are held out."""
         mixed = _mix(groups.astype(np.uint64) ^ np.uint64(self.key))
         first = (mixed % np.uint64(_GROUP)).astype(np.int64)
         if self.parts == 1:
-            return first[None]
+            return (first,)
         second = ((mixed >> np.uint64(32)) % np.uint64(_GROUP - 1)).astype(np.int64)
-        return np.stack([first, second + (second >= first)])
+        return first, second + (second >= first)
 
 
 def divide_rows(rows: int, parts: int, seed: int, where: str) -> list[RowSelection]:

@@ -80,7 +80,11 @@ class TarStore:
             return values if column.kind == "text" else np.asarray(values, dtype=column.dtype)
         if column.kind == "number":
             return np.stack([self._read_array(content, column) for content in contents])
-        return [content.decode() for content in contents] if column.kind == "text" else contents
+        return [_decode(content, name, self.label) for content in contents] if column.kind == "text" else contents
+
+    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
+        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
+        out[at] = self.read(name, rows)
 
     def list_values(self, name: str) -> list[Any]:
         """The different values of a column of whole numbers."""
@@ -92,17 +96,14 @@ class TarStore:
         return list(found)
 
     def _read_array(self, content: bytes, column: Column) -> np.ndarray:
-        try:
-            found = np.load(BytesIO(content), allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise RequestError(f"--data tar: {self.label}: a .{column.name}: {error}", remedy="np.save(…)") from error
+        found = _load_array(content, column.name, self.label)
         if found.shape != column.shape or found.dtype != column.dtype:
             raise RequestError(
                 f"--data tar: {self.label}: a .{column.name} holds {found.dtype} {found.shape}, and {column.dtype} "
                 f"{column.shape} in the first sample",
                 remedy="arrays of one type and shape",
             )
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _describe(self, ending: str, gaps: int) -> Iterator[Column]:
         """The columns of one kind of member, by the first sample that has it."""
@@ -119,7 +120,7 @@ class TarStore:
         row = next((row for row in self._rows[:1000] if row[at + 1] >= 0), None)
         content = b"" if row is None else self._open.read(int(row[0]), int(row[at]), int(row[at + 1]))
         if last == "npy" and content:
-            array = np.load(BytesIO(content), allow_pickle=False)
+            array = _load_array(content, ending, self.label)
             yield Column(
                 name=ending, kind="number", shape=array.shape, dtype=str(array.dtype), gaps=gaps, description="an array"
             )
@@ -218,11 +219,30 @@ def _read_number(file: Path, member: _Member, where: str) -> int:
         opened.seek(member.offset)
         text = opened.read(min(member.size, 100))
     try:
-        return int(text)
+        number = int(text)
+        if not -(2**63) <= number < 2**63:
+            raise ValueError("too large")
+        return number
     except ValueError as error:
         raise RequestError(
-            f"--data tar: {where} holds {text[:20]!r}, no whole number", remedy="the number of the class, as text"
+            f"--data tar: {where} holds {text[:20]!r}, no whole number of 64 bits",
+            remedy="the number of the class, as text",
         ) from error
+
+
+def _load_array(content: bytes, ending: str, label: str) -> np.ndarray:
+    try:
+        found: np.ndarray = np.load(BytesIO(content), allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise RequestError(f"--data tar: {label}: a .{ending} is no array ({error})", remedy="np.save(…)") from error
+    return found
+
+
+def _decode(content: bytes, ending: str, label: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--data tar: {label}: a .{ending}: {error}", remedy="texts in UTF-8") from error
 
 
 def _describe_json(content: bytes, gaps: int) -> Iterator[Column]:

@@ -55,6 +55,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _there(value: Any, device: torch.device, *, pin: bool = False) -> Any:
     """Copy every tensor in nested dicts, lists and tuples to the device; other values are unchanged."""
+    if isinstance(value, Tensor):  # tree_map_only takes 10 µs
+        return (value.pin_memory() if pin else value).to(device, non_blocking=True)
     return tree_map_only(
         Tensor, lambda tensor: (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True), value
     )

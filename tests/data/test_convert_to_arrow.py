@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -81,3 +83,22 @@ def test_what_is_damaged_leaves_nothing(tmp_path: Path, files: dict[str, str], m
     with pytest.raises(RequestError, match=message):
         convert_to_arrow(source, tmp_path / "to")
     assert [each.name for each in tmp_path.iterdir()] == ["source"]
+
+
+_SMALL_DISK = """
+import resource, signal, sys
+from main_multi_gpu import run
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+raise SystemExit(run(["data", "convert", sys.argv[1], "--to", sys.argv[2]]))
+"""
+
+
+def test_a_full_disk_is_a_wrong_request_and_leaves_nothing(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", ROWS * 10)
+    arguments = [sys.executable, "-c", _SMALL_DISK, str(source), str(tmp_path / "to")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert f"--to {tmp_path / 'to'}: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]

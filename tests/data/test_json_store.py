@@ -42,3 +42,23 @@ def test_lines_that_are_no_rows_are_named(tmp_path: Path, text: str, message: st
     path.write_text(text)
     with pytest.raises(RequestError, match=message):
         JsonStore([path])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("x" * 4000, "not JSON"), ("", r"a\.jsonl ends at byte"), ('{"b": 1}'.ljust(4000), "not JSON|no 'a'")],
+)
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl")
+    store = JsonStore([path])
+    path.write_text(text)
+    with pytest.raises(RequestError, match=message):
+        store.read("a", [0])
+
+
+def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl")
+    store = JsonStore([path])
+    path.unlink()
+    with pytest.raises(RequestError, match=r"a\.jsonl: No such file"):
+        store.read("a", [0])

@@ -65,6 +65,29 @@ def test_batches_are_those_of_the_samples(tmp_path: Path, processes: int) -> Non
             assert batch.targets[number] == target
 
 
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_batch_begins_where_any_tensor_does_whatever_was_fetched_with_it(tmp_path: Path, start: int) -> None:
+    source = load("arrow", write_arrow(tmp_path), target="label", ignore="kind")
+    plan = plan_batches(samples=48, micro_batch=3, workers=1)
+    loader = Loader(source.train, source, DataConfig(num_workers=0), device=torch.device("cpu"), seed=1)
+    chunks = [loader.sample_order(0)[first : first + 3] for first in range(3 * start, 48, 3)]
+    fetched = list(loader._fetch.stream(chunks, 0))
+    assert len(fetched) == plan.steps_per_epoch - start
+    for chunk, batch in zip(chunks, fetched, strict=True):
+        assert batch.indices.tolist() == chunk.tolist()
+        for index, row in zip(chunk.tolist(), batch.inputs, strict=True):
+            assert torch.equal(source.train[index][0], row)
+        assert batch.inputs.data_ptr() % 64 == batch.targets.data_ptr() % 64 == 0
+
+
+def test_a_class_number_beyond_the_classes_is_named(tmp_path: Path) -> None:
+    rows = [{**row, "label": 5 if row["a"] == 0.5 else row["label"]} for row in ROWS]
+    source = load("arrow", write_arrow(tmp_path, rows), target="label", ignore="kind", classes=2)
+    loader = Loader(source.train, source, DataConfig(num_workers=0), device=torch.device("cpu"), seed=1)
+    with pytest.raises(RequestError, match="has the label 5, and there are 2 classes"):
+        list(loader.iter_training_batches([torch.arange(48)], 0))
+
+
 def test_blocks_of_the_order_come_from_the_setting(tmp_path: Path) -> None:
     source = load("arrow", write_arrow(tmp_path), target="label", ignore="kind")
     config = DataConfig(shuffle_block=4, shuffle_window=2, num_workers=0)
@@ -122,6 +145,7 @@ def test_shards_of_images(tmp_path: Path) -> None:
         (ROWS[:9], {"ignore": "kind"}, "9 rows can't be divided"),
         ([{**row, "a": None if row["a"] == 2 else row["a"]} for row in ROWS], {"ignore": "kind"}, "1 rows without"),
         ([{"x": [1, 2], "label": 0}] * 12 + [{"x": [1], "label": 1}], {}, "holds 1 numbers in one row"),
+        ([{"x": [1, 2], "label": 0}] * 12 + [{"x": [1, 2, 3], "label": 1}], {}, "holds 3 numbers in one row"),
         ([{"x": [1, 2], "y2": 3.0, "label": 0}] * 12, {}, "don't go together"),
         ([{"input_ids": [1, 2]}] * 12, {}, "tokens, of how many"),
         ([{"input_ids": [1, 9]}] * 12, {"vocabulary": 5}, "token 9 is beyond"),

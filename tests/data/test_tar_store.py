@@ -21,8 +21,10 @@ def test_the_index_is_made_once_and_anew_after_a_change(tmp_path: Path, monkeypa
     with monkeypatch.context() as without:
         without.setattr(TarStore, "_index", lambda *_: pytest.fail("made again"))
         assert open_shards(tmp_path).read("cls", [0, 19]).tolist() == [0, 1]
-    index.write_bytes(index.read_bytes()[:-3])
-    assert len(open_shards(tmp_path)) == 20, "half an index is none"
+    whole = index.read_bytes()
+    for size in (0, 8, len(whole) - 3):
+        index.write_bytes(whole[:size])
+        assert len(open_shards(tmp_path)) == 20, "half an index is none"
     write_tar(tmp_path, SAMPLES[::-1])
     shard = tmp_path / "0000.tar"
     os.utime(shard, ns=(shard.stat().st_atime_ns, shard.stat().st_mtime_ns + 1))
@@ -45,6 +47,7 @@ def test_columns_and_values(tmp_path: Path) -> None:
     ("samples", "message"),
     [
         ([{**SAMPLES[0], "cls": b"cat"}], "no whole number"),
+        ([{**SAMPLES[0], "cls": b"9" * 30}], "no whole number"),
         ([*SAMPLES[:2], {"jpg": b"x"}], r"the first sample has no \.jpg"),
     ],
 )
@@ -52,6 +55,13 @@ def test_samples_that_differ_are_refused(tmp_path: Path, samples: list[dict[str,
     with pytest.raises(RequestError, match=message):
         open_shards(write_tar(tmp_path, samples, shards=1))
     assert not list(tmp_path.glob(".multigpu-*")), "nothing half made is left"
+
+
+@pytest.mark.parametrize(("ending", "content"), [("npy", b"no array"), ("txt", "ä".encode("latin1"))])
+def test_a_member_that_can_not_be_read_is_named(tmp_path: Path, ending: str, content: bytes) -> None:
+    write_tar(tmp_path, [{ending: content, "cls": b"1"}])
+    with pytest.raises(RequestError, match=rf"a \.{ending}"):
+        open_shards(tmp_path).read(ending, [0])
 
 
 def test_a_compressed_shard_is_refused_with_the_way_out(tmp_path: Path) -> None:
