@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.site import sitecustomize  # noqa: F401 - here too, for what a test imports and what it forks
 
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup, which a shell hands on to its traps
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    settings.register_profile("here", deadline=None)  # a busy machine is no failure
+    settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine
     settings.load_profile("here")
 
 

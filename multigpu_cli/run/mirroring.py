@@ -34,11 +34,11 @@ class MirrorProcess:
         with open(self._log, "ab") as log:
             self._companion = Companion(mirror_process.__name__, [str(self._run), self.url, str(keep)], log)
         self._reported = self._note = ""
-        self._heard = time.monotonic()
+        self._last_note_at = time.monotonic()
 
     def read_new_fault(self) -> str:
         """Why the last upload failed, unless it was said before; "" if none did."""
-        self._hear()
+        self._read_notes()
         error = read_state(self._run).error or self._explain_silence()
         if not self._companion.running:
             error = f"training goes on, but {self._explain_missing()}"
@@ -63,13 +63,13 @@ class MirrorProcess:
             say: shows what the run waits for.
             wait: False: it goes on alone at once.
         """
-        began = self._heard = time.monotonic()
+        began = self._last_note_at = time.monotonic()
         until, said = None if wait else began, False
         self._companion.tell_end()
         try:
             while self._companion.running:
                 moved()
-                self._hear()
+                self._read_notes()
                 now = time.monotonic()
                 if until is None and is_stopped():
                     until = now + _STOP_WAIT
@@ -85,14 +85,14 @@ class MirrorProcess:
             self._companion.leave(kill=False)
         return "" if self._companion.process.returncode == 0 else self._explain_missing()
 
-    def _hear(self) -> None:
+    def _read_notes(self) -> None:
         """Read what the process has written: what keeps it from sending, or "" as a sign of life."""
         if notes := self._companion.read_notes():
-            self._heard, self._note = time.monotonic(), next(filter(None, reversed(notes)), self._note)
+            self._last_note_at, self._note = time.monotonic(), next(filter(None, reversed(notes)), self._note)
 
     def _explain_silence(self) -> str:
         """That the process hangs in the mirror, as it does where a network's file system is gone; "" if it does not."""
-        hangs = self._companion.running and time.monotonic() - self._heard > _HANGS
+        hangs = self._companion.running and time.monotonic() - self._last_note_at > _HANGS
         return f"it has not answered for {_HANGS:.0f} s" if hangs else ""
 
     def _explain_missing(self) -> str:
@@ -110,11 +110,14 @@ def open_mirror(run: "Run") -> Iterator[None]:
     config = run.config.checkpoint
     mirror = run.checkpointer.mirror = MirrorProcess(run.folder, str(config.mirror), config.keep)
     wait = False
+
+    def is_stopped() -> bool:
+        return not run.finished or run.control.stop.signal is not None
+
     try:
         yield
         wait = True
     finally:
         console = run.log.console
-        stopped = lambda: not run.finished or run.control.stop.signal is not None  # noqa: E731
-        if missing := mirror.finish(stopped, run.observer.watchdog.mark_progress, console.note, wait=wait):
+        if missing := mirror.finish(is_stopped, run.observer.watchdog.mark_progress, console.note, wait=wait):
             console.warn(missing)
