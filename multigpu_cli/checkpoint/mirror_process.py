@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -19,7 +20,7 @@ from multigpu_cli.checkpoint.mirror import FINAL_FILES, SMALL_FILES, Mirror, Mir
 from multigpu_cli.checkpoint.mirror_state import read_state, write_state
 from multigpu_cli.runtime.companion import accompany
 
-PATIENCE = 60.0  # seconds without progress, after the end of the run, until it gives up
+PATIENCE = 60.0  # seconds between the first failure after the end of the run and the last try
 _INTERVAL = 1.0  # seconds between looks at the run folder
 _LONGEST_PAUSE = 30.0  # seconds between tries while the mirror refuses
 
@@ -30,14 +31,10 @@ class Follower:
     Args:
         keep: how many of the newest checkpoints stay in the mirror.
         note: takes a line to rank 0; "" says that it is at work.
-
-    Attributes:
-        progressed: time.monotonic of the last bytes that were read or sent.
     """
 
     def __init__(self, run: Path, mirror: Mirror, keep: int, note: Callable[[str], None] = lambda text: None) -> None:
         self.run, self.mirror, self.keep, self._note = run, mirror, keep, note
-        self.progressed = time.monotonic()
         self._state = read_state(run)
         if self._state.url != mirror.url:
             self._state = replace(self._state, url=mirror.url, step=None, content="")
@@ -45,8 +42,12 @@ class Follower:
         self._damaged: set[str] = set()
 
     def follow(self, ended: threading.Event, patience: float = PATIENCE) -> bool:
-        """Keep the mirror up to date until the run has ended; whether all is there then."""
-        pause = _INTERVAL
+        """Keep the mirror up to date until the run has ended; whether all is there then.
+
+        Args:
+            patience: seconds for which it tries again what fails after that.
+        """
+        pause, failed_at = _INTERVAL, inf
         with suppress(OSError):  # as below
             self._record(complete=False)
         while True:
@@ -63,9 +64,10 @@ class Follower:
                 with suppress(OSError):  # the local disk may be full, until the run makes room
                     self._record(error=str(error))
                 pause = min(2 * pause, _LONGEST_PAUSE)
-                if last and time.monotonic() - self.progressed > patience:
-                    return False
                 if last:
+                    failed_at = min(failed_at, time.monotonic())
+                    if time.monotonic() - failed_at > patience:
+                        return False
                     time.sleep(min(pause, patience / 10))
 
     def upload_new(self) -> None:
@@ -84,11 +86,11 @@ class Follower:
             raise MirrorError(f"mirror {self.mirror.url}: holds checkpoints of another run")
         try:
             manifest = read_manifest(new)
-            self.mirror.upload_checkpoint(new, self._moved)
+            self.mirror.upload_checkpoint(new, self._say_at_work)
         except FileNotFoundError:  # the run has removed it meanwhile, as it does with old ones
             return
         for name in SMALL_FILES:
-            self.mirror.upload_file(self.run / name, self._moved)
+            self.mirror.upload_file(self.run / name, self._say_at_work)
         kept = self.mirror.list_steps()[: self.keep]
         self.mirror.discard(lambda step: step not in kept)
         self._record(step=parse_step(new), content=str(manifest["sha256"]))
@@ -96,7 +98,7 @@ class Follower:
     def upload_final(self) -> None:
         """Upload the weights for use, and the last lines of the journal."""
         for name in (*FINAL_FILES, *SMALL_FILES):
-            self.mirror.upload_file(self.run / name, self._moved)
+            self.mirror.upload_file(self.run / name, self._say_at_work)
         self._record(complete=True)
 
     def _claim(self) -> None:
@@ -125,13 +127,12 @@ class Follower:
                 return False
         except (OSError, ValueError, KeyError):
             pass  # `find_damage` says so below
-        if find_damage(folder, self._moved):
+        if find_damage(folder, self._say_at_work):
             self._damaged.add(str(folder))  # the run reports it
             return False
         return True
 
-    def _moved(self) -> None:
-        self.progressed = time.monotonic()
+    def _say_at_work(self) -> None:
         self._note("")
 
     def _record(self, *, error: str = "", **changes: Any) -> None:

@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.run_folder import holds_run
 from multigpu_cli.config.mirror_url import find_url_errors
 from multigpu_cli.errors import RequestError, TrainingError, combine_errors
 
-_PATIENCE = 10.0  # seconds without progress until the command gives up
+_PATIENCE = 10.0  # seconds for which the command tries again what fails
 _KEEP = 10**6  # nothing is removed there
 
 

@@ -30,13 +30,17 @@ def test_it_sends_the_newest_checkpoint_and_may_be_repeated(run: Path, tmp_path:
 
 
 def test_what_the_mirror_refuses_is_told(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries = []
+
     def refuse(*_: object) -> None:
+        tries.append(1)
         raise MirrorError("the bucket is gone")
 
     monkeypatch.setattr(command, "_PATIENCE", 0.05)
     monkeypatch.setattr(Mirror, "upload_checkpoint", refuse)
     with pytest.raises(TrainingError, match="the bucket is gone\n  try: the same command"):
         mirror_run(str(run), f"file:{tmp_path}/mirror")
+    assert 1 < len(tries) < 20  # 5 ms apart: that the checkpoint is read each time is no progress
 
 
 def test_a_wrong_request_is_refused(run: Path, tmp_path: Path) -> None:
