@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.paired_timing import BLOCKS, Row, Seconds, program
-from benchmarks.step_overhead import assembled, iterate_steps
+from benchmarks.step_overhead import assemble_training, iterate_steps
 from benchmarks.workloads import MLP
 from multigpu_cli.checkpoint.manifest import list_checkpoint_folders, parse_step
 from multigpu_cli.checkpoint.mirror_state import read_state
@@ -99,7 +99,7 @@ def _measure_mirror(tiny: bool) -> list[Row]:
 
 def _assemble(sides: Mapping[str, dict[str, str]], every: str, stack: ExitStack) -> dict[str, Run]:
     flags = MLP | {"epochs": _ENDLESS, "checkpoint_every": every, "log_interval": str(_INTERVAL)}
-    runs = {name: assembled(flags | more | {"save_dir": name}, stack) for name, more in sides.items()}
+    runs = {name: assemble_training(flags | more | {"save_dir": name}, stack) for name, more in sides.items()}
     for run in runs.values():
         run.log.journal.write("start", plan={})  # what `start_run` does
     return runs

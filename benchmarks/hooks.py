@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.paired_timing import Row, alternate, program
-from benchmarks.step_overhead import assembled, iterate_steps
+from benchmarks.step_overhead import assemble_training, iterate_steps
 from benchmarks.workloads import MLP
 
 _ENDLESS = "1000000"
@@ -53,7 +53,7 @@ def measure(tiny: bool = False) -> list[Row]:
         sides = {}
         for name, hooks in named.items():
             hook: dict[str, Any] = {"hook": [f"{__spec__.name}:{each}" for each in hooks]}
-            steps = iterate_steps(assembled(flags | {"save_dir": name} | hook, stack))
+            steps = iterate_steps(assemble_training(flags | {"save_dir": name} | hook, stack))
             sides[name] = lambda steps=steps: next(steps)
         found = alternate(sides, 16 if tiny else 704)
     return [

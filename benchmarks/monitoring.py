@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.paired_timing import BLOCKS, Row, Seconds, program
-from benchmarks.step_overhead import assembled, iterate_steps
+from benchmarks.step_overhead import assemble_training, iterate_steps
 from benchmarks.workloads import MLP, PICTURES
 from multigpu_cli.config.schema import Config
 from multigpu_cli.monitor.journal import Journal
@@ -54,8 +54,8 @@ def _compared(name: str, flags: dict[str, str], interval: int, windows: int, *, 
     turns = 2 if tiny else 2 * BLOCKS
     length = {"epochs": str(_ENDLESS), "checkpoint_every": str(_ENDLESS)}
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other, ExitStack() as stack:
-        on = assembled({**flags, **length, "log_interval": str(interval), "save_dir": one}, stack)
-        off = assembled({**flags, **length, "log_interval": str(_ENDLESS), "save_dir": other}, stack)
+        on = assemble_training({**flags, **length, "log_interval": str(interval), "save_dir": one}, stack)
+        off = assemble_training({**flags, **length, "log_interval": str(_ENDLESS), "save_dir": other}, stack)
         off.observer.timer, off.log.tensorboard, off.log.journal = Silent(), None, Journal(None)
         on.log.progress_bar = TqdmDisplay(on.plan.schedule.total_steps, 0, stack.enter_context(open(os.devnull, "w")))
         stack.callback(on.log.progress_bar.close)

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.paired_timing import Row, alternate, program, row
 from benchmarks.ppo_reference_loop import PARTS, PASSES, STEPS, updates
-from benchmarks.step_overhead import assembled
+from benchmarks.step_overhead import assemble_training
 from multigpu_cli.engine import fit
 
 ID, ENVIRONMENTS = "CartPole-v1", 8
@@ -52,7 +52,7 @@ def _ours(folder: str, stack: ExitStack) -> Callable[[], object]:
         "save_dir": str(Path(folder, "run")),
     }
     sets = [f"task.args.rollout={STEPS}", f"task.args.passes={PASSES}", f"task.args.minibatches={PARTS}"]
-    run = assembled(flags, stack, sets=[*sets, "task.args.evaluate_every=1000000"])
+    run = assemble_training(flags, stack, sets=[*sets, "task.args.evaluate_every=1000000"])
     return lambda: fit(run, until=run.progress.step + PASSES * PARTS)
 
 

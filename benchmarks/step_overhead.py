@@ -62,7 +62,7 @@ def _bare(turns: int) -> list[Row]:
     """The step alone, no clipping on either side; and with the check for gradients that are not finite, which stays."""
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second, ExitStack() as stack:
         runs = [
-            assembled({**MLP, "epochs": "1000", "max_grad_norm": "off", "save_dir": folder}, stack)
+            assemble_training({**MLP, "epochs": "1000", "max_grad_norm": "off", "save_dir": folder}, stack)
             for folder in (first, second)
         ]
         runs[0].state.precision.clip_and_step = _unchecked  # type: ignore[method-assign]
@@ -105,7 +105,7 @@ def _steps(run: Run) -> Iterator[None]:
             yield
 
 
-def assembled(flags: dict[str, Any], stack: ExitStack, sets: Sequence[str] = ()) -> Run:
+def assemble_training(flags: dict[str, Any], stack: ExitStack, sets: Sequence[str] = ()) -> Run:
     config = resolve(flags, sets, None)
     choice, world = Placement("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
     spec = prepare_spec(config, choice, world)
