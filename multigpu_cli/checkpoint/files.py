@@ -42,7 +42,7 @@ def publish_stream(
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except OSError:
+    except BaseException:  # also of what gives the content
         draft.unlink(missing_ok=True)
         raise
     flush_folder(path.parent)

@@ -13,7 +13,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.checkpoint.files import PIECE, compute_sha256, flush_folder, publish, publish_stream
+from multigpu_cli.checkpoint.files import (
+    PIECE,
+    Moved,
+    compute_sha256,
+    flush_folder,
+    ignore_progress,
+    publish,
+    publish_stream,
+)
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, parse_step
 from multigpu_cli.config.addresses import hide_passwords
 from multigpu_cli.config.mirror_url import make_absolute
@@ -90,7 +98,7 @@ class Mirror:
             steps = [parse_step(path.parent) for path in found if path.name == MANIFEST]
         return sorted((step for step in steps if step >= 0), reverse=True)
 
-    def upload_checkpoint(self, folder: Path, moved: Callable[[], None]) -> None:
+    def upload_checkpoint(self, folder: Path, moved: Moved) -> None:
         """Copy a checkpoint file by file, each one read back and compared, the manifest last.
 
         What an interrupted upload has left complete is not sent again. The files stay open, so that the run may remove
@@ -118,7 +126,7 @@ class Mirror:
                 self._upload(held[name], wanted, moved, *there, name)
         self._write(content, *there, MANIFEST)
 
-    def upload_file(self, file: Path, moved: Callable[[], None]) -> None:
+    def upload_file(self, file: Path, moved: Moved) -> None:
         """Copy a file of the run folder; one that is not there is removed: a run that goes on has no summary."""
         try:
             with open(file, "rb") as held:
@@ -142,7 +150,11 @@ class Mirror:
         except (ValueError, TypeError) as error:
             raise DamagedMirror(f"mirror {self.url}: {name} is damaged: {MANIFEST} can't be read") from error
 
-    def download_checkpoint(self, step: int, run: Path) -> None:
+    def measure_checkpoint(self, step: int) -> int:
+        """The bytes of a checkpoint there."""
+        return sum(self._list_files(step).values())
+
+    def download_checkpoint(self, step: int, run: Path, moved: Moved = ignore_progress) -> None:
         """Copy a checkpoint into a run folder, verified, and the run's other files before it gets its name there.
 
         Raises:
@@ -155,14 +167,13 @@ class Mirror:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         try:
-            with self._errors(f"reading {name}"):
-                for path in self._system.find(self._path("checkpoints", name)):
-                    if not path.endswith(".draft"):  # of an upload that was cut
-                        self._system.get_file(path, str(draft / Path(path).name))
-            if damage := find_damage(draft):
+            for file, size in self._list_files(step).items():
+                self._download_file(draft / file, moved, "checkpoints", name, file, size=size)
+            if damage := find_damage(draft, moved):
                 raise DamagedMirror(f"mirror {self.url}: {name} is damaged: {damage}")
             for file in (*SMALL_FILES, *FINAL_FILES):
-                self._download_file(file, run)
+                if not (run / file).exists():
+                    self._download_file(run / file, moved, file)
             if final.exists():  # and damaged, or it would not be wanted
                 shutil.rmtree(final)
             draft.rename(final)
@@ -174,17 +185,18 @@ class Mirror:
             raise
         flush_folder(final.parent)
 
-    def _download_file(self, name: str, run: Path) -> None:
-        """Copy a file into a run folder, unless it is there or the mirror has none."""
-        if (run / name).exists():
-            return
-        draft = run / f".{name}.mirror.draft"
-        with self._errors(f"reading {name}"):
-            try:
-                self._system.get_file(self._path(name), str(draft))
-            except FileNotFoundError:
-                return
-        draft.replace(run / name)
+    def _list_files(self, step: int) -> dict[str, int]:
+        """The files of a checkpoint, and their bytes."""
+        name = f"step_{step:08d}"
+        with self._errors(f"listing {name}"):
+            found = self._system.find(self._path("checkpoints", name), detail=True)
+            files = {Path(path).name: int(facts["size"]) for path, facts in found.items()}
+        return {file: size for file, size in files.items() if not file.endswith(".draft")}  # of an upload that was cut
+
+    def _download_file(self, target: Path, moved: Moved, *names: str, size: int = 0) -> None:
+        """Copy a file of any size, if the mirror has it."""
+        if (pieces := self._read_in_pieces(*names)) is not None:
+            publish_stream(target, lambda copy: [copy.write(piece) for piece in pieces], size, moved)
 
     def discard(self, unwanted: Callable[[int], bool]) -> None:
         """Remove checkpoints by their step, each one's manifest first."""
@@ -214,7 +226,7 @@ class Mirror:
         if self._read(*names) != content:
             raise MirrorError(f"mirror {self.url}: {names[-1]} came back with other content")
 
-    def _upload(self, file: Path, wanted: str, moved: Callable[[], None], *names: str) -> None:
+    def _upload(self, file: Path, wanted: str, moved: Moved, *names: str) -> None:
         """Send a file of any size, unless it is there, and read it back; its SHA-256 sum is wanted."""
         moved()
         if self._sum(*names, moved=moved) != wanted:
@@ -222,7 +234,7 @@ class Mirror:
             if self._sum(*names, moved=moved) != wanted:
                 raise MirrorError(f"mirror {self.url}: {'/'.join(names[-2:])} came back with other content")
 
-    def _send(self, file: Path, moved: Callable[[], None], *names: str) -> None:
+    def _send(self, file: Path, moved: Moved, *names: str) -> None:
         from fsspec.callbacks import Callback
 
         with self._errors(f"writing {names[-1]}"), open(file, "rb") as content:
@@ -239,18 +251,29 @@ class Mirror:
         if self._on_disk:  # object stores have no folders, and s3fs would ask for a bucket
             self._system.makedirs(self._path(*names), exist_ok=True)
 
-    def _sum(self, *names: str, moved: Callable[[], None]) -> str | None:
+    def _sum(self, *names: str, moved: Moved) -> str | None:
         """SHA-256 of a remote file, read in chunks; None where it is missing."""
+        if (pieces := self._read_in_pieces(*names)) is None:
+            return None
         digest = sha256()
-        with self._errors(f"reading {names[-1]} back"):
+        for piece in pieces:
+            digest.update(piece)
+            moved()
+        return digest.hexdigest()
+
+    def _read_in_pieces(self, *names: str) -> Iterator[bytes] | None:
+        """The content of a remote file; None where it is missing."""
+        with self._errors(f"reading {names[-1]}"):
             try:
-                with self._system.open(self._path(*names), "rb", block_size=PIECE, cache_type="readahead") as file:
-                    while piece := file.read(PIECE):
-                        digest.update(piece)
-                        moved()
+                file = self._system.open(self._path(*names), "rb", block_size=PIECE, cache_type="readahead")
             except FileNotFoundError:
                 return None
-        return digest.hexdigest()
+        return self._iterate_pieces(file, names[-1])
+
+    def _iterate_pieces(self, file: Any, name: str) -> Iterator[bytes]:
+        with self._errors(f"reading {name}"), file:
+            while piece := file.read(PIECE):
+                yield piece
 
     def _remove_file(self, *names: str) -> None:
         with self._errors(f"removing {names[-1]}"):

@@ -1,10 +1,12 @@
 """Agrees over all nodes where a run resumes: each looks at its own disk, and the newest checkpoint of all counts."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from multigpu_cli.checkpoint.files import Moved, ignore_progress
 from multigpu_cli.checkpoint.manifest import find_damaged_piece, find_quick_damage, list_pieces, read_manifest
 from multigpu_cli.checkpoint.run_folder import (
     CheckpointNotFound,
@@ -17,17 +19,23 @@ from multigpu_cli.checkpoint.run_folder import (
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.run.restore_from_mirror import restore_from_mirror
-from multigpu_cli.runtime.collectives import all_gather_object, broadcast_object
+from multigpu_cli.runtime.collectives import all_gather_object, broadcast_object, disable_collective_timeout
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.restart_records import list_recorded_runs, record_run
 from multigpu_cli.runtime.world import World
 
 
-def agree_on_resume_point(config: Config, world: World) -> ResumePoint:
+def agree_on_resume_point(
+    config: Config, world: World, moved: Moved = ignore_progress, note: Callable[[str], None] = print
+) -> ResumePoint:
     """Run folder and checkpoint, the same on every rank.
 
     On a shared file system rank 0 decides for all. With local disks another node may have the newest checkpoint, after
     rank 0 has moved: that node sends it.
+
+    Args:
+        moved: called as a checkpoint is copied from a mirror.
+        note: shows that it is.
 
     Raises:
         RequestError: no node has a checkpoint to resume from, although one is required, or all are damaged; or the
@@ -35,7 +43,10 @@ def agree_on_resume_point(config: Config, world: World) -> ResumePoint:
         TrainingError: an earlier attempt is still active in the folder.
     """
     begun = _find_earlier_folders(world)
-    restored, skipped = run_on_main_rank(world, lambda: restore_from_mirror(config, attempt=world.attempt, begun=begun))
+    restore = partial(restore_from_mirror, config, attempt=world.attempt, begun=begun, moved=moved, note=note)
+    if config.checkpoint.mirror:
+        disable_collective_timeout(world)  # it may take hours to copy a checkpoint
+    restored, skipped = run_on_main_rank(world, restore)
     if restored:
         config = replace(config, checkpoint=replace(config.checkpoint, save_dir=restored))
     damaged: dict[str, str] = {}

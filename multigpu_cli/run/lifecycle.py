@@ -73,7 +73,9 @@ def resolve_request(
         StopRequest() as stop,
         Watchdog(world, config.fault.hang_timeout, on_fatal_error) as watchdog,
     ):
-        spec = prepare_spec(config, placement, world, user_objects=user_objects)
+        spec = prepare_spec(
+            config, placement, world, user_objects=user_objects, moved=watchdog.mark_progress, note=console.note
+        )
         if spec.config.reproducibility.exact:
             enable_determinism()
         else:

@@ -1,9 +1,11 @@
 """Resolves a request into a RunSpec: folder, data and plan, all checked before anything is written."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multigpu_cli.checkpoint.files import Moved, ignore_progress
 from multigpu_cli.config.own_code import FOLLOWING, NAMING, check_code
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
@@ -37,17 +39,21 @@ def prepare_spec(
     *,
     source: DataSource | None = None,
     user_objects: "UserObjects | None" = None,
+    moved: Moved = ignore_progress,
+    note: Callable[[str], None] = print,
 ) -> RunSpec:
     """Choose the folder, adopt what its checkpoint pins, load the data and make the plan.
 
     Args:
         source: the dataset, where it has been loaded already.
         user_objects: live objects, in place of what the settings name.
+        moved: called as a checkpoint is copied from a mirror.
+        note: shows that it is.
 
     Raises:
         RequestError: the request can't be carried out; nothing was touched.
     """
-    start = agree_on_resume_point(config, world)
+    start = agree_on_resume_point(config, world, moved, note)
     pinned: dict[str, Any] = {}
     user_config, origin = config, str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
     if manifest := start.manifest:

@@ -1,9 +1,12 @@
 """Brings a checkpoint back from the mirror of a run whose own folder lacks it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 
+from multigpu_cli.checkpoint.files import Moved, ignore_progress
 from multigpu_cli.checkpoint.manifest import list_checkpoint_folders
 from multigpu_cli.checkpoint.mirror import DamagedMirror, Mirror, MirrorError
 from multigpu_cli.checkpoint.mirror_state import read_state, write_state
@@ -12,8 +15,17 @@ from multigpu_cli.config.resume_rules import merge_with_checkpoint
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
+_SLOW = 10.0  # seconds until the user is told what the run waits for
 
-def restore_from_mirror(config: Config, *, attempt: int, begun: Sequence[str]) -> tuple[str, list[str]]:
+
+def restore_from_mirror(
+    config: Config,
+    *,
+    attempt: int,
+    begun: Sequence[str],
+    moved: Moved = ignore_progress,
+    note: Callable[[str], None] = print,
+) -> tuple[str, list[str]]:
     """Copy the newest checkpoint of --mirror into the run folder, if it is newer than those there; rank 0 calls it.
 
     A mirror that can't be reached does not keep a run from going on from its own folder.
@@ -21,6 +33,7 @@ def restore_from_mirror(config: Config, *, attempt: int, begun: Sequence[str]) -
     Args:
         attempt: as for `choose_resume_point`.
         begun: likewise.
+        note: shows what is copied, and that the mirror does not answer.
 
     Returns:
         the run folder, if a checkpoint was copied there, else ""; and what was skipped because it is damaged.
@@ -39,18 +52,30 @@ def restore_from_mirror(config: Config, *, attempt: int, begun: Sequence[str]) -
     except NoIntactCheckpoint as error:
         folder, own = error.folder, None
     try:
-        mirror = Mirror(config.checkpoint.mirror)
-        steps, owner = mirror.list_steps(), mirror.read_owner()
-        if not owner:
-            mirror.write_owner("")  # shows now, and not after hours, that it can be written to
+        with _note_when_slow(config.checkpoint.mirror, note):
+            mirror = Mirror(config.checkpoint.mirror)
+            steps, owner = mirror.list_steps(), mirror.read_owner()
+            if not owner:
+                mirror.write_owner("")  # shows now, and not after hours, that it can be written to
     except MirrorError as error:
         if own is None:
             raise _unusable(error) from error
         return "", []  # the process beside the run will report it
     _check_owner(config, mirror, folder, owner if steps else "")
     if config.checkpoint.resume in ("auto", "never") and steps and steps[0] > (-1 if own is None else own):
-        return _download_newest(mirror, steps, folder, own, config)
+        return _download_newest(mirror, steps, folder, own, config, moved, note)
     return "", []
+
+
+@contextmanager
+def _note_when_slow(url: str, note: Callable[[str], None]) -> Iterator[None]:
+    timer = Timer(_SLOW, note, [f"--mirror {url}: no answer for {_SLOW:g} s; still waiting"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def check_mirror_is_new(config: Config) -> None:
@@ -95,7 +120,13 @@ def _check_owner(config: Config, mirror: Mirror, folder: Path, owner: str) -> No
 
 
 def _download_newest(
-    mirror: Mirror, steps: Sequence[int], folder: Path, own: int | None, config: Config
+    mirror: Mirror,
+    steps: Sequence[int],
+    folder: Path,
+    own: int | None,
+    config: Config,
+    moved: Moved,
+    note: Callable[[str], None],
 ) -> tuple[str, list[str]]:
     """Download the newest checkpoint that is intact and newer than the run folder's own, with the run's other files.
 
@@ -109,7 +140,9 @@ def _download_newest(
         try:
             if own is None:
                 _check_settings(config, mirror, step)
-            mirror.download_checkpoint(step, folder)
+            size = f"{mirror.measure_checkpoint(step) / 2**20:,.1f} MiB"
+            note(f"copying step {step} ({size}) from {mirror.url} to {folder}")
+            mirror.download_checkpoint(step, folder, moved)
             write_state(folder, replace(read_state(folder), id=mirror.read_owner()))
         except DamagedMirror as error:
             damages.append(f"skipped {error.problem}")

@@ -69,6 +69,16 @@ def test_a_large_file_is_sent_in_pieces_and_each_counts_as_progress(tmp_path: Pa
     assert len(moves) > 15
 
 
+def test_a_large_checkpoint_comes_back_in_pieces_and_each_counts_as_progress(tmp_path: Path) -> None:
+    moves: list[None] = []
+    content = b"x" * (2 * PIECE + 1)
+    mirror = Mirror(f"file:{tmp_path}/mirror")
+    mirror.upload_checkpoint(write_checkpoint(tmp_path / "run", 5, content), ignore_progress)
+    assert mirror.measure_checkpoint(5) > len(content)
+    mirror.download_checkpoint(5, tmp_path / "other", lambda: moves.append(None))
+    assert len(moves) >= 6, "three as it is copied, three as it is verified"
+
+
 def test_a_checkpoint_that_the_run_removes_while_it_is_sent_arrives_whole(mirror: Mirror, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "run", 5)
     mirror.upload_checkpoint(folder, lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -1,8 +1,10 @@
 """All nodes agree on where a run begins, on a shared file system and on disks of their own."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.run import agree_on_resume
 from multigpu_cli.run.agree_on_resume import agree_on_resume_point, all_ranks_see
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.world import World
+from tests.support import ranks
 from tests.support.pieces import flip_byte, save_in_pieces
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
@@ -86,6 +90,21 @@ def test_a_new_run_is_rank_0s_choice_and_knows_of_small_memory_elsewhere(tmp_pat
     assert found[0] == found[1] == [None, 0, 4, None, "run", 64]
     named = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, resolve({}, [], None))[4])
     assert named[0] == named[1]
+
+
+def test_a_checkpoint_that_is_copied_for_long_from_a_mirror_ends_no_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy_slowly(*_: Any, **__: Any) -> tuple[str, list[str]]:
+        time.sleep(3 * brief.total_seconds())
+        return "", ["came late"]
+
+    brief = timedelta(seconds=1)
+    monkeypatch.setattr(agree_on_resume, "restore_from_mirror", copy_slowly)
+    monkeypatch.setattr(ranks, "TIMEOUT", brief)
+    mirrored = resolve({"save_dir": str(tmp_path / "run"), "mirror": f"file:{tmp_path}/mirror"}, [], None)
+    found = run_on_each_rank(2, lambda world: agree_on_resume_point(mirrored, world).warnings)
+    assert found == [["came late"]] * 2
 
 
 @pytest.mark.parametrize("save_dir", [None, "new"])

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.local import LocalFileOpener
 
+from multigpu_cli.checkpoint import files
 from multigpu_cli.checkpoint.mirror import Mirror
 from multigpu_cli.checkpoint.mirror_process import lock_mirror
 from multigpu_cli.checkpoint.mirror_state import read_state
@@ -169,26 +170,49 @@ def test_a_run_that_was_made_longer_goes_on_from_its_mirror(monkeypatch: pytest.
 
 
 def test_a_mirror_that_breaks_off_keeps_a_run_from_beginning_at_an_older_checkpoint(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    mirror = Mirror("file:mirror")
+    mirror.write_owner("a run")
     for step in (2, 3):
-        Mirror("file:mirror").upload_checkpoint(write_checkpoint(Path("made"), step), lambda: None)
+        mirror.upload_checkpoint(write_checkpoint(Path("made"), step), lambda: None)
     config = resolve({"mirror": "file:mirror", "save_dir": "run"}, [], None)
     monkeypatch.setattr(restore_from_mirror, "_check_settings", lambda *_: None)
+    with monkeypatch.context() as full:
+        full.setattr(files, "_reserve", refuse)
+        with pytest.raises(RequestError, match=r"could not be copied to run: the disk is full\n.*free some space"):
+            restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[])
     with monkeypatch.context() as broken:
-        broken.setattr(LocalFileSystem, "get_file", refuse)
-        with pytest.raises(RequestError, match="the network is gone"):
+        broken.setattr(LocalFileOpener, "read", break_off)
+        with pytest.raises(RequestError, match=r"the network is gone\)\n.*check the URL"):
             restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[])
     assert not Path("run").exists()
     Path("mirror/checkpoints/step_00000003/state.pt").write_bytes(b"torn")
-    folder, skipped = restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[])
+    notes: list[str] = []
+    folder, skipped = restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[], note=notes.append)
     assert folder == "run"
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step_00000002"]
     assert "step_00000003 is damaged" in skipped[0]
+    assert notes[-1] == f"copying step 2 (0.0 MiB) from file:{tmp_path}/mirror to run"
 
 
-def refuse(*_: object, **__: object) -> None:
-    raise ConnectionError("the network is gone")
+def test_the_user_is_told_that_a_mirror_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[str] = []
+    monkeypatch.setattr(restore_from_mirror, "_SLOW", 0.1)
+    monkeypatch.setattr(Mirror, "list_steps", lambda _: wait_until(lambda: bool(notes)) or [])
+    config = resolve({"mirror": "file:mirror", "save_dir": "run"}, [], None)
+    assert restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[], note=notes.append) == ("", [])
+    assert notes == ["--mirror file:mirror: no answer for 0.1 s; still waiting"]
+
+
+def break_off(file: LocalFileOpener, size: int = -1) -> bytes:
+    if size == files.PIECE:
+        raise ConnectionError("the network is gone")
+    return bytes(file.f.read(size))
+
+
+def refuse(*_: object) -> None:
+    raise OSError("the disk is full")
 
 
 def test_a_launcher_refuses_before_it_chooses_a_folder() -> None:
