@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, enable_grad
 
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.optimizers.build import base_rate
@@ -172,7 +172,7 @@ class Hooks:
         versions = TensorVersions(watched)
         watchdog.mark_progress()
         began = time.perf_counter()
-        with name_own_code(call):
+        with name_own_code(call), enable_grad():  # ends with the mode that was there before
             getattr(hook.object, method)(numbers, *tensors)
         taken = 1e3 * (time.perf_counter() - began)
         watchdog.mark_progress()

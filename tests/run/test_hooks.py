@@ -62,6 +62,8 @@ class Greedy:
     def after_backward(self, numbers, tensors):
         if self.how == "gradient":
             tensors["2.weight"].clamp_(-1, 1)
+        if self.how == "no_grad":
+            torch.set_grad_enabled(False)
         if self.how == "frozen":
             numbers.loss = 3.0
         if self.how == "raises":
@@ -178,6 +180,10 @@ def test_a_change_that_torch_does_not_count_is_found_when_replicas_are_compared(
     assert "the replicas differ at step 3: rank" in ended.error
     assert "2.weight" in ended.error
     assert "hook" in ended.error
+
+
+def test_one_that_turns_gradients_off_does_so_for_itself_alone() -> None:
+    assert greedy("no_grad").error == ""
 
 
 def test_a_slow_one_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
