@@ -278,7 +278,7 @@ ENGINE = [
             ("spoiling", "it changed its outputs", "clone()"),
         )
     ),
-    Row("--metric torchmetrics:F1Score", ["package torchmetrics is not installed", "pip install torchmetrics"]),
+    Row("--metric torchmetrics:F1", ["module 'torchmetrics' has no 'F1'", "F1Score"]),
     Row("--metric r2", ["--metric r2: update raised ValueError in builtin.py"]),
     Row("--metric accuracy=macro_f1", ["--task classification gives 'accuracy' already"]),
     Row("--metric macro_f1 --best val_f1:max", ["no 'val_f1'", "val_accuracy, val_loss, val_macro_f1"]),

@@ -31,8 +31,8 @@ class OrderedMetric(Metric):
     def begin(self, batches: int, world: World) -> None:
         self._object, self._batches, self._is_main = self._make(), batches, world.is_main
         for part in self._object.modules() if hasattr(self._object, "modules") else ():
-            if hasattr(part, "sync_on_compute"):  # torchmetrics', which would wait for the other ranks
-                part.sync_on_compute = False
+            if hasattr(part, "distributed_available_fn"):  # torchmetrics', which would wait for the other ranks
+                part.distributed_available_fn = lambda: False
         self._own: dict[int, Any] = {}
 
     def add(self, number: int, outputs: Any, targets: Any, samples: int) -> None:

@@ -1,58 +1,45 @@
-"""torchmetrics, which is imported where it is asked for: here a stand-in that is called as its classes are."""
+"""Classes of torchmetrics: they are told of ours, and find the same bits on any number of workers."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from multigpu_cli.monitor.history import load_history
 from tests.support.run_training import run_training
 
-STAND_IN = """
-import torch
+RUN: dict[str, Any] = {
+    "metric": ["torchmetrics:F1Score", "torchmetrics:AUROC", "own:worst"],
+    "sets": ["metric.args.f1_score={average: micro}"],
+    "best": "val_f1_score:max",
+    "exact": True,
+    "epochs": 2,
+    "batch_size": 5,
+    "global_batch_size": 20,
+}
+OWN = """
+from torchmetrics import Accuracy, MinMaxMetric
 
-class Metric:
-    sync_on_compute = True
-    def __init__(self, num_classes, average="micro"):
-        assert (num_classes, average) == (3, "macro")
-        self.reset()
-    def reset(self):
-        self.hits = torch.tensor(0)
-        self.seen = torch.tensor(0)
-    def modules(self):
-        return [self]
-    def update(self, preds, target):
-        self.hits += (preds.argmax(1) == target).sum()
-        self.seen += len(target)
+class worst(MinMaxMetric):
+    def __init__(self, num_classes):
+        super().__init__(Accuracy(task="multiclass", num_classes=num_classes, average="micro"))
     def compute(self):
-        if self.sync_on_compute:
-            torch.distributed.barrier()  # nobody else comes
-        return self.hits / self.seen
-
-class F1Score(Metric):
-    def __new__(cls, task, num_classes=None, average="micro"):
-        assert task == "multiclass"
-        return super().__new__(cls)
-    def __init__(self, task, num_classes=None, average="micro"):
-        super().__init__(num_classes, average)
+        return super().compute()["min"]
 """
 
 
-def test_its_classes_are_told_of_ours_and_exchange_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_classes_exchange_nothing_and_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "torchmetrics").mkdir()
-    (tmp_path / "torchmetrics/__init__.py").write_text(STAND_IN)
-    ended = run_training(
-        2,
-        metric=["torchmetrics:F1Score"],
-        sets=["metric.args.f1_score={average: macro}"],
-        best="val_f1_score:max",
-        early_stopping_patience=1,
-        epochs=2,
-        batch_size=10,
-        save_dir="run",
-    )
-    assert ended.error == ""
-    evals = load_history(Path("run")).evals.values()
-    assert evals
-    assert all(event["f1_score"] == pytest.approx(event["accuracy"]) for event in evals)
+    Path("own.py").write_text(OWN)
+    found = []
+    for workers in (1, 2):
+        ended = run_training(workers, **RUN | {"save_dir": f"on{workers}"})
+        assert ended.summary["status"] == "completed", ended
+        evals = load_history(Path(f"on{workers}")).evals.values()
+        for event in evals:
+            assert event["f1_score"] == pytest.approx(event["accuracy"]), "as with one label for each sample"
+            assert event["worst"] == pytest.approx(event["accuracy"]), "a metric within a metric"
+        found.append([[event[name] for name in ("f1_score", "auroc", "worst")] for event in evals])
+    assert json.dumps(found[0]) == json.dumps(found[1])
+    assert len(found[0]) > 2
