@@ -181,7 +181,7 @@ DOOR = [
     Row("--data-dir file", ["--data-dir file", "not a file of a known dataset", ".csv"], {"file": b""}),
     Row("--data-dir empty", ["--data-dir empty", "no dataset is recognized", "--data NAME"], {"empty": None}),
     Row("--data-dir a.csv --data har", ["--data-dir a.csv", "--data har needs a folder", "--data csv"], {"a.csv": b""}),
-    Row("--data a.jsonl", ["--data-dir a.jsonl", "--model-dir", "records --data csv"], {"a.jsonl": b'{"size": 1}'}),
+    Row("--data a.jsonl", ["--data-dir a.jsonl", "--model-dir", "records --data jsonl"], {"a.jsonl": b'{"size": 1}'}),
     Row("--data a.zip", ["--data a.zip", "not a file of a known dataset", "module:factory"], {"a.zip": b""}),
     Row("--data a.parquet", ["not a file of a known dataset", "data convert a.parquet --to a"], {"a.parquet": b""}),
     Row(
@@ -285,6 +285,7 @@ ENGINE = [
     Row("--best loss:min", ["--best loss:min", "did you mean 'val_loss'?"]),
     Row("--multi-gpu dp --gpu-ids 900,901", ["--gpu-ids 900,901", "no GPU"]),
     Row("--multi-gpu ddp --gpu-ids 900", ["--gpu-ids 900", "no GPU"]),
+    Row("--data arrow --data-dir a.csv", ["--data arrow: ", "a.csv", "data convert"], {"a.csv": b"x,y\n1,2\n"}),
     Row("--data har", ["--data har", "--data-dir", "archive.ics.uci.edu"]),
     Row("--data har --data-dir empty", ["--data-dir empty", "archive.ics.uci.edu"], {"empty": None}),
     Row("--data nowhere:load", ["--data nowhere:load", "no module 'nowhere'"]),

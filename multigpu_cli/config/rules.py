@@ -179,12 +179,12 @@ def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
         what = "--data chat" if chat else "--model pretrained"
         found = chat and config.data.dir is not None
         yield RequestError(
-            f"--data-dir {config.data.dir}: .jsonl is conversations or texts for a language model (--data chat), which "
-            "need --model-dir"
+            f"--data-dir {config.data.dir}: --data chat, which a .jsonl file means, is conversations or texts for a "
+            "language model, and needs --model-dir"
             if found
             else f"{what} without --model-dir",
             remedy="--model-dir with the folder of a model of transformers"
-            + ("; for plain records --data csv, or a dataset of your own as MODULE:FUNCTION" if found else ""),
+            + ("; for plain records --data jsonl" if found else ""),
         )
     if config.model.dir is not None and not (chat or pretrained):
         yield RequestError(

@@ -13,10 +13,11 @@ SPLIT_NAMES = {
 }
 """What the parts of a dataset are called by those who publish them."""
 
-_LAYOUT = (
+LAYOUT = (
     "a folder that datasets' save_to_disk(…) wrote, or .arrow files; "
     "multigpu data convert SOURCE --to DIR makes one of Parquet, CSV or JSON lines"
 )
+"""What --data arrow reads, as messages say it."""
 
 
 def find_arrow_files(data_dir: str | None) -> dict[str, list[Path]]:
@@ -26,17 +27,17 @@ def find_arrow_files(data_dir: str | None) -> dict[str, list[Path]]:
         RequestError: no such folder, a part without files, or one that is not finished.
     """
     if data_dir is None:
-        raise RequestError("--data arrow needs --data-dir, the folder that holds it", remedy=_LAYOUT)
+        raise RequestError("--data arrow needs --data-dir, the folder that holds it", remedy=LAYOUT)
     place = Path(data_dir).expanduser()
     if not place.exists():
-        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=_LAYOUT)
+        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=LAYOUT)
     if place.is_file():
         return {"train": [place]}
     folders = {part: _find_part(place, names) for part, names in SPLIT_NAMES.items()}
     found = {part: _list_files(folder) for part, folder in folders.items() if folder is not None}
     if (place / "dataset_dict.json").is_file() or found:
         if "train" not in found:
-            raise RequestError(f"--data arrow: {place} has no part called train", remedy=_LAYOUT)
+            raise RequestError(f"--data arrow: {place} has no part called train", remedy=LAYOUT)
         return found
     return {"train": _list_files(place)}
 
@@ -60,7 +61,7 @@ def _list_files(folder: Path) -> list[Path]:
     if not state.is_file():
         if files := sorted(folder.glob("*.arrow")):
             return files
-        raise RequestError(f"--data arrow: {folder} holds no .arrow file", remedy=_LAYOUT)
+        raise RequestError(f"--data arrow: {folder} holds no .arrow file", remedy=LAYOUT)
     try:
         content = json.loads(state.read_text())
         names = [str(entry["filename"]) for entry in content["_data_files"]]
@@ -72,7 +73,7 @@ def _list_files(folder: Path) -> list[Path]:
             remedy="dataset.flatten_indices().save_to_disk(…)",
         )
     if odd := [name for name in names if Path(name).name != name]:
-        raise RequestError(f"--data arrow: {state} names {odd[0]}, which is not in its folder", remedy=_LAYOUT)
+        raise RequestError(f"--data arrow: {state} names {odd[0]}, which is not in its folder", remedy=LAYOUT)
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise RequestError(f"--data arrow: {folder / missing[0]} is missing", remedy="copy the whole folder")
     return [folder / name for name in names]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from multigpu_cli.data.arrow_files import read_features
+from multigpu_cli.data.arrow_files import LAYOUT, read_features
 from multigpu_cli.data.row_store import Column
 from multigpu_cli.errors import RequestError
 
@@ -167,7 +167,7 @@ def _read_batches(file: Path) -> list[Any]:
             batches = list(pyarrow.ipc.open_stream(mapped))
     except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, OSError) as error:
         raise RequestError(
-            f"--data arrow: {file}: {str(error).splitlines()[0]}", remedy="copy or write the file anew"
+            f"--data arrow: {file}: {str(error).splitlines()[0]}", remedy=f"{LAYOUT}; if it is damaged, copy it anew"
         ) from error
     if batches and pyarrow.total_allocated_bytes() - before > batches[0].nbytes // 2 + 2**16:
         raise RequestError(

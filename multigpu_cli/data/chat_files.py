@@ -11,7 +11,10 @@ from multigpu_cli.data.split import split_by_sample
 from multigpu_cli.errors import RequestError, pluralize
 
 _SPLITS = ("train", "val", "test")
-_LAYOUT = "a .jsonl file, or a folder with train.jsonl and perhaps val.jsonl and test.jsonl"
+_LAYOUT = (
+    "a .jsonl file, or a folder with train.jsonl and perhaps val.jsonl and test.jsonl; datasets' "
+    "to_json('train.jsonl') writes one"
+)
 
 
 class ChatFiles(NamedTuple):
