@@ -1,0 +1,87 @@
+"""A companion outlives the run's signals, hears of its end, and survives rank 0; real processes, of this very file."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from multigpu_cli.runtime.companion import Companion, accompany
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+def main(arguments: list[str]) -> None:
+    """The companion: it writes what happens to it into the file that it is given."""
+    ended, note = accompany()
+    print("a library prints")
+    note("two\nlines")
+    note(f"nice {os.nice(0)}")
+    assert ended.wait(30)
+    time.sleep(float(arguments[1]))
+    Path(arguments[0]).write_text("the end")
+
+
+def start(lingers: float = 0) -> Companion:
+    return Companion(__name__, ["told", str(lingers)])
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def read_notes(companion: Companion, count: int) -> list[str]:
+    notes: list[str] = []
+
+    def are_there() -> bool:
+        notes.extend(companion.read_notes())
+        return len(notes) >= count
+
+    wait_until(are_there)
+    return notes
+
+
+def test_what_it_writes_comes_line_by_line_and_the_end_of_the_run_is_heard() -> None:
+    companion = start()
+    assert read_notes(companion, 2) == ["two lines", f"nice {os.nice(0) + 10}"], "nothing of what a library prints"
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(companion.process.pid, number)
+    time.sleep(0.2)
+    assert companion.running
+    assert not Path("told").exists()
+    companion.tell_end()
+    assert companion.process.wait(30) == 0
+    assert Path("told").read_text() == "the end"
+    companion.leave(kill=True)
+    assert companion.read_notes() == []
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_one_that_goes_on_after_the_end_is_killed_or_left_alone(kill: bool) -> None:
+    companion = start(lingers=1)
+    read_notes(companion, 2)
+    companion.tell_end()
+    companion.leave(kill=kill)
+    companion.process.wait(30)
+    assert Path("told").exists() != kill
+
+
+def test_the_death_of_rank_0_is_heard_though_a_fork_of_it_holds_the_pipe() -> None:
+    code = (
+        f"import os, time; from {__name__} import start, read_notes; companion = start(); read_notes(companion, 2)\n"
+        "if fork := os.fork():\n    open('fork', 'w').write(str(fork))\n    os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    )
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    died = subprocess.run([sys.executable, "-c", code], env=environ, timeout=60, check=False, stdout=subprocess.DEVNULL)
+    assert died.returncode == -signal.SIGKILL
+    try:
+        wait_until(Path("told").exists)
+    finally:
+        os.kill(int(Path("fork").read_text()), signal.SIGKILL)
