@@ -5,6 +5,7 @@ loads no torch: a process beside the training uses it.
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ class Mirror:
         from fsspec.core import url_to_fs  # late: only runs with a mirror load it
 
         self.url = url = make_absolute(url)
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs with tracebacks what it raises as well
         options: dict[str, Any] = {"config_kwargs": _S3_LIMITS} if url.startswith("s3:") else {}
         with self._errors("opening"):
             self._system, root = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
