@@ -89,8 +89,11 @@ _SMALL_DISK = """
 import resource, signal, sys
 from main_multi_gpu import run
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-raise SystemExit(run(["data", "convert", sys.argv[1], "--to", sys.argv[2]]))
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+code = run(["data", "convert", sys.argv[1], "--to", sys.argv[2]])
+resource.setrlimit(resource.RLIMIT_FSIZE, before)  # coverage writes its figures at the end
+raise SystemExit(code)
 """
 
 
