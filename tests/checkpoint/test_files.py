@@ -47,6 +47,16 @@ def test_a_full_disk_leaves_the_old_file_and_no_draft(
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
+def test_content_that_breaks_off_leaves_no_draft(tmp_path: Path) -> None:
+    def break_off(file: files.ProgressFile) -> None:
+        file.write(b"half")
+        raise KeyError("the source is gone")
+
+    with pytest.raises(KeyError):
+        files.publish_stream(tmp_path / "a.txt", break_off, 8)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_name_appears_only_after_the_bytes_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     for owner, name in ((os, "fsync"), (Path, "replace"), (files, "flush_folder")):

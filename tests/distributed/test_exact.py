@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,6 +46,7 @@ from multigpu_cli.runtime.torch_settings import enable_determinism
 from multigpu_cli.runtime.world import World
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank
+from tests.support.wait_until import wait_until
 from tests.support.world import ALONE
 
 SCRIPT = Path(main_multi_gpu.__file__)
@@ -269,18 +269,13 @@ def steps_done(folder: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.002)
-
-
 def kill_at(step: int, size: int, config: Config, folder: Path) -> None:
     """Train until some step, and then all ranks are gone at once."""
     before = steps_done(folder)
     with working(size, config) as processes:
-        wait_for(lambda: steps_done(folder) - before >= step, f"{step} steps on {size} workers")
+        wait_until(
+            lambda: steps_done(folder) - before >= step, f"{step} steps on {size} workers", seconds=120, every=0.002
+        )
         assert all(process.is_alive() for process in processes), "it was over before it could be killed"
     assert not (folder / "summary.json").exists()
 
@@ -341,9 +336,11 @@ def test_a_chain_of_kills_through_the_front_door(tmp_path: Path) -> None:
         before = steps_done(folder)
         with command(size, folder) as process:
             least = draws.randrange(10, 25)
-            wait_for(partial(has_grown, folder, before + least), f"{least} steps on {size} workers")
+            wait_until(
+                partial(has_grown, folder, before + least), f"{least} steps on {size} workers", seconds=120, every=0.002
+            )
             process.send_signal(signal.SIGKILL)
-        wait_for(lambda: not is_locked(folder), "the workers have outlived their agent")
+        wait_until(lambda: not is_locked(folder), "the workers have outlived their agent", seconds=120)
         assert not (folder / "summary.json").exists()
     assert [command(1, home).wait(300) for home in (folder, tmp_path / "alone")] == [0, 0]
     assert_same_run(folder, tmp_path / "alone")

@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,14 @@ from multigpu_cli.checkpoint.mirror_process import lock_mirror
 from multigpu_cli.checkpoint.mirror_state import read_state
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
+from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import mirroring, restore_from_mirror
 from multigpu_cli.run.mirroring import MirrorProcess
 from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
 from tests.support.mirrors import read_mirrored_steps, s3_server, write_checkpoint
 from tests.support.run_training import run_training
+from tests.support.wait_until import wait_until
 from train_multi_gpu import train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -32,16 +32,9 @@ RUN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until, read_state(Path("run"))
-        time.sleep(0.05)
-
-
 def wait_for_mirror(run: str) -> None:
     """Until the process of a killed run has sent what there was."""
-    wait_until(lambda: read_state(Path(run)).complete)
+    wait_until(lambda: read_state(Path(run)).complete, "all is in the mirror")
     with lock_mirror(Path(run)):
         return
 
@@ -121,7 +114,7 @@ def test_after_a_signal_or_a_failure_it_goes_on_alone(
 def test_no_signal_ends_it_before_the_run() -> None:
     write_checkpoint(Path("run"), 3)
     mirror = MirrorProcess(Path("run"), "file:mirror", 3)
-    wait_until(lambda: read_state(Path("run")).step == 3)
+    wait_until(lambda: read_state(Path("run")).step == 3, "step 3 is in the mirror")
     os.kill(mirror._companion.process.pid, signal.SIGTERM)  # as a job's manager does to all processes
     write_checkpoint(Path("run"), 4)
     assert mirror.finish(lambda: False, lambda: None, print) == ""
@@ -164,9 +157,20 @@ def test_a_run_that_was_made_longer_goes_on_from_its_mirror(monkeypatch: pytest.
     assert 0 in run_training(1, **RUN, prepare=die_at_third_checkpoint).killed
     wait_for_mirror("run")
     shutil.rmtree("run")
-    resumed = run_training(1, **RUN)
+    resumed = run_training(1, **RUN, prepare=require_watchdog)
     assert (resumed.error, resumed.summary["steps"]) == ("", 16)
     assert resumed.summary["resumed_from"]
+
+
+def require_watchdog() -> None:
+    """In the process that trains: what is copied back must be progress for the watchdog."""
+    download = Mirror.download_checkpoint
+
+    def check_and_download(mirror: Mirror, step: int, run: Path, moved: files.Moved) -> None:
+        assert isinstance(getattr(moved, "__self__", None), Watchdog)
+        download(mirror, step, run, moved)
+
+    Mirror.download_checkpoint = check_and_download  # type: ignore[method-assign,assignment]
 
 
 def test_a_mirror_that_breaks_off_keeps_a_run_from_beginning_at_an_older_checkpoint(
@@ -199,7 +203,7 @@ def test_a_mirror_that_breaks_off_keeps_a_run_from_beginning_at_an_older_checkpo
 def test_the_user_is_told_that_a_mirror_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     monkeypatch.setattr(restore_from_mirror, "_SLOW", 0.1)
-    monkeypatch.setattr(Mirror, "list_steps", lambda _: wait_until(lambda: bool(notes)) or [])
+    monkeypatch.setattr(Mirror, "list_steps", lambda _: wait_until(lambda: bool(notes), "the note") or [])
     config = resolve({"mirror": "file:mirror", "save_dir": "run"}, [], None)
     assert restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[], note=notes.append) == ("", [])
     assert notes == ["--mirror file:mirror: no answer for 0.1 s; still waiting"]

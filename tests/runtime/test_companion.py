@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from multigpu_cli.runtime.companion import Companion, accompany
+from tests.support.wait_until import wait_until
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -30,13 +30,6 @@ def start(lingers: float = 0) -> Companion:
     return Companion(__name__, ["told", str(lingers)])
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def read_notes(companion: Companion, count: int) -> list[str]:
     notes: list[str] = []
 
@@ -44,7 +37,7 @@ def read_notes(companion: Companion, count: int) -> list[str]:
         notes.extend(companion.read_notes())
         return len(notes) >= count
 
-    wait_until(are_there)
+    wait_until(are_there, f"{count} notes")
     return notes
 
 
@@ -82,6 +75,6 @@ def test_the_death_of_rank_0_is_heard_though_a_fork_of_it_holds_the_pipe() -> No
     died = subprocess.run([sys.executable, "-c", code], env=environ, timeout=60, check=False, stdout=subprocess.DEVNULL)
     assert died.returncode == -signal.SIGKILL
     try:
-        wait_until(Path("told").exists)
+        wait_until(Path("told").exists, "it has heard of the end")
     finally:
         os.kill(int(Path("fork").read_text()), signal.SIGKILL)

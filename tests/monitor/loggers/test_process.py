@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from multigpu_cli.monitor.loggers.position import Position, hold_lock, read_posi
 from multigpu_cli.monitor.loggers.process import LoggerProcess, list_unsent
 from tests.commands.runs import interrupted_run, run_folder
 from tests.support.recording_logger import read_rows
+from tests.support.wait_until import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN = "tests.support.recording_logger:Recorder"
@@ -25,13 +25,6 @@ RUN = Path("run")
 def here(in_tmp_path: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The working directory is empty, and the process beside finds the tests."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.02)
 
 
 def steps() -> list[int]:
@@ -55,13 +48,13 @@ def test_a_logger_that_fails_and_hangs_stops_nobody_and_loses_nothing(warnings: 
     with Journal(RUN / "journal.jsonl", [follower]) as journal:
         journal.write("start", plan={})
         write_steps(journal, 1, 3)
-        wait_for(lambda: steps() == [1, 2, 3], "rows arrive during the run")
+        wait_until(lambda: steps() == [1, 2, 3], "rows arrive during the run")
         Path("refuse").touch()
         write_steps(journal, 4, 4)
-        wait_for(lambda: read_position(RUN, OWN).error != "", "the error is kept")
-        wait_for(lambda: follower._relay() is None and warnings != [], "and told")
+        wait_until(lambda: read_position(RUN, OWN).error != "", "the error is kept")
+        wait_until(lambda: follower._relay() is None and warnings != [], "and told")
         Path("refuse").unlink()
-        wait_for(lambda: 4 in steps(), "and what failed comes again")
+        wait_until(lambda: 4 in steps(), "and what failed comes again")
         Path("hang").touch()
         began = time.monotonic()
         write_steps(journal, 5, 400)
@@ -107,13 +100,13 @@ time.sleep(600)
     with Journal(RUN / "journal.jsonl") as journal:
         journal.write("start", plan={})
         write_steps(journal, 1, 1)
-        wait_for(lambda: steps() == [1], "it follows")
+        wait_until(lambda: steps() == [1], "it follows")
         os.kill(follower, signal.SIGTERM)  # as a job's manager does to all processes
         write_steps(journal, 2, 2)
     rank.kill()
     rank.wait()
     rank.stdout.close()
-    wait_for(lambda: not Path(f"/proc/{follower}/cmdline").exists(), "it ends")
+    wait_until(lambda: not Path(f"/proc/{follower}/cmdline").exists(), "it ends")
     assert steps() == [1, 2]
     assert read_position(RUN, OWN).sent == (RUN / "journal.jsonl").stat().st_size
 
