@@ -7,7 +7,7 @@ SHELL_FILES := launch_multi_gpu.sh .ci/run deploy/slurm.sbatch
 ALONE := alone or quality or netns or root or slurm
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all walkthrough picture chaos mutants bench bench-peers gpu-bench gpu-check lint format clean
+.PHONY: help quickstart test test-all walkthrough picture chaos mutants same-runs bench bench-peers gpu-bench gpu-check lint format clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -37,7 +37,10 @@ chaos: $(VENV)/.installed-dev ## kill, stop and damage ROUNDS=5 small trainings,
 	$(BIN)/python -m tests.chaos --rounds $(or $(ROUNDS),5) $(if $(SEED),--seed $(SEED))
 
 mutants: $(VENV)/.installed-dev ## COUNT=300 small faults in the code, drawn from SEED=17; the tests must notice them: an hour, goes on if stopped
-	$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),17) $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
+	$(BIN)/python -m tests.mutants --count $(or $(COUNT),300) --seed $(or $(SEED),17) $(if $(SINCE),--since $(SINCE)) $(if $(ONLY),--only $(ONLY)) $(if $(AGAIN),--again)
+
+same-runs: $(VENV)/.installed-dev ## seventeen kinds of runs with the code of OLD=PATH (a checkout of another commit) and with this: is anything else?
+	$(BIN)/python -m tests.quality.same_runs $(OLD) $(if $(ONLY),--only $(ONLY)) $(if $(KEEP),--keep $(KEEP))
 
 gpu-check: ## every way that needs a GPU, a JSON line each, with this machine's own python3; BUDGET=540 seconds, then again
 	$(PYTHON) -m tests.gpu.check --budget $(or $(BUDGET),540) $(if $(ONLY),--only $(ONLY)) $(if $(RESULTS),--results $(RESULTS))

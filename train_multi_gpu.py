@@ -31,7 +31,7 @@ from multigpu_cli.runtime.choose_strategy_and_devices import (
     count_cores,
     count_visible_gpus,
 )
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.launch_env import LaunchEnv, refuse_srun_copies
 from multigpu_cli.runtime.rank_output import RankOutput
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         )
     if dry_run:
         config = replace_settings(config, {"mirror": None})  # a start would copy a checkpoint from there
+    refuse_srun_copies()
     launch_env = LaunchEnv.from_environment(os.environ)
     placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
     if placement.num_processes_to_launch and not dry_run:

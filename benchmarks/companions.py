@@ -25,7 +25,6 @@ from benchmarks.workloads import MLP
 from multigpu_cli.checkpoint.manifest import list_checkpoint_folders, parse_step
 from multigpu_cli.checkpoint.mirror_state import read_state
 from multigpu_cli.monitor.loggers.position import read_position
-from multigpu_cli.run.mirroring import open_mirror
 from multigpu_cli.run.run import Run
 
 _NAME = "benchmarks.companions:Hanging"
@@ -86,7 +85,8 @@ def _measure_mirror(tiny: bool) -> list[Row]:
     with ExitStack() as stack:
         sides = {"mirror": {"mirror": "file:copy"}, "unmirrored": {}, "unmirrored again": {}}
         runs = _assemble(sides, str(every), stack)
-        stack.enter_context(open_mirror(runs["mirror"]))
+        for begin in runs["mirror"].moments.start:
+            begin(runs["mirror"], stack)
         seconds = _take_turns(runs, turns, steps, settle=lambda: _wait_for_mirror(Path("mirror")))
     return [
         seconds.ratio(

@@ -24,7 +24,7 @@ from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.run.assemble_run import assemble_run
 from multigpu_cli.run.build_components import build_components
-from multigpu_cli.run.hooks import build_hooks
+from multigpu_cli.run.part import load_parts
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
@@ -109,12 +109,15 @@ def assemble_training(flags: dict[str, Any], stack: ExitStack, sets: Sequence[st
     config = resolve(flags, sets, None)
     choice, world = Placement("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
     spec = prepare_spec(config, choice, world)
-    components, hooks = build_components(spec, world), build_hooks(spec.hooks, world, {})
+    parts = load_parts(spec, world)
+    components = build_components(spec, world, parts)
+    for part in parts:
+        part.fitted(components)
     stack.callback(components.loaders.close)
     stack.enter_context(lock_folder(Path(flags["save_dir"])))
     watch = stack.enter_context(Watchdog(world, config.fault.hang_timeout, lambda error: None))
     stop = stack.enter_context(StopRequest())
-    return assemble_run(components, Arena(Rivals({}, Seconds())), stop, watch, stack, hooks)
+    return assemble_run(components, Arena(Rivals({}, Seconds())), stop, watch, stack, parts)
 
 
 def iterate_steps(run: Run) -> Iterator[None]:

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+try:
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+except ImportError as error:  # it loads torchvision, which is built for one version of torch
+    raise SystemExit(
+        f"transformers can't be loaded: {error.__cause__ or error}\n"
+        "  try: pip install 'multigpu-cli[hugging-face]'; of torchvision the one for this torch (docs/guide/models.md)"
+    ) from error
 
 TEMPLATE = (  # ChatML
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

@@ -16,10 +16,8 @@ from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.run.evaluation import evaluate_epoch
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.run.freezing import unfreeze_when_due
 from multigpu_cli.run.lifecycle import open_run, resolve_request, try_request
 from multigpu_cli.run.oom_recovery import recover_from_out_of_memory
-from multigpu_cli.run.prompt_samples import sample_prompts
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.run.train_log import log_recovery, log_step
@@ -121,7 +119,8 @@ def fit(run: Run, *, until: int | None = None) -> str:
     while not run.finished and (until is None or progress.step < until):
         batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
-        unfreeze_when_due(run)
+        for tell in run.moments.epoch_begin:
+            tell(run)
         run.observer.watchdog.set_position(progress.step, "fetching data")
         for layout, work in train.epoch(batches, epoch, first, run.world.rank, run.strategy.replicas_per_process):
             try:
@@ -146,7 +145,6 @@ def finish_step(run: Run, outcome: StepResult) -> str:
         log_step(run, outcome)
     if end.at_epoch_end:
         evaluate_epoch(run)
-        sample_prompts(run)
     finished = run.finished
     stopping, overdue = run.agree_on_stop_and_save(end)
     if (stopping or finished) and not end.at_log_interval:
@@ -180,6 +178,8 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     run.strategy.reduce_gradients(idle=not losses)
     run.loss_normalizer.rescale_gradients(units, layout.samples, run.trainable_parameters)
     run.checkpointer.writer.wait_for_staging()  # of a checkpoint in flight, before the optimizer changes the weights
+    for tell in run.moments.after_backward:
+        tell(run, layout.step)
     observer.phase("optimizer")
     run.seed_optimizer(layout.step)
     norm, skipped = state.precision.clip_and_step(
@@ -187,9 +187,11 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     )
     run.strategy.rollback_buffers(skipped)
     if state.average:
-        state.average.update_parameters(state.model)
+        state.average.update_parameters(state.model, skipped)
     outcome = StepResult(layout.micro_batches, losses, run.loss_normalizer.get_step_norm(norm), skipped)
     observer.step_done(outcome, run.loss_normalizer.last)
+    for tell_end in run.moments.step_end:
+        tell_end(run, layout.step, outcome)
     return outcome
 
 

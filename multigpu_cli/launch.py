@@ -21,13 +21,13 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from multigpu_cli.capabilities import BEFORE_LAUNCH, load_given
 from multigpu_cli.checkpoint.run_folder import read_note, read_summary, resolve_folder
 from multigpu_cli.config.launcher_rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.errors import FAILED, TrainingError
 from multigpu_cli.faults.interpret_error import describe_unexpected_error, is_peer_failure
-from multigpu_cli.run.restore_from_mirror import check_mirror_is_new
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.parent_death import die_with_parent
@@ -35,6 +35,7 @@ from multigpu_cli.runtime.rank_output import quote_last_lines
 from multigpu_cli.runtime.script_guard import check_spawned_script
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
+_SAFE_PATH, _OURS = "PYTHONSAFEPATH", "multigpu"  # a spawned Python takes no multiprocessing.py of the user's folder
 _GRACE = 3.0  # seconds; the agent ends all ranks as soon as one exits, so the rank with the root cause exits first
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
@@ -62,7 +63,8 @@ def self_launch(config: Config, placement: Placement, screen: str) -> dict[str, 
     Raises:
         WorkersFailed: some worker ended with a non-zero exit code.
     """
-    check_mirror_is_new(config)
+    for check in load_given(BEFORE_LAUNCH, config):
+        check(config)
     config = resolve_folder(config)
     run_folder, began = Path(str(config.checkpoint.save_dir)), time.time()
     try:
@@ -93,7 +95,7 @@ def _run_until_done(config: Config, placement: Placement, screen: str, run_folde
 def _run_training(config: Config, placement: Placement, screen: str) -> None:
     with tempfile.TemporaryDirectory(prefix="multigpu-") as folder:
         request = Path(folder, "request.yaml")
-        request.write_text(yaml.safe_dump(explicit_dump(config)))
+        request.write_text(yaml.safe_dump(explicit_dump(config) | {"from_files": config.from_files}))
         argv = [str(_FRONT_DOOR), "--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
         launch = _build_launch_config(placement, config.fault.max_restarts, folder)
         _launch(launch, placement, sys.executable, *argv)
@@ -142,6 +144,8 @@ def run_in_workers(
 def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the function in a worker; a rank that only lost its peers lets them report their error first."""
     die_with_parent(parent)  # it may have ended while torch was loaded here
+    if os.environ.get(_SAFE_PATH) == _OURS:
+        del os.environ[_SAFE_PATH]  # not for what the function starts
     try:
         result = function(*arguments)
     except Exception as error:  # anything the function raises: recorded for the parent, then raised as an exit code
@@ -181,9 +185,12 @@ def _launch(
     for name in quiet:  # the workers report their own errors
         logging.getLogger(name).setLevel(logging.CRITICAL)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}  # the agent does not restore them
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    changed = {"CUDA_VISIBLE_DEVICES": _visible_devices(placement, os.environ.get("CUDA_VISIBLE_DEVICES"))}
+    if not isinstance(entry, str) and _SAFE_PATH not in os.environ:
+        changed[_SAFE_PATH] = _OURS
+    before = {name: os.environ.get(name) for name in changed}
     try:
-        os.environ["CUDA_VISIBLE_DEVICES"] = _visible_devices(placement, before)
+        os.environ.update(changed)
         return elastic_launch(launch, entry)(*arguments) or {}
     except ChildFailedError as failure:
         raise _worker_error(failure, prints=isinstance(entry, str)) from failure
@@ -192,10 +199,11 @@ def _launch(
             for number, handler in handlers.items():
                 if handler is not None:  # a handler not set from Python can't be restored
                     signal.signal(number, handler)
-        if before is None:
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _worker_error(failure: ChildFailedError, *, prints: bool) -> WorkersFailed:

@@ -5,13 +5,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
-    {"errors"},
+    {"errors", "capabilities"},
     {"planning"},
     {"config"},
     {"runtime"},
@@ -24,7 +25,7 @@ FLOORS = (
     {"main_multi_gpu"},
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = {"errors", "planning", "config", "main_multi_gpu"}
+WITHOUT_TORCH = {"errors", "capabilities", "planning", "config", "main_multi_gpu"}
 ENVIRONMENT_READERS = {
     "main_multi_gpu.py",
     "train_multi_gpu.py",
@@ -93,6 +94,23 @@ def imports_point_down(tree: Tree) -> Iterator[str]:
                 other = room_of(name)
                 if other is not None and other != room and FLOOR.get(other, 99) >= FLOOR[room]:
                     yield f"{path}:{node.lineno}: {room} imports {name}"  # type: ignore[attr-defined]
+
+
+def no_imports_go_in_a_circle(tree: Tree) -> Iterator[str]:
+    """Late imports, and those for type checkers, count too."""
+    files = {module_of(path): (path, module) for path, module in product(tree)}
+    imported = {
+        name: {
+            each if each in files else each.rpartition(".")[0]
+            for node in ast.walk(module)
+            for each in find_imports(node, path)
+        }
+        for name, (path, module) in files.items()
+    }
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        yield " → ".join(error.args[1])
 
 
 def init_files_are_empty(tree: Tree) -> Iterator[str]:
@@ -229,6 +247,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (imports_point_down, "multigpu_cli/commands/bench/home.py", "import train_multi_gpu"),
     (imports_point_down, "multigpu_cli/data/text/home.py", "from multigpu_cli.models.text import mlp"),
     (imports_point_down, "multigpu_cli/attic/home.py", ""),
+    (no_imports_go_in_a_circle, HOME, "def late():\n    from multigpu_cli.data.home import of_another_file"),
     (init_files_are_empty, "multigpu_cli/data/__init__.py", "from multigpu_cli.data.data_source import DataSource"),
     (no_grab_bags, "multigpu_cli/data/image_utils.py", ""),
     (no_grab_bags, "tests/helpers/home.py", ""),
@@ -288,6 +307,18 @@ def test_a_rule_notices(rule: Rule, path: str, text: str) -> None:
 @pytest.mark.parametrize(("rule", "path", "text"), ALLOWED)
 def test_a_rule_lets_pass(rule: Rule, path: str, text: str) -> None:
     assert list(rule({path: text})) == []
+
+
+@pytest.mark.parametrize("late", ["{}", "if TYPE_CHECKING:\n    {}", "def late():\n    {}"])
+def test_a_circle_of_several_files_is_noticed(late: str) -> None:
+    tree = {
+        "multigpu_cli/data/a.py": "from multigpu_cli.data import b",
+        "multigpu_cli/data/b.py": "from multigpu_cli.data.c import Rows",
+        "multigpu_cli/data/c.py": "import os",
+    }
+    assert list(no_imports_go_in_a_circle(tree)) == []
+    [circle] = no_imports_go_in_a_circle(tree | {"multigpu_cli/data/c.py": late.format("import multigpu_cli.data.a")})
+    assert sorted({name[-1] for name in circle.split(" → ")}) == ["a", "b", "c"]
 
 
 def test_the_whole_tree_is_looked_at() -> None:

@@ -71,7 +71,7 @@ def test_the_workers_get_the_front_door_and_the_explicit_settings(agent: Agent) 
     assert self_launch(make_config(save_dir="run", lr=0.5, epochs=3), ON_CPU, "json") == {"status": "completed"}
     assert Path(agent.words[0]).name == "main_multi_gpu.py"
     assert "--json" in agent.words
-    assert agent.request == {"save_dir": "run", "resume": "auto", "lr": 0.5, "epochs": 3} | {
+    assert agent.request == {"save_dir": "run", "resume": "auto", "lr": 0.5, "epochs": 3, "from_files": ""} | {
         key: value for key, value in agent.request.items() if value is None
     }
 

@@ -22,7 +22,7 @@ from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buck
 from multigpu_cli.runtime.world import World
 from tests.support.fake_nvml import Nvml, a100
 from tests.support.ranks import run_on_each_rank
-from tests.support.user_inputs import loader, network
+from tests.support.user_inputs import Points, loader, network
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = """MultiGPUConfig, TrainingMode, MultiGPUTrainer, DataParallelTrainer, DistributedDataParallelTrainer,
@@ -174,6 +174,21 @@ def test_batch_sizes_and_forecasts(capsys: pytest.CaptureFixture[str]) -> None:
         train_multi_gpu.estimate_training_speedup(0, **measured)
     train_multi_gpu.MultiGPUTrainer().print_training_speedup_estimates((1, 2), **measured)
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_copies_that_srun_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train, evaluate, or start processes, alone."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    config, model = train_multi_gpu.MultiGPUConfig(screen="silent"), network()
+    for ask in (
+        lambda: train_multi_gpu.train_with_multi_gpu(model, loader(), screen="silent"),
+        lambda: train_multi_gpu.evaluate_with_multi_gpu(model, loader(), screen="silent"),
+        lambda: train_multi_gpu.MultiGPUTrainer(config).setup(model, Points()),
+        lambda: train_multi_gpu.setup_multi_gpu_training(model),
+        lambda: train_multi_gpu.launch_distributed_training(print, 2),
+    ):
+        with pytest.raises(RequestError, match="srun started 2 tasks"):
+            ask()
 
 
 @pytest.mark.slow

@@ -253,6 +253,10 @@ def spoiling(outputs, targets): return outputs.mul_(2).sum(1)
 """
 ENGINE = [
     *(
+        Row(command, ["srun started 2 tasks", "deploy/slurm.sbatch"], environ={"SLURM_STEP_NUM_TASKS": "2"})
+        for command in ("--epochs 1", "--epochs 1 --dry-run", "evaluate .")
+    ),
+    *(
         Row(f"--hook my_hooks:{name}", [f"--hook my_hooks:{name}", *words], {"my_hooks.py": HOOKS})
         for name, *words in (
             ("Missing", "no 'Missing'"),

@@ -13,7 +13,7 @@ from multigpu_cli.api.input_check import check_inputs_differ
 from multigpu_cli.api.settings import TrainingMode
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.choose_strategy_and_devices import check_gpus_exist, count_visible_gpus
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.launch_env import LaunchEnv, refuse_srun_copies
 
 
 class Functions:
@@ -76,7 +76,7 @@ class Functions:
             the wrapped model and True; without other ranks the unchanged model and False.
 
         Raises:
-            RequestError: a GPU does not exist, or `world_size` and `rank` contradict the launcher.
+            RequestError: a GPU does not exist, srun started copies, or `world_size` and `rank` contradict the launcher.
         """
         launch_env = LaunchEnv.current()
         if not dist.is_initialized():
@@ -84,6 +84,7 @@ class Functions:
             if launch_env is None and given and init_method == "env://":
                 launch_env = LaunchEnv.for_existing_group(rank or 0, world_size or 1, None)
             if launch_env is None and not given:
+                refuse_srun_copies()
                 return model, False
             size, own_rank = (launch_env.size, launch_env.rank) if launch_env else (world_size or 1, rank or 0)
             if (world_size not in (None, size)) or (rank not in (None, own_rank)):

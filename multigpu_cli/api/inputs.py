@@ -12,9 +12,10 @@ from torch.utils.data import Dataset
 
 from multigpu_cli.api.loaders import SPLITS, CollatedDataset, index_stream
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
-from multigpu_cli.data.collate import Collate, SampleForm, count_declared_classes, get_sample, get_tokens
+from multigpu_cli.data.collate import Collate, SampleForm, count_declared_classes, get_tokens
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.epoch_order import SampleOrder
+from multigpu_cli.data.dataloader_fetcher import SeededDataset
+from multigpu_cli.data.epoch_order import EVAL_EPOCH, SampleOrder
 from multigpu_cli.data.infer_shape import infer_source
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import refuse_torchscript
@@ -34,7 +35,7 @@ class UserInputs:
     criterion: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LRScheduler | None = None
-    scheduler_step: str = "epoch"
+    scheduler_step: str | None = None
     order: SampleOrder | None = None
 
     def check(self, seed: int) -> "UserInputs":
@@ -56,14 +57,14 @@ class UserInputs:
             RequestError: the first sample is no (input, target).
         """
         task, form = config.settings.get("task"), _choose_form(config)
-        inputs, targets = self._first_batch(form)
+        inputs, targets = self._first_batch(form, config.seed)
         criterion = self.criterion or (None if task else nn.CrossEntropyLoss())
         source = DataSource(
             train=self.train,
             val=self.val,
             test=self.test,
             input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
-            num_classes=0 if criterion else self._classes(task, inputs, form),
+            num_classes=0 if criterion else self._classes(task, inputs, form, config.seed),
             num_outputs=prod(getattr(targets, "shape", (1,))[1:]),
             prepare=nn.Identity(),
             order=self.order,
@@ -100,22 +101,23 @@ class UserInputs:
         if (
             self.criterion is None
             and "task" not in more
-            and (task := _infer_task(*self._first_batch(_choose_form(config))))
+            and (task := _infer_task(*self._first_batch(_choose_form(config), config.seed)))
         ):
             more["task"] = task
         return replace(config, settings=more)
 
-    def _first_batch(self, form: SampleForm) -> tuple[Any, Any]:
+    def _first_batch(self, form: SampleForm, seed: int) -> tuple[Any, Any]:
         """A batch of one sample."""
-        return Collate(self.train, form)([(0, get_sample(self.train, 0))])
+        return Collate(self.train, form)([SeededDataset(self.train, seed)[EVAL_EPOCH, 0]])
 
-    def _classes(self, task: str | None, inputs: Any, form: SampleForm) -> int:
+    def _classes(self, task: str | None, inputs: Any, form: SampleForm, seed: int) -> int:
         """The number of classes, or of tokens, that a task chosen by name needs; 0 where it needs none."""
         if declared := count_declared_classes(self.train):
             return declared
         if task == "language-model":
             return max(2, int(get_tokens(inputs).max()) + 1)
-        return infer_source(self.train, self.val, self.test, form).num_classes if task == "classification" else 0
+        splits = (self.train, self.val, self.test)
+        return infer_source(*splits, seed, form).num_classes if task == "classification" else 0
 
     def names(self) -> dict[str, str]:
         """The names of model and data in the run folder: their classes."""
@@ -123,6 +125,23 @@ class UserInputs:
         while isinstance(dataset, CollatedDataset):
             dataset = dataset.dataset
         return {"model": _class_name(unwrap_model(self.model)), "data": _class_name(dataset)}
+
+
+def refuse_forgotten_scheduler(optimizer: Any, scheduler: LRScheduler | None) -> None:
+    """Refuse an optimizer whose rate a scheduler has set that is not passed: the rate would stay at its first one.
+
+    `initial_lr` alone also stands in an optimizer that has loaded the state of an earlier training; that its `step` is
+    wrapped shows that a scheduler was made for this very object.
+
+    Raises:
+        RequestError: there is such a scheduler.
+    """
+    groups, step = getattr(optimizer, "param_groups", []), getattr(optimizer, "step", None)
+    if scheduler is None and hasattr(step, "_wrapped_by_lr_sched") and any("initial_lr" in each for each in groups):
+        raise RequestError(
+            f"optimizer: a scheduler was made for it and not passed: the rate would stay at {groups[0]['lr']:.4g}",
+            remedy="scheduler=…; or, for that rate, group.pop('initial_lr') of each group in optimizer.param_groups",
+        )
 
 
 def _choose_form(config: MultiGPUConfig) -> SampleForm:
@@ -164,7 +183,7 @@ def _check(inputs: UserInputs) -> None:
         raise RequestError(f"optimizer: a {type(inputs.optimizer).__name__} is not a torch.optim.Optimizer")
     if inputs.criterion is not None and not callable(inputs.criterion):
         raise RequestError(f"criterion: a {type(inputs.criterion).__name__} is not callable with (outputs, targets)")
-    if inputs.scheduler_step not in ("epoch", "step"):
+    if inputs.scheduler_step not in ("epoch", "step", None):
         raise RequestError(f"scheduler_step: {inputs.scheduler_step!r}", remedy="epoch or step")
     if inputs.scheduler is None:
         return

@@ -1,5 +1,6 @@
 """Starts a run of the Python API: in this process as the rank that it is, or in worker processes."""
 
+import gc
 import sys
 from copy import deepcopy
 from dataclasses import replace
@@ -11,12 +12,12 @@ import torch.distributed as dist
 
 from multigpu_cli import engine
 from multigpu_cli.api.settings import MultiGPUConfig, to_python_error
+from multigpu_cli.capabilities import BEFORE_LAUNCH, load_given
 from multigpu_cli.checkpoint.run_folder import resolve_folder
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.restore_from_mirror import check_mirror_is_new
 from multigpu_cli.run.user_objects import UserObjects
 from multigpu_cli.runtime.choose_strategy_and_devices import (
     Placement,
@@ -25,7 +26,7 @@ from multigpu_cli.runtime.choose_strategy_and_devices import (
     count_cores,
     count_visible_gpus,
 )
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.launch_env import LaunchEnv, refuse_srun_copies
 from multigpu_cli.runtime.world import World
 
 
@@ -33,7 +34,8 @@ def find_launch_env(config: MultiGPUConfig) -> LaunchEnv | None:
     """Rank and world size of this process: from torchrun, an existing process group, or the config.
 
     Raises:
-        RequestError: the config contradicts the launcher, or names a rank without MASTER_ADDR and MASTER_PORT.
+        RequestError: the config contradicts the launcher, or names a rank without MASTER_ADDR and MASTER_PORT; or srun
+            started several processes without one.
     """
     launch_env = LaunchEnv.current()
     if launch_env is None and dist.is_initialized():
@@ -43,6 +45,7 @@ def find_launch_env(config: MultiGPUConfig) -> LaunchEnv | None:
     if launch_env is None and config.rank is not None and (config.world_size or 1) > 1:
         launch_env = LaunchEnv.for_existing_group(config.rank, config.world_size or 1, config.local_rank)
     if launch_env is None:
+        refuse_srun_copies()
         return None
     facts = {"world_size": launch_env.size, "rank": launch_env.rank, "local_rank": launch_env.local_rank}
     for name, fact in facts.items():
@@ -99,6 +102,9 @@ def run_here(
         )
     except RequestError as error:
         raise to_python_error(error) from error
+    finally:
+        if launch_env:
+            gc.collect()  # ends gloo's threads, which a cycle keeps: at Python's exit they now and then abort
 
 
 def run_in_processes(config: Config, placement: Placement, user_objects: UserObjects, screen: str) -> dict[str, Any]:
@@ -107,7 +113,8 @@ def run_in_processes(config: Config, placement: Placement, user_objects: UserObj
     Raises:
         RequestError: an object can't be pickled for another process.
     """
-    check_mirror_is_new(config)
+    for check in load_given(BEFORE_LAUNCH, config):
+        check(config)
     config = resolve_folder(config)
     try:
         ForkingPickler.dumps(user_objects)

@@ -11,6 +11,7 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buckets, forecast
 from multigpu_cli.runtime.choose_strategy_and_devices import choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.runtime.launch_env import refuse_srun_copies
 
 
 def optimize_batch_size_for_multi_gpu(
@@ -50,9 +51,10 @@ def launch_distributed_training(
         arguments: of the function; they are pickled, so lambdas are not possible.
 
     Raises:
-        RequestError: fewer GPUs than processes.
+        RequestError: fewer GPUs than processes, or srun started several of this one.
         WorkersFailed: a call raised an exception.
     """
+    refuse_srun_copies()
     wanted = DeviceConfig(multi_gpu="ddp", nproc_per_node=num_gpus)
     placement = choose_placement(wanted, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=None)
     answers = run_in_workers(placement, function, *arguments, max_restarts=max_restarts)

@@ -23,7 +23,6 @@ from multigpu_cli.errors import STOPPED, RequestError
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.finalize import finish_run
-from multigpu_cli.run.freezing import unfreeze_when_due
 from multigpu_cli.run.lifecycle import record_failure
 from multigpu_cli.run.published_weights import use_published_weights
 from multigpu_cli.run.run import Run
@@ -60,7 +59,8 @@ class TrainLoader:
         run, batches = self._run, self._run.plan.batches
         run.observer.timer.start()
         epoch, first = divmod(run.progress.step, batches.steps_per_epoch)
-        unfreeze_when_due(run)
+        for tell in run.moments.epoch_begin:
+            tell(run)
         for layout, work in run.loaders.train.epoch(
             batches, epoch, first, run.world.rank, run.strategy.replicas_per_process
         ):
@@ -99,13 +99,14 @@ class MultiGPUTrainer(Functions):
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | None = None,
         *,
-        scheduler_step: str = "epoch",
+        scheduler_step: str | None = None,
         test_dataset: Dataset[Any] | None = None,
     ) -> tuple[nn.Module, TrainLoader, Any]:
         """Freeze the settings, and build or resume the run; returns the model on its device, and the loaders.
 
         Args:
-            criterion: as for `train_with_multi_gpu`.
+            criterion, scheduler, scheduler_step: as for `train_with_multi_gpu`; a scheduler that is not passed is the
+                loop's own to step.
 
         Raises:
             RequestError: an argument is invalid, the run needs more processes (torchrun must start them), or the folder

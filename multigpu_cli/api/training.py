@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from multigpu_cli.api.gpu_info import get_gpu_info, gpu_utilisation
-from multigpu_cli.api.inputs import UserInputs
+from multigpu_cli.api.inputs import UserInputs, refuse_forgotten_scheduler
 from multigpu_cli.api.launch import find_launch_env, resolve_placement, run_here, run_in_processes
 from multigpu_cli.api.loaders import from_loader, with_collate
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, to_python_error
@@ -43,7 +43,7 @@ def train_with_multi_gpu(
     val_loader: DataLoader[Any] | None = None,
     test_loader: DataLoader[Any] | None = None,
     scheduler: LRScheduler | None = None,
-    scheduler_step: str = "epoch",
+    scheduler_step: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train a model in place, on all visible GPUs or under torchrun; with `save_dir`, resume where it stopped.
@@ -51,7 +51,6 @@ def train_with_multi_gpu(
     Dataset, batch size (per device), collate_fn, loader processes, drop_last and shuffling are those of the loader; a
     custom sampler is drawn once per epoch on rank 0 and broadcast. All ranks start with rank 0's weights; each must
     make the same dataset. The model ends with the weights that were best on `val_loader`, else with the last.
-
     `auto` takes DDP, never DataParallel, for any number of GPUs. An epoch's last step also counts if it has fewer
     micro-batches. A batch that fails is not skipped: errors are raised. `max_grad_norm` is None unless given.
 
@@ -64,7 +63,7 @@ def train_with_multi_gpu(
             refused; under torchrun the model stays sharded, and best.pt has its whole weights.
         gradient_accumulation_steps: micro-batches (of the loader's batch size) per optimizer step.
         val_loader, test_loader: data to evaluate after each epoch, and at the end.
-        scheduler: of the optimizer, stepped after each `scheduler_step`: "epoch" or "step".
+        scheduler: of the optimizer, stepped after each `scheduler_step`: "epoch", "step", or None: as its length tells.
         settings: fields of MultiGPUConfig: save_dir, global_batch_size, seed, exact, screen, …
 
     Returns:
@@ -85,6 +84,7 @@ def train_with_multi_gpu(
         **{"max_grad_norm": None} | settings,
     )
     train, order, config = from_loader(train_loader, config)
+    refuse_forgotten_scheduler(optimizer, scheduler)
     val = None if val_loader is None else with_collate(val_loader, config.seed, "val")
     test = None if test_loader is None else with_collate(test_loader, config.seed, "test")
     inputs = UserInputs(model, train, val, test, criterion, optimizer, scheduler, scheduler_step, order)

@@ -55,17 +55,19 @@ class WeightMatch(NamedTuple):
         ]
 
 
-def load_initial_weights(model: nn.Module, path: Path, *, partial: bool) -> WeightMatch:
+def load_initial_weights(model: nn.Module, path: Path, *, partial: bool, skips: str | None = None) -> WeightMatch:
     """--init-from: load what fits the model by name and shape.
 
     Args:
         path: as `read_initial_weights` takes it.
         partial: leave what does not fit as it is initialised (--init-partial).
+        skips: names that contain it are neither loaded nor missed.
 
     Raises:
         RequestError: no weights there, or some do not fit; with `partial`, none does.
     """
-    found, own = read_initial_weights(path), model.state_dict()
+    states = read_initial_weights(path), model.state_dict()
+    found, own = ({name: state[name] for name in state if not (skips and skips in name)} for state in states)
     match = match_weights(own, found)
     if match.differences and not (partial and match.loaded):
         partly = "--init-partial, which leaves those as they are initialised; or " if match.loaded else ""

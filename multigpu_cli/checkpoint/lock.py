@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from multigpu_cli.config.paths import refuse_links
 from multigpu_cli.errors import RequestError, TrainingError
 
 _MOMENT = 0.3  # seconds; a process that only tests the lock has released it by then
@@ -53,11 +54,12 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Create the folder and hold its lock for the duration of the context.
 
     Raises:
-        RequestError: the folder can't be created, or another run holds its lock.
+        RequestError: the folder can't be created or has a link in it, or another run holds its lock.
     """
+    refuse_links(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a")  # noqa: SIM115 - stays open for the whole run
+        file = os.fdopen(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a")
     except OSError as error:
         raise RequestError(
             f"--save-dir {folder}: {error.strerror or error}", remedy="use another --save-dir"

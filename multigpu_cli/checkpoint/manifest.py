@@ -23,8 +23,8 @@ def parse_step(folder: Path) -> int:
 
 
 def list_checkpoint_folders(home: Path) -> list[Path]:
-    """All checkpoints in RUN/checkpoints, intact or not, newest first."""
-    return sorted(home.glob("step_*"), key=parse_step, reverse=True)
+    """All checkpoints in RUN/checkpoints, intact or not, newest first; of one step the one that replaces another."""
+    return sorted(home.glob("step_*"), key=lambda folder: (parse_step(folder), -len(folder.name)), reverse=True)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -63,12 +63,9 @@ def find_damage(folder: Path, moved: Moved = ignore_progress) -> str | None:
 
 def find_quick_damage(folder: Path, moved: Moved = ignore_progress) -> str | None:
     """What is wrong with a checkpoint as far as one rank can tell quickly: the content of pieces is not read."""
-    try:
-        manifest = read_manifest(folder)
-    except (OSError, ValueError, TypeError) as error:
-        return f"{MANIFEST} can't be read ({type(error).__name__})"
-    if manifest.pop("sha256", None) != _sum(manifest):
-        return f"{MANIFEST} does not match its own checksum"
+    if damage := find_manifest_damage(folder):
+        return damage
+    manifest = read_manifest(folder)
     pieces = list_pieces(manifest)
     for name, listed in manifest["files"].items():
         file = folder / name
@@ -81,6 +78,15 @@ def find_quick_damage(folder: Path, moved: Moved = ignore_progress) -> str | Non
         if name not in pieces and compute_sha256(file, moved) != listed["sha256"]:
             return f"{name} does not match its checksum"
     return None
+
+
+def find_manifest_damage(folder: Path) -> str | None:
+    """The same of the manifest alone."""
+    try:
+        manifest = read_manifest(folder)
+    except (OSError, ValueError, TypeError) as error:
+        return f"{MANIFEST} can't be read ({type(error).__name__})"
+    return f"{MANIFEST} does not match its own checksum" if manifest.pop("sha256", None) != _sum(manifest) else None
 
 
 def find_damaged_piece(folder: Path, share: int = 0, shares: int = 1, *, moved: Moved = ignore_progress) -> str | None:

@@ -4,6 +4,7 @@ When the run has ended, or rank 0 is gone, it sends what is missing and ends. It
 """
 
 import fcntl
+import os
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from multigpu_cli.checkpoint.mirror_state import read_state, write_state
 from multigpu_cli.runtime.companion import accompany
 
 PATIENCE = 60.0  # seconds between the first failure after the end of the run and the last try
+_LOCK = ".mirror.lock"
 _INTERVAL = 1.0  # seconds between looks at the run folder
 _LONGEST_PAUSE = 30.0  # seconds between tries while the mirror refuses
 
@@ -141,31 +143,55 @@ class Follower:
 
 
 @contextmanager
-def lock_mirror(run: Path, how: int = 0) -> Iterator[None]:
-    """Be the one process that sends this run; another may still send for an earlier attempt.
+def lock_mirror(run: Path, is_over: Callable[[str], bool] = lambda busy: False) -> Iterator[None]:
+    """Be the one process that sends this run; wait for another, as that of a killed attempt, until `is_over`.
 
     Args:
-        how: fcntl.LOCK_NB, not to wait for it.
+        is_over: gets what names the process that holds the lock, which says by the file's time that it is at work.
 
     Raises:
-        BlockingIOError: with LOCK_NB, another process is sending.
+        BlockingIOError: it is over; names that process.
     """
-    with open(run / ".mirror.lock", "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | how)
+    with open(run / _LOCK, "a+") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                lock.seek(0)
+                if is_over(busy := f"process {lock.read()} still sends this run"):
+                    raise BlockingIOError(busy) from error
+                time.sleep(0.1)
+        lock.truncate(0)
+        lock.write(f"{os.getpid()} on {os.uname().nodename}")
+        lock.flush()
         yield
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    """Mirror a run folder (folder, URL, how many are kept) until its run has ended.
+    """Mirror a run folder (folder, URL, how many are kept, seconds that a process may hang) until its run has ended.
 
     It exits with 1 if something is missing in the mirror.
     """
-    run, url, keep = Path(arguments[0]), arguments[1], int(arguments[2])
+    run, url, keep, hangs = Path(arguments[0]), arguments[1], int(arguments[2]), float(arguments[3])
     ended, note = accompany()
+    seen, since = 0, time.monotonic()
+
+    def say_at_work(text: str) -> None:
+        with suppress(OSError):
+            os.utime(run / _LOCK)
+        note(text)
+
+    def is_over(busy: str) -> bool:
+        nonlocal seen, since
+        if (moved := (run / _LOCK).stat().st_mtime_ns) != seen:
+            seen, since = moved, time.monotonic()
+            note(busy)
+        return ended.is_set() and time.monotonic() - since > hangs
+
     try:
-        with lock_mirror(run, fcntl.LOCK_NB):
-            pass
-    except BlockingIOError:
-        note("the process of an earlier attempt is still sending")
-    with lock_mirror(run):
-        sys.exit(0 if Follower(run, Mirror(url), keep, note).follow(ended) else 1)
+        with lock_mirror(run, is_over):
+            sys.exit(0 if Follower(run, Mirror(url), keep, say_at_work).follow(ended) else 1)
+    except BlockingIOError as error:
+        note(f"{error}, and has not moved for {hangs:.0f} s")
+        sys.exit(1)

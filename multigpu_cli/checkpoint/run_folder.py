@@ -6,15 +6,22 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.lock import is_locked, locked_error, still_locked_error, wait_until_unlocked
-from multigpu_cli.checkpoint.manifest import MANIFEST, FindDamage, find_quick_damage, read_manifest
+from multigpu_cli.checkpoint.manifest import (
+    MANIFEST,
+    FindDamage,
+    find_manifest_damage,
+    find_quick_damage,
+    read_manifest,
+)
 from multigpu_cli.checkpoint.store import Checkpoint, Store
-from multigpu_cli.config.paths import BEGAN, read_rewind_checkpoint
+from multigpu_cli.config.paths import BEGAN, read_rewind_checkpoint, refuse_links
 from multigpu_cli.config.resume_rules import is_same_run
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, pluralize
@@ -113,8 +120,9 @@ def choose_resume_point(
     home = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", config.recipe or config.data.name)
     if ours := next((run for run in begun if Path(run).parent == home), None):
         return _in_folder(Path(ours), attempt, find_damage)
-    if resume == "auto" and (unfinished := _newest_unfinished(home, config, find_damage)):
-        return _in_folder(unfinished, attempt, find_damage)
+    look = cache(find_damage)  # gigabytes are read once
+    if resume == "auto" and (unfinished := _newest_unfinished(home, config, look)):
+        return _in_folder(unfinished, attempt, look)
     run_id = time.strftime("%Y%m%d-%H%M%S-") + uuid4().hex[:4]
     return ResumePoint(str(home / run_id), None, None, None, [], "a new run")
 
@@ -146,6 +154,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def _in_folder(folder: Path, attempt: int, find_damage: FindDamage) -> ResumePoint:
+    refuse_links(folder)
     # waits first, since the other process may still replace the checkpoints
     if not wait_until_unlocked(folder, patience=_PATIENCE if attempt else 0):
         raise still_locked_error(folder) if attempt else locked_error(folder)
@@ -186,6 +195,7 @@ def _from_path(
 ) -> ResumePoint:
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     folder = Path(save_dir) if save_dir else run
+    refuse_links(folder)
     own_step = not save_dir or path.parent.resolve() == (folder / "checkpoints").resolve()
     if own_step and read_rewind_checkpoint(folder) == path.name:
         return _in_folder(folder, attempt, find_damage)  # the command was repeated
@@ -227,11 +237,13 @@ def _newest_unfinished(home: Path, config: Config, find_damage: FindDamage) -> P
     """The newest run of the same configuration that has a checkpoint, has not completed and is not running now."""
     runs = sorted((path for path in home.glob("*") if holds_run(path)), key=lambda path: path.stat().st_mtime)
     for folder in reversed(runs):
-        if is_locked(folder):
+        if is_locked(folder) or (read_summary(folder) or {}).get("status") == "completed":
             continue
-        newest, _ = Store(folder / "checkpoints", 1).find_newest(find_damage)
-        completed = (read_summary(folder) or {}).get("status") == "completed"
-        if newest and not completed and is_same_run(config, newest.manifest["settings"]):
+        for look in (find_manifest_damage, find_damage):  # only what is meant is read whole
+            newest, _ = Store(folder / "checkpoints", 1).find_newest(look)
+            if newest is None or not is_same_run(config, newest.manifest["settings"]):
+                break
+        else:
             return folder
     return None
 

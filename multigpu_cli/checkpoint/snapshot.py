@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
+from multigpu_cli.capabilities import PART_STATES
 from multigpu_cli.checkpoint.initial_weights import WeightMatch
 from multigpu_cli.checkpoint.serialize import iterate_tensors
 from multigpu_cli.checkpoint.weights import check_fit, extra_state
+from multigpu_cli.runtime.average import EMAModel
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.schedule_free import eval_weights, is_schedule_free
 
@@ -57,18 +58,18 @@ class TrainState:
         scheduler: the user's own, if any.
         restore_warning: a message that names what the checkpoint could not restore.
         initial_weights: what --init-from loaded, on the rank that read it.
-        hook_states: of the checkpoint that was restored, by the names of the hooks.
+        part_states: of the checkpoint that was restored, what parts have not taken: state by name by entry.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     precision: Precision
-    average: AveragedModel | None
+    average: EMAModel | None
     progress: Progress
     scheduler: LRScheduler | None = None
     restore_warning: str = ""
     initial_weights: WeightMatch | None = None
-    hook_states: dict[str, Any] = field(default_factory=dict)
+    part_states: dict[str, dict[str, Any]] = field(default_factory=lambda: {entry: {} for entry in PART_STATES})
 
     def capture(self, into: dict[str, Any] | None = None) -> dict[str, Any]:
         """Plain values and tensors in host memory; see `begin_capture`."""
@@ -132,7 +133,7 @@ class TrainState:
         if self.scheduler and state.get("scheduler"):
             self.scheduler.load_state_dict(state["scheduler"])
         self.progress.__dict__.update(state["progress"])
-        self.hook_states = state.get("hooks") or {}  # older checkpoints have none
+        self.part_states = {entry: dict(state.get(entry) or {}) for entry in PART_STATES}  # older ones have none
         self.progress.last.pop("epoch_loss", None)  # the name of train_loss in older checkpoints
 
     def eval_model(self) -> nn.Module:

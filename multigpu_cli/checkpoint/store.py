@@ -108,16 +108,19 @@ class Store:
                 # not among the listed files: the state is complete without it
                 facts = facts | {"best": {"file": BEST, "sha256": best.sha256}}
             publish(draft / MANIFEST, sign_manifest({"step": step, "files": listed} | facts), self.moved)
-            if final.exists():  # the same step once more, after a resume from an older checkpoint
-                self._remove(final)
+            if final.exists() and not self._set_aside_damaged(final):  # the same step once more, after a resume
+                final.rename(_name_earlier(final))  # a checkpoint of this step under that name too
             draft.rename(final)
         except OSError:
             self.discard_draft(step)  # frees the space for the next one
             raise
         flush_folder(self.folder)
+        if _name_earlier(final).exists():
+            shutil.rmtree(_name_earlier(final))
         damaged = peers.find_damaged_pieces() if peers else None
         for old in self.list_old(step):
-            self._remove(old, damaged)
+            if not self._set_aside_damaged(old, damaged):
+                shutil.rmtree(old)
         return sum(file["size"] for file in listed.values())
 
     def open_draft(self, step: int) -> Path:
@@ -138,8 +141,8 @@ class Store:
         past = [folder for folder in self.list_folders() if 0 <= parse_step(folder) < step]
         return past[self.keep - 1 :]
 
-    def _remove(self, folder: Path, damaged_pieces: dict[str, str] | None = None) -> None:
-        """Remove a checkpoint; a damaged one is only renamed, so that it can be examined.
+    def _set_aside_damaged(self, folder: Path, damaged_pieces: dict[str, str] | None = None) -> bool:
+        """Rename a checkpoint if it is damaged, so that it can be examined.
 
         Args:
             damaged_pieces: what ranks that share the work have found, by the folder's name; None: nobody has looked.
@@ -147,10 +150,9 @@ class Store:
         damage = find_quick_damage(folder, self.moved) or (
             find_damaged_piece(folder, moved=self.moved) if damaged_pieces is None else damaged_pieces.get(folder.name)
         )
-        if damage is None:
-            shutil.rmtree(folder)
-        else:
+        if damage is not None:
             self._rename(folder, "damaged")
+        return damage is not None
 
     def _rename(self, folder: Path, why: str) -> None:
         """Add a prefix, and a number where that name is taken."""
@@ -164,10 +166,13 @@ class Store:
                 self._rename(folder, "replaced")
 
     def sweep(self, but: Path | None = None) -> None:
-        """Remove the drafts of a killed run, but not this one."""
+        """Remove the drafts of a killed run, but not this one, and checkpoints in whose place it had put others."""
         for draft in self.folder.glob(".draft_*"):
             if draft != but:
                 shutil.rmtree(draft)
+        for folder in self.list_folders():
+            if _name_earlier(folder).exists():
+                shutil.rmtree(_name_earlier(folder))
 
     def find_newest(self, find_damage: FindDamage = find_damage) -> tuple[Checkpoint | None, list[str]]:
         """The newest intact checkpoint, and why newer ones were skipped (they are left in place)."""
@@ -182,6 +187,11 @@ class Store:
     def list_folders(self) -> list[Path]:
         """All checkpoints, intact or not, newest first."""
         return list_checkpoint_folders(self.folder)
+
+
+def _name_earlier(folder: Path) -> Path:
+    """What a checkpoint is called while another of the same step takes its name."""
+    return folder.with_name(f"{folder.name}_earlier")
 
 
 def _write(file: Path, state: dict[str, Any], moved: Moved) -> dict[str, Any]:

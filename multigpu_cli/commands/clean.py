@@ -11,6 +11,7 @@ from multigpu_cli.checkpoint.lock import is_locked, lock_folder
 from multigpu_cli.checkpoint.manifest import MANIFEST
 from multigpu_cli.commands.output import format_size
 from multigpu_cli.commands.status import find_runs
+from multigpu_cli.config.paths import refuse_links
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.history import load_summary
 
@@ -37,9 +38,11 @@ def clean_runs(names: Sequence[str], *, remove: bool) -> list[Cleaning]:
     """What can go of each run, and its removal where that was asked for.
 
     Raises:
-        RequestError: a path has no run, or a checkpoint can't be removed.
+        RequestError: a path has no run, or a checkpoint can't be removed, or a run has a link in it.
     """
     found = [inspect_run(run) for run in find_runs(names)]
+    for each in found if remove else ():
+        refuse_links(Path(each.run))
     return [_remove(each) if remove and each.checkpoints else each for each in found]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.config import rules
+from multigpu_cli.config.paths import refuse_links
 from multigpu_cli.config.schema import Config, LogConfig
 from multigpu_cli.config.types import loggers as logger_names
 from multigpu_cli.errors import RequestError, TrainingError, combine_errors, pluralize
@@ -26,12 +27,13 @@ def send_journal(run: str, to: Sequence[str], *, again: bool) -> dict[str, Any]:
         again: send from the beginning.
 
     Raises:
-        RequestError: there is no such run or logger, or another process is sending it.
+        RequestError: there is no such run or logger, the run has a link in it, or another process is sending it.
         TrainingError: something was not sent.
     """
     folder, names = Path(run), _parse_names(to)
     if not (folder / JOURNAL).is_file():
         raise RequestError(f"{run}: no run, for it has no {JOURNAL}", remedy="the --save-dir of a run")
+    refuse_links(folder)
     for name in names:
         with hold_lock(folder, name, lambda: True) as held:
             if not held:

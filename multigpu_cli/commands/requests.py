@@ -1,12 +1,14 @@
 """Requests made from the options of a command, checked before torch is loaded: a Config, a run's weights, a file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from multigpu_cli.config import rules
+from multigpu_cli.config.launcher_rules import is_self_launched
+from multigpu_cli.config.own_code import describe_origin
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import gather, resolve
 from multigpu_cli.config.types import ValueType, choice, integer, number
@@ -69,14 +71,16 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
         if flags.get("amp", "off") != "off":
             wrong.append(RequestError(f"--no-amp together with --amp {flags['amp']}", remedy="only one of them"))
         flags["amp"] = "off"
-    config, faults, broken, filed, readable = gather(flags, values.get("set") or (), values.get("config"))
+    file, in_worker = values.get("config"), is_self_launched(environ)
+    config, faults, broken, filed, command, readable = gather(flags, values.get("set") or (), file, in_worker=in_worker)
     if readable:
         config = rules.drop_launcher_settings(config, filed, environ)
         context = rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS, environ, METRICS, PACKAGES)
         faults += rules.find_rule_errors(config, context, invalid_keys=broken)
     if wrong or faults:
         raise combine_errors([*wrong, *faults])
-    return config
+    origin = config.from_files if in_worker else describe_origin(config, command, f"--config {file}", ENVIRONMENTS)
+    return replace(config, from_files=origin)
 
 
 def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: bool) -> InferenceRequest:

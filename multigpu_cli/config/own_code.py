@@ -1,9 +1,10 @@
-"""Code that settings name: if only a file names it, it is imported only with --own-code."""
+"""Code that settings name: if only a run folder names it, it is imported only with --own-code; the plan says so."""
 
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from multigpu_cli.config.addresses import hide_passwords
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
 
@@ -41,6 +42,23 @@ def check_code(
             f"{where} names code that this command does not name: {', '.join(unnamed)}",
             remedy="give --own-code if you trust that code, or name it in this command as well",
         )
+
+
+def describe_origin(config: Config, command: Config, where: str, environments: Collection[str]) -> str:
+    """What these settings import, send to or read prompts from that the command does not name; "" if nothing.
+
+    Args:
+        where: the file or folder that it comes from; what `config.from_files` has already stays.
+    """
+    named = set(_list_outside(command, environments))
+    found = ", ".join(hide_passwords(text) for text in _list_outside(config, environments) if text not in named)
+    return "; ".join(filter(None, [config.from_files, found and f"{where}: {found}"]))
+
+
+def _list_outside(config: Config, environments: Collection[str]) -> dict[str, None]:
+    texts = [*_code(config, environments, (*NAMING, *FOLLOWING)), *(f"--logger {name}" for name in config.log.loggers)]
+    places = {"--mirror": config.checkpoint.mirror, "--prompts": config.log.prompts}
+    return dict.fromkeys([*texts, *(f"{flag} {place}" for flag, place in places.items() if place)])
 
 
 def _code(config: Config, environments: Collection[str], parts: Collection[str]) -> Iterator[str]:

@@ -15,6 +15,31 @@ _WEIGHT_FILES = ("best.pt", "state.pt", "*.index.json", "*.safetensors", "pytorc
 _USUAL = ("model", "pytorch_model")  # of Hugging Face's, where a folder has several
 
 
+class UnsafeFolder(RequestError):
+    """A run folder has a symbolic link in it."""
+
+
+def refuse_links(run: Path) -> None:
+    """Check that nothing in a run folder is a symbolic link, before anything in it is written or removed.
+
+    The folder itself may be one, and W&B's own links stay, which lead to its other files beside them.
+
+    Raises:
+        UnsafeFolder: names the link: what is done to the file would be done to another, somewhere else.
+    """
+    of_wandb = run / "loggers" / "wandb"
+    for place, folders, files in os.walk(run):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if not path.is_symlink():
+                continue
+            inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(of_wandb))
+            if not (inside and of_wandb in path.parents):
+                raise UnsafeFolder(
+                    f"{path} is a symbolic link: nothing in a run folder is written or removed through one",
+                    remedy="replace it by what it leads to, or remove it; the run folder itself may be a link",
+                )
+
+
 def read_rewind_checkpoint(run: Path) -> str | None:
     """The name of the older checkpoint that a run was restarted from, which may have been removed since; or None."""
     try:
@@ -97,6 +122,10 @@ def _save_dir(given: str) -> Iterator[RequestError]:
                 remedy=f"use --save-dir {folder.parent}",
             )
             return
+    try:
+        refuse_links(Path(given))
+    except UnsafeFolder as error:
+        yield error
     there = next(folder for folder in (Path(given), *Path(given).absolute().parents) if folder.exists())
     if not there.is_dir():
         inside = "" if there == Path(given) else f": {there}"

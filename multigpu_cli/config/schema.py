@@ -353,6 +353,7 @@ class Config:
     Attributes:
         recipe: name of the recipe, if any.
         explicit: keys that the user gave (YAML, --set or flag); the others are defaults.
+        from_files: what only a file gives and imports code, sends the run elsewhere or names prompts; "" if nothing.
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -374,6 +375,7 @@ class Config:
     fault: FaultConfig = field(default_factory=FaultConfig)
     recipe: str | None = None
     explicit: frozenset[str] = frozenset()
+    from_files: str = ""
 
     def get(self, key: str) -> Any:
         """The value of a setting by its key."""

@@ -25,6 +25,7 @@ class Request(NamedTuple):
         faults: the errors in single settings.
         invalid_keys: the keys with such errors.
         file_keys: the keys that only the recipe gives.
+        command: the settings without the recipe.
         is_readable: False if the recipe could not be read at all, so that rules between settings are not checked.
     """
 
@@ -32,6 +33,7 @@ class Request(NamedTuple):
     faults: list[TrainingError]
     invalid_keys: frozenset[str]
     file_keys: frozenset[str]
+    command: Config
     is_readable: bool
 
 
@@ -52,20 +54,23 @@ def resolve(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -
     return request.config
 
 
-def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -> Request:
+def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None, *, in_worker: bool = False) -> Request:
     """Like `resolve`, but returns the errors, so that those of rules between settings can be reported with them.
 
     --set and flags are one layer, the YAML file is another. A layer that gives --lr replaces the --base-lr of an
     earlier layer, and the reverse; one that names another dataset, model or task drops the earlier one's arguments.
     Without --data, the dataset is recognized by the files at --data-dir.
+
+    Args:
+        in_worker: our own launcher wrote the YAML file, which holds `Config.from_files` too.
     """
     faults: list[TrainingError] = []
     broken: set[str] = set()
-    title, written, single = None, [], []  # type: str | None, list[SettingEntry], list[SettingEntry]
+    noted, written, single = {}, [], []  # type: dict[str, Any], list[SettingEntry], list[SettingEntry]
     if recipe is not None:
         from multigpu_cli.config.yaml_entries import from_recipe  # late: flags alone need no YAML
 
-        title, written = from_recipe(recipe, faults)
+        noted, written = from_recipe(recipe, {"recipe", "from_files"} if in_worker else {"recipe"}, faults)
     readable = not faults
     if sets:
         from multigpu_cli.config.yaml_entries import from_sets
@@ -73,8 +78,8 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) ->
         single = from_sets(sets, faults)
     layers = [written, [*single, *from_flags(flags)]]
     filed, given = [_layer(entries, faults, broken) for entries in layers]
-    values = _merge_layers([filed, given])
-    return Request(_config(values, title), faults, frozenset(broken), frozenset(filed.keys() - given.keys()), readable)
+    config, command = (_config(_merge_layers(parts), noted) for parts in ([filed, given], [given]))
+    return Request(config, faults, frozenset(broken), frozenset(filed.keys() - given.keys()), command, readable)
 
 
 def dump(config: Config) -> str:
@@ -194,7 +199,7 @@ def _merge_layers(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _config(values: dict[str, Any], recipe: str | None) -> Config:
+def _config(values: dict[str, Any], noted: Mapping[str, Any]) -> Config:
     """The settings; a dataset recognized at --data-dir is not explicit, so that a checkpoint's dataset is kept."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     found = list(data_place.find_datasets(Path(values["data_dir"]))) if values.keys() & _PLACE == {"data_dir"} else []
@@ -202,4 +207,4 @@ def _config(values: dict[str, Any], recipe: str | None) -> Config:
     for key, value in (implied | values).items():
         sections[SETTINGS[key].section][SETTINGS[key].attribute] = value
     parts: dict[str, Any] = {name: kind(**sections[name]) for name, kind in SECTIONS.items()}
-    return Config(**parts, recipe=recipe, explicit=frozenset(values))
+    return Config(**parts, **noted, explicit=frozenset(values))

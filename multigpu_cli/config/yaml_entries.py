@@ -1,6 +1,7 @@
 """Reads the settings of a recipe and of --set, both of which are YAML."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import yaml
 
@@ -11,8 +12,10 @@ from multigpu_cli.config.yaml_text import UnreadableError
 from multigpu_cli.errors import RequestError, TrainingError
 
 
-def from_recipe(recipe: str, faults: list[TrainingError]) -> tuple[str | None, list[SettingEntry]]:
-    """The recipe's name and its settings; a config.yaml names its recipe under the key `recipe`."""
+def from_recipe(
+    recipe: str, notes: Collection[str], faults: list[TrainingError]
+) -> tuple[dict[str, Any], list[SettingEntry]]:
+    """What is noted beside the settings, and these; a config.yaml names its recipe under the key `recipe`."""
     try:
         path = recipes.find_recipe(recipe)
         root = yaml_text.compose(recipes.read_recipe(path))
@@ -24,13 +27,13 @@ def from_recipe(recipe: str, faults: list[TrainingError]) -> tuple[str | None, l
         entries = _flat(root, str(path))
     except UnreadableError as error:
         faults.append(RequestError(f"{path}:{error.line}: {error.problem}"))
-        return None, []
+        return {}, []
     except RequestError as error:
         faults.append(error)
-        return None, []
-    noted = [entry.value for entry in entries if entry.key == "recipe"]
+        return {}, []
+    noted = {entry.key: entry.value for entry in entries if entry.key in notes}
     title = path.stem if path.stem != "config" else None
-    return (noted[0] if noted else title), [entry for entry in entries if entry.key != "recipe"]
+    return {"recipe": title} | noted, [entry for entry in entries if entry.key not in notes]
 
 
 def _flat(root: yaml.MappingNode, file: str) -> list[SettingEntry]:

@@ -43,3 +43,8 @@ class BatchStream(Protocol):
 
     def close(self) -> None:
         """Release processes and files."""
+
+
+def first_batch(stream: BatchStream, size: int) -> Batch:
+    """The first `size` samples, or all if there are fewer, unshuffled: the same on every rank, and at every start."""
+    return next(stream.eval_batches(min(size, stream.size), 0, 1))

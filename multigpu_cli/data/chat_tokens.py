@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any, NamedTuple
 
-from multigpu_cli.data.conversations import Conversation
+from multigpu_cli.data.conversations import Conversation, is_learned
 from multigpu_cli.errors import RequestError
 
 LOSS_ON = ("assistant", "completion", "all")
@@ -65,6 +65,11 @@ class ChatEncoder:
         if conversation.messages is None:
             return self._encode_text(conversation)
         self._check_template(place)
+        if self._loss_on == "all" and not all(map(is_learned, conversation.messages)):
+            raise RequestError(
+                f"--data chat: {place} has a message with weight 0 or train false: data.args.loss_on=all learns each",
+                remedy="data.args.loss_on=assistant",
+            )
         whole = self._render(conversation, len(conversation.messages), place, asks=False)
         spans = [(0, len(whole))] if self._loss_on == "all" else self._find_answers(conversation, whole, place)
         found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
@@ -108,7 +113,7 @@ class ChatEncoder:
         """First character and end of each message that is learned, in the whole rendered text."""
         messages = conversation.messages or []
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = [number for number in answers if number >= conversation.given]
+        answers = [number for number in answers if number >= conversation.given and is_learned(messages[number])]
         if self._loss_on == "completion":
             answers = [number for number in answers if number == len(messages) - 1]
         if 0 in answers:

@@ -102,14 +102,15 @@ def _labels_of(source: DataSource, key: str) -> Tensor:
 
 
 def read_labels(dataset: Dataset[Any], form: SampleForm = PAIR) -> Tensor | None:
-    """(n,) the labels, without loading samples: torchvision's datasets have them as `targets`; None if unknown."""
+    """(n,) the labels, without loading samples: torchvision's have them as `targets` or `labels`; None if unknown."""
     if isinstance(dataset, TensorDataset):
         targets = to_pair(dataset.tensors, "a sample", form)[1]
     elif isinstance(dataset, Subset):
         labels = read_labels(dataset.dataset, form)
         return None if labels is None else labels[torch.as_tensor(dataset.indices)]
     else:
-        targets = _transform_targets(dataset, getattr(dataset, "targets", None))
+        name = "targets" if hasattr(dataset, "targets") else "labels"
+        targets = _transform_targets(dataset, getattr(dataset, name, None))
     try:
         labels = torch.as_tensor(targets)
         return labels if len(labels) == len(dataset) else None  # type: ignore[arg-type]

@@ -7,9 +7,13 @@ from typing import Any, NamedTuple
 from multigpu_cli.errors import RequestError
 
 Record = Mapping[str, Any]
+Messages = list[dict[str, Any]]
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant"}
 _LISTED = 8  # names of a record in a message
+_WEIGHTS = ("weight", "train")  # whether a message is learned, as OpenAI and axolotl name it
+_MARKS = (*_WEIGHTS, "train_detail")
+_UNWANTED = ("label", "kto_tag")  # of an answer with true or false, as TRL and LLaMA-Factory name it
 
 
 class Conversation(NamedTuple):
@@ -77,19 +81,105 @@ def _read_sharegpt(record: Record) -> Conversation:
         role = turn.get("from", turn.get("role"))
         role = _ROLES.get(str(role), role)
         if messages or role != "assistant":  # some begin in mid-talk: such a turn answers nothing (Vicuna drops it too)
-            messages.append({"role": role, "content": turn.get("value", turn.get("content"))})
+            marks = {name: turn[name] for name in _MARKS if name in turn}
+            messages.append({"role": role, "content": turn.get("value", turn.get("content")), **marks})
     return Conversation(_check_messages([*_read_system(record), *messages]), tools=record.get("tools"))
-
-
-def _read_preference(record: Record) -> Conversation:
-    from multigpu_cli.data.preferences import read_preference  # late: it builds on this module
-
-    return read_preference(record)
 
 
 def _read_system(record: Record) -> list[dict[str, Any]]:
     """The message of the system that stands beside the others in a record, if any."""
     return [{"role": "system", "content": record["system"]}] if record.get("system") else []
+
+
+def _read_preference(record: Record) -> Conversation:
+    """The conversation with the chosen answer; its `rejected` has the other one.
+
+    Answers are texts, or messages. Where there is no prompt, or they begin with it, it is what both begin with.
+
+    Raises:
+        KeyError: an answer is missing.
+        ValueError: something is no text or message, or the answers are not to one prompt.
+    """
+    chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
+    if isinstance(chosen, list) != isinstance(rejected, list):
+        raise ValueError("one of chosen and rejected is a list of messages, the other is not")
+    if isinstance(chosen, list) or isinstance(prompt, list):
+        return _read_answers(_to_messages(chosen), _to_messages(rejected), prompt, record.get("tools"))
+    if prompt is None:
+        prompt = _find_common_text(chosen, rejected)
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    answers = ({"prompt": prompt, "completion": answer} for answer in (chosen, rejected))
+    one, other = map(_read_completion, answers)
+    return one._replace(rejected=other)
+
+
+def _to_messages(answer: Any) -> Any:
+    """An answer as messages; a text is what the assistant says."""
+    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+
+
+def _find_common_text(chosen: Any, rejected: Any) -> str:
+    if not isinstance(chosen, str) or not isinstance(rejected, str):
+        raise ValueError("chosen and rejected are neither texts nor lists of messages")
+    alike = zip(chosen, rejected, strict=False)
+    size = next((at for at, (one, other) in enumerate(alike) if one != other), min(len(chosen), len(rejected)))
+    if not size:
+        raise ValueError("chosen and rejected begin with nothing in common, and there is no prompt")
+    return chosen[:size]
+
+
+def _read_answers(chosen: Any, rejected: Any, prompt: Any, tools: Any) -> Conversation:
+    begun = _to_prompt(prompt, chosen)
+    one, other = (_check(_put_behind(begun, answer)) for answer in (chosen, rejected))
+    if min(len(one), len(other)) <= len(begun):
+        raise ValueError("chosen or rejected has no message after the prompt")
+    given = _count_given(one, other)
+    if isinstance(prompt, str) and prompt not in [message["content"] for message in one[:given]]:
+        raise ValueError("what chosen and rejected begin with in common does not have the prompt in it")
+    if not all(map(is_learned, (*one[given:], *other[given:]))):
+        raise ValueError("a message of chosen or rejected has weight 0 or train false: answers are compared as a whole")
+    return Conversation(one, tools=tools, given=given, rejected=Conversation(other, tools=tools, given=given))
+
+
+def _to_prompt(prompt: Any, chosen: Any) -> Messages:
+    """The messages that stand before an answer; none where the answers are whole conversations."""
+    if isinstance(prompt, list):
+        return prompt
+    if prompt is None or _begins_with_another(chosen):
+        return []
+    return [{"role": "user", "content": prompt}]
+
+
+def _begins_with_another(answer: Any) -> bool:
+    """Whether messages begin with another's than the assistant's."""
+    first = answer[0] if isinstance(answer, list) and answer else {}
+    return isinstance(first, Mapping) and first.get("role") != "assistant"
+
+
+def _put_behind(begun: Messages, answer: Any) -> Any:
+    """The whole conversation: the answer may be it already."""
+    whole = not isinstance(answer, list) or answer[: len(begun)] == begun
+    return answer if whole else [*begun, *answer]
+
+
+def _check(messages: Any) -> Messages:
+    return _read_messages({"messages": messages}).messages or []
+
+
+def _count_given(chosen: Messages, rejected: Messages) -> int:
+    """How many messages are the prompt: those that both begin with, before an answer of the assistant to each.
+
+    Raises:
+        ValueError: there are none.
+    """
+    shorter = min(len(chosen), len(rejected))
+    pairs = zip(chosen[: shorter - 1], rejected, strict=False)  # equal ones are answers too
+    given = next((number for number, (one, other) in enumerate(pairs) if one != other), shorter - 1)
+    if not given:
+        raise ValueError("chosen and rejected begin with no message in common, and there is no prompt")
+    if {chosen[given]["role"], rejected[given]["role"]} != {"assistant"}:
+        raise ValueError(f"message {given + 1} of chosen and rejected differs, and is not the assistant's in both")
+    return given
 
 
 PREFERENCE = "preference"
@@ -108,10 +198,16 @@ def detect_form(record: Record, place: str) -> str:
     """The name of the form that a record has the fields of.
 
     Raises:
-        RequestError: none.
+        RequestError: none, or those of a text and its class.
     """
     for name, form in FORMS.items():
         if all(field in record for field in form.fields):
+            if name == "text" and record.get("label") is not None:
+                raise RequestError(
+                    f"--data chat: {place} has text and label: the text would be learned, and its label would not",
+                    remedy="data.args.format=text to learn the texts alone; classes of texts are learned from a "
+                    "dataset of your own: --data module:function --task classification",
+                )
             return name
     forms = ", or ".join(f"{' and '.join(form.fields)} ({name})" for name, form in FORMS.items())
     raise RequestError(
@@ -124,8 +220,14 @@ def read_conversation(record: Record, form: str, place: str) -> Conversation:
     """A record as a conversation.
 
     Raises:
-        RequestError: it is not of that form; names its place.
+        RequestError: it is not of that form, or has an answer that is not to be learned; names its place.
     """
+    unwanted = next((name for name in _UNWANTED if record.get(name) is False), None)
+    if unwanted and form not in (PREFERENCE, "text"):
+        raise RequestError(
+            f"--data chat: {place} has {unwanted}: false: its answer is an unwanted one (KTO), and would be learned",
+            remedy="leave out such records; or pairs of a chosen and a rejected answer, for --task dpo",
+        )
     try:
         return FORMS[form].read(record)
     except KeyError as missing:
@@ -164,7 +266,23 @@ def _check_message(message: Any, number: int) -> dict[str, Any]:
         raise ValueError(f"message {number}: tool_calls is no list")
     if "tool_calls" in found:
         found["tool_calls"] = [_read_call(call, number) for call in found["tool_calls"]]
+    _check_marks(found, number)
     return found
+
+
+def is_learned(message: Mapping[str, Any]) -> bool:
+    """Whether neither weight nor train of a message says that it is not."""
+    return all(message.get(name, True) for name in _WEIGHTS)
+
+
+def _check_marks(message: Mapping[str, Any], number: int) -> None:
+    """Refuse marks that say anything else than that a message is not learned, or one of the assistant is."""
+    for name in (name for name in _MARKS if name in message):
+        said = f"message {number} has {name}: {json.dumps(message[name])}"
+        if message[name] not in (0, 1):
+            raise ValueError(f"{said}; a message is learned as a whole (weight: 1, train: true) or not (0, false)")
+        if message[name] and message["role"] != "assistant":
+            raise ValueError(f"{said}, and is not the assistant's: of those alone some are learned")
 
 
 def _join_parts(parts: list[Any], number: int) -> str:

@@ -6,14 +6,14 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
-from multigpu_cli.data import chat_tokens, conversations, preference_pairs, preferences
+from multigpu_cli.data import chat_tokens, conversations, preference_pairs
 from multigpu_cli.data.chat_tokens import ChatEncoder, ChatTokens
 from multigpu_cli.data.conversations import PREFERENCE, read_conversation
 from multigpu_cli.data.json_lines import JsonLines
 from multigpu_cli.data.preference_pairs import Answers, encode_pair
 from multigpu_cli.data.token_file import TokenFile, open_tokens
 
-_CODE = (chat_tokens, conversations, preference_pairs, preferences)
+_CODE = (chat_tokens, conversations, preference_pairs)
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.collate import PAIR, SampleForm, to_tensors
 from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.infer_shape import infer_source
+from multigpu_cli.data.infer_shape import Moved, infer_source
 from multigpu_cli.data.materialized_iterable import MaterializedIterable
 from multigpu_cli.data.mixture import MixedSource
 from multigpu_cli.data.registry import DATASETS
@@ -22,9 +23,11 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.rng_keys import make_key
 from multigpu_cli.runtime import factories
 
+Infer = Callable[..., DataSource]  # of train, val and test
+
 
 def load_data_source(
-    config: DataConfig, seed: int, form: SampleForm = PAIR, *, model_dir: str | None = None
+    config: DataConfig, seed: int, form: SampleForm = PAIR, *, model_dir: str | None = None, moved: Moved = lambda: None
 ) -> DataSource:
     """Load the dataset that --data names: a built-in one, or the user's own.
 
@@ -36,6 +39,7 @@ def load_data_source(
     Args:
         form: of the samples.
         model_dir: --model-dir, whose tokenizer a built-in dataset may need.
+        moved: called as samples are read to count the classes.
 
     Raises:
         RequestError: an unknown dataset, missing or damaged files, or a factory that returns something else.
@@ -46,12 +50,14 @@ def load_data_source(
         offered |= {"model_dir": model_dir, "max_length": config.max_length, "packing": config.packing}
     if config.name == "mixture":
         offered |= {"shuffle_block": config.shuffle_block, "shuffle_window": config.shuffle_window}
-        offered["mix"] = [_load_mixed(config, entry, seed, form, model_dir) for entry in config.mix]
+        load = partial(load_data_source, seed=seed, form=form, model_dir=model_dir, moved=moved)
+        offered["mix"] = [_load_mixed(config, entry, load) for entry in config.mix]
     parameters = inspect.signature(factory).parameters
+    infer = partial(infer_source, seed=seed, form=form, moved=moved)
     if "split" not in parameters or "split" in config.args:
-        source = _from_one(factory, offered, config.args, config.name, seed, form)
+        source = replace(_from_one(factory, offered, config.args, config.name, seed, infer), form=form)
     else:
-        source = _from_splits(factory, offered, config.args, config.name, seed, form)
+        source = _from_splits(factory, offered, config.args, config.name, seed, infer)
     if len(source.train) == 0:  # type: ignore[arg-type]
         raise RequestError(
             f"--data {config.name}: the training set is empty",
@@ -62,9 +68,7 @@ def load_data_source(
     return source
 
 
-def _load_mixed(
-    config: DataConfig, entry: Mapping[str, Any], seed: int, form: SampleForm, model_dir: str | None
-) -> MixedSource:
+def _load_mixed(config: DataConfig, entry: Mapping[str, Any], load: Callable[[DataConfig], DataSource]) -> MixedSource:
     """One dataset of data.mix, loaded as it would be alone."""
     own = replace(config, name=entry["data"], dir=entry["data_dir"], args=entry["args"], mix=())
     if own.name == "mixture":
@@ -72,7 +76,7 @@ def _load_mixed(
     if own.name == "chat":
         raise RequestError("data.mix: chat can't be mixed", remedy="one train.jsonl with the conversations of all")
     label = f"{own.name} {own.dir}" if own.dir else own.name
-    return MixedSource(label, load_data_source(own, seed, form, model_dir=model_dir), entry["weight"])
+    return MixedSource(label, load(own), entry["weight"])
 
 
 def _arrays(found: Any) -> list[Tensor] | None:
@@ -103,21 +107,16 @@ def _check_finite(dataset: Any, where: str) -> None:
 
 
 def _from_one(
-    factory: Callable[..., Any],
-    offered: Mapping[str, Any],
-    args: dict[str, Any],
-    name: str,
-    seed: int,
-    form: SampleForm,
+    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int, infer: Infer
 ) -> DataSource:
     other = None
     if "new" not in inspect.signature(factory).parameters:
         other, args = args.get("new"), {key: value for key, value in args.items() if key != "new"}
     found = factories.call_factory(factory, offered, args, where="data")
     if isinstance(found, DataSource):
-        source = replace(found, form=form)
+        source = found
     else:
-        source = _split_by_seed(_dataset(found, name, seed), seed, form)
+        source = _split_by_seed(_dataset(found, name, seed), seed, infer)
     if other is None:
         return source
     if isinstance(found, DataSource):
@@ -133,16 +132,11 @@ def _from_one(
     from multigpu_cli.data.wrap_unlabeled import wrap_unlabeled  # late: few runs have new samples
 
     new = _dataset(factories.call_factory(factory, offered, args | other, where="data"), name, seed)
-    return replace(source, new=wrap_unlabeled(new, source.train, form) or new)
+    return replace(source, new=wrap_unlabeled(new, source.train, source.form) or new)
 
 
 def _from_splits(
-    factory: Callable[..., Any],
-    offered: Mapping[str, Any],
-    args: dict[str, Any],
-    name: str,
-    seed: int,
-    form: SampleForm,
+    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int, infer: Infer
 ) -> DataSource:
     splits = {}
     for number, split in enumerate(("train", "val", "test")):
@@ -153,13 +147,13 @@ def _from_splits(
             f"--data {name}: the factory returned None for split='train'",
             remedy="return a dataset; only val and test may be None",
         )
-    return infer_source(splits["train"], splits["val"], splits["test"], form)
+    return infer(splits["train"], splits["val"], splits["test"])
 
 
-def _split_by_seed(dataset: Dataset[Any], seed: int, form: SampleForm) -> DataSource:
+def _split_by_seed(dataset: Dataset[Any], seed: int, infer: Infer) -> DataSource:
     parts = split_by_sample(len(dataset), (0.1, 0.1), seed)  # type: ignore[arg-type]
     train, val, test = (_part(dataset, part) for part in parts)
-    return infer_source(train, val, test, form)
+    return infer(train, val, test)
 
 
 def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:

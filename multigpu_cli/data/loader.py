@@ -157,7 +157,7 @@ class Loader:
         """This worker's part of one ordered pass: the same batches, each sample once, for any number of workers."""
         count = -(-self.size // batch_size)
         mine = range(count * rank // workers, count * (rank + 1) // workers)
-        chunks = [torch.arange(i * batch_size, min((i + 1) * batch_size, self.size)) for i in mine]
+        chunks = (torch.arange(i * batch_size, min((i + 1) * batch_size, self.size)) for i in mine)
         for index, fetched in zip(mine, self._fetch.stream(chunks, EVAL_EPOCH), strict=True):
             yield self._finish_batch(fetched, index, 0, None)
 

@@ -9,7 +9,6 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from logging import getLogger
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from multigpu_cli.data.chat_tokens import ChatTokens
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.rank_output import say_before_run
 
 _UNUSED = {".tokens": 30 * 24 * 3600.0, ".lock": 30 * 24 * 3600.0, ".draft": 24 * 3600.0}  # seconds, then it is removed
 _PATIENCE = 5.0  # seconds of silent waiting for another process
@@ -113,7 +112,7 @@ def _locked(path: Path) -> Iterator[None]:
         deadline = time.monotonic() + _PATIENCE
         while not _try_lock(file):
             if time.monotonic() > deadline:
-                _say_waiting(path)
+                say_before_run(f"waiting for another process, which encodes the same data: it holds {path}")
                 fcntl.flock(file, fcntl.LOCK_EX)
                 break
             time.sleep(0.05)
@@ -126,13 +125,6 @@ def _try_lock(file: BinaryIO) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _say_waiting(path: Path) -> None:
-    """On stderr, by the first process of a machine: until it has the data there is no run that could tell."""
-    launch_env = LaunchEnv.current()
-    if launch_env is None or launch_env.local_rank == 0:
-        getLogger(__name__).warning("waiting for another process, which encodes the same data: it holds %s", path)
 
 
 def _encode(encode: Encode, record: int) -> Sequence[ChatTokens]:

@@ -4,8 +4,9 @@ The state of a network with an adapter is what learns: the rest is read again fr
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any, cast
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from multigpu_cli.config.match_names import match_names
-from multigpu_cli.config.schema import AdapterConfig
+from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
 from multigpu_cli.errors import RequestError
+from multigpu_cli.models.build import adapt_model
 from multigpu_cli.planning.rng_keys import make_key
 
 _KINDS: dict[str, dict[str, Any]] = {  # by peft's names; all have the same files, and can be merged
@@ -26,19 +28,42 @@ _KINDS: dict[str, dict[str, Any]] = {  # by peft's names; all have the same file
 }
 _ADAPTER = 0xADA  # separates the random stream of an adapter's first weights from the others
 _LISTED = 8
+REFERENCE = "dpo_reference"
+"""The name in peft of a second adapter, which stays as the first one was: what DPO compares it with."""
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def add_adapter(network: nn.Module, config: AdapterConfig, seed: int) -> nn.Module:
+def choose_adapter(config: Config, *, reference: bool = False) -> Callable[..., nn.Module]:
+    """What `build_model` makes of a network with --adapter."""
+    return partial(adapt_pretrained, config.adapter, reference=reference)
+
+
+def adapt_pretrained(
+    adapter: AdapterConfig,
+    network: nn.Module,
+    config: ModelConfig,
+    seed: int,
+    *,
+    whole_output: bool,
+    reference: bool = False,
+) -> nn.Module:
+    """A network with an adapter, called with the inputs of a batch; see `add_adapter` and `adapt_model`."""
+    model = adapt_model(add_adapter(network, adapter, seed, reference=reference), whole_output=whole_output)
+    check_freeze(model, config.freeze)
+    return model
+
+
+def add_adapter(network: nn.Module, config: AdapterConfig, seed: int, *, reference: bool = False) -> nn.Module:
     """Wrap a network of transformers by peft: the adapter learns, the network stays as it is.
 
     The first weights follow from the seed alone: a layer with a fresh adapter computes what it did without.
 
     Args:
         network: a causal language model, perhaps on the meta device.
+        reference: with a second one, which `set_reference` gives the weights of the first.
 
     Returns:
-        A `peft.PeftModel` whose `state_dict` has what learns, and nothing of the network itself.
+        A `peft.PeftModel` whose `state_dict` has what learns, and the reference, and nothing of the network itself.
 
     Raises:
         RequestError: peft is not installed, or a setting names no layer that can have an adapter, or one that can't.
@@ -63,11 +88,16 @@ def add_adapter(network: nn.Module, config: AdapterConfig, seed: int) -> nn.Modu
         warnings.simplefilter("ignore")  # of other versions of transformers, and of layers that need no setting
         torch.default_generator.manual_seed(make_key(seed, _ADAPTER))
         adapted = cast(nn.Module, peft.get_peft_model(network, settings))
+        if reference:
+            cast(Any, adapted).add_adapter(REFERENCE, deepcopy(settings))
+    own = {name: p for name, p in adapted.named_parameters() if p.requires_grad or REFERENCE in name}
     if any(parameter.dtype == torch.float64 for parameter in network.parameters()):
-        for weight in (each for each in adapted.parameters() if each.requires_grad):
+        for weight in own.values():
             weight.data = weight.data.double()  # as peft does, except on the meta device
     _save_modules_in_float32(adapted)
-    frozen = tuple(adapted.state_dict().keys() - {name for name, p in adapted.named_parameters() if p.requires_grad})
+    for name, weight in own.items():
+        weight.requires_grad_(REFERENCE not in name)
+    frozen = tuple(adapted.state_dict().keys() - own.keys())
     adapted.register_state_dict_post_hook(partial(_leave_out, frozen))
     adapted.register_load_state_dict_post_hook(partial(_do_without, frozen))
     return adapted
@@ -100,12 +130,6 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, tree)
 
 
-def list_base_parameters(model: nn.Module) -> list[Tensor]:
-    """The weights of the pretrained network beside which an adapter learns: those that never change."""
-    saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    return [p for p in model.parameters() if not p.requires_grad and id(p) not in saved]
-
-
 def find_adapted(model: nn.Module) -> Any:
     """The `peft.PeftModel` that a network is, or holds; None where there is no adapter."""
     return next((each for each in model.modules() if isinstance(getattr(each, "peft_config", None), dict)), None)
@@ -115,21 +139,30 @@ def has_adapter(model: nn.Module) -> bool:
     return find_adapted(model) is not None
 
 
+def set_reference(model: nn.Module) -> None:
+    """Let the reference have the adapter's weights as they are now; does nothing where there is none."""
+    state = model.state_dict()
+    for name in (name for name in state if f".{REFERENCE}" in name):
+        state[name].copy_(state[name.replace(f".{REFERENCE}", ".default")])
+
+
 @contextmanager
-def without_adapter(model: nn.Module) -> Iterator[None]:
-    """While the context lasts the network computes what it did before it had an adapter.
+def as_reference(model: nn.Module) -> Iterator[None]:
+    """While the context lasts the network computes what it did before it learned: with the reference, or no adapter.
 
     Unlike peft's own, it leaves alone which parameters learn.
     """
     layers: list[Any] = [each for each in model.modules() if hasattr(each, "_disable_adapters")]
-    before = [layer._disable_adapters for layer in layers]
+    has_reference = REFERENCE in find_adapted(model).peft_config
+    name, value = ("_active_adapter", [REFERENCE]) if has_reference else ("_disable_adapters", True)
+    before = [getattr(layer, name) for layer in layers]
     try:
         for layer in layers:
-            layer._disable_adapters = True
+            setattr(layer, name, value)
         yield
     finally:
-        for layer, disabled in zip(layers, before, strict=True):
-            layer._disable_adapters = disabled
+        for layer, earlier in zip(layers, before, strict=True):
+            setattr(layer, name, earlier)
 
 
 def adapter_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Builds the model of a run from its settings: factory, SyncBatchNorm, frozen parameters, checkpointed activations."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from multigpu_cli.capabilities import ADAPTERS, load_given
 from multigpu_cli.config.match_names import match_names
-from multigpu_cli.config.schema import AdapterConfig, ModelConfig
+from multigpu_cli.config.schema import Config, ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.factory import call_model_factory, find_model_factory
 from multigpu_cli.runtime.model_call import bind_call
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
-
-_NO_ADAPTER = AdapterConfig()
 
 
 def build_model(
@@ -26,7 +25,7 @@ def build_model(
     offered: dict[str, Any],
     *,
     whole_output: bool = False,
-    adapter: AdapterConfig = _NO_ADAPTER,
+    adapt: Callable[..., nn.Module] | None = None,
 ) -> nn.Module:
     """Call the factory, then freeze and checkpoint activations; the caller has seeded the generators.
 
@@ -34,6 +33,7 @@ def build_model(
         name: of the model, the dataset's own where the user named none.
         offered: input_shape, num_classes, task, mode, seed.
         whole_output: as for `adapt_model`.
+        adapt: in place of `adapt_model`, from `find_adapter`.
 
     Raises:
         RequestError: no such model, arguments or adapter it does not take, or something that is no nn.Module.
@@ -42,14 +42,20 @@ def build_model(
     if not isinstance(model, nn.Module):
         raise RequestError(f"--model {name}: the factory returned a {type(model).__name__}, not an nn.Module")
     refuse_torchscript(model, f"--model {name}: the factory returned")
-    if adapter.kind != "none":
-        from multigpu_cli.models.adapter import add_adapter, check_freeze  # late: few runs have one
-
-        model = adapt_model(add_adapter(model, adapter, offered["seed"]), whole_output=whole_output)
-        check_freeze(model, config.freeze)
+    if adapt:
+        model = adapt(model, config, offered["seed"], whole_output=whole_output)
     else:
         model = adapt_model(model, whole_output=whole_output)
     return prepare_model(model, config, name)
+
+
+def find_adapter(config: Config, *, reference: bool = False) -> Callable[..., nn.Module] | None:
+    """What the settings want to be made of a new network, to learn in its place; see `capabilities.ADAPTERS`.
+
+    Args:
+        reference: and it keeps beside that what was loaded first; see `RunSpec.has_reference`.
+    """
+    return next((choose(config, reference=reference) for choose in load_given(ADAPTERS, config)), None)
 
 
 def refuse_torchscript(model: nn.Module, origin: str) -> None:

@@ -83,6 +83,11 @@ class Logits(NamedInputs):
         return self._causal.get_input_embeddings().num_embeddings, places
 
     @property
+    def has_router_loss(self) -> bool:
+        """Whether its configuration adds a loss of its own, which balances the experts of a mixture."""
+        return bool(getattr(self._causal.config.get_text_config(), "output_router_logits", False))
+
+    @property
     def callees(self) -> tuple[nn.Module, ...]:
         return self.network, self._backbone
 

@@ -29,6 +29,10 @@ def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module | None, str
         return None, f"on the meta device its factory raises {type(error.__cause__ or error).__name__}"
     if any(map(is_lazy, model.parameters())):
         return None, "its first pass creates weights"
+    gc.collect()  # what it built by the way
+    for buffer in filter(Tensor._is_view, model.buffers()):
+        # such as a mask with new dims: nobody need give a value to what it is a view of
+        torch.utils.swap_tensors(buffer, torch.empty_like(buffer))
     if not torch.equal(before, torch.get_rng_state()):
         return None, "its factory draws random numbers on a device of its own choice"
     if _has_other_tensors(model, earlier):
@@ -53,7 +57,6 @@ def find_unsaved_tensors(model: nn.Module) -> list[str]:
 
 def _has_other_tensors(model: nn.Module, earlier: list[Tensor]) -> bool:
     """Whether there are new tensors on the meta device, wherever they are kept, that nobody would give a value."""
-    gc.collect()
     known = set(map(id, chain(model.parameters(), model.buffers(), earlier)))
     return any(id(tensor) not in known for tensor in _list_meta_tensors())
 

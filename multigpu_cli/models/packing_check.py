@@ -1,4 +1,4 @@
-"""Whether texts that stand side by side in a row see each other in a network."""
+"""What the tokens of a row see of each other in a network: those that follow, or another text's."""
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,32 @@ from multigpu_cli.runtime.preserve_module_state import eval_mode
 
 _FIRST, _SECOND = 5, 6  # tokens of two texts
 _LEAK = 1e-3  # of the change that the changed text itself shows
+_AHEAD = 1e-4  # of the change at the changed token; of a network that has learned nothing yet it is small
+
+
+def check_causal(model: nn.Module, vocabulary: int, device: torch.device, places: int | None = None) -> None:
+    """Change the last token: the logits before it, which foretell it, may not move.
+
+    Args:
+        model: (1, t) int64 → logits (1, t, vocabulary).
+        places: tokens of a text at most.
+
+    Raises:
+        RequestError: they move.
+    """
+    tokens = (torch.arange(min(_FIRST + _SECOND, places or _FIRST + _SECOND), device=device) * 7 % vocabulary)[None]
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1 + vocabulary // 2) % vocabulary
+    with eval_mode(model), torch.no_grad():
+        logits = model(tokens)
+        moved = (model(other) - logits).float().abs()[0]
+    leak = float(moved[:-1].max() / moved[-1].max()) if len(moved) > 1 else 0.0
+    if leak > max(_AHEAD, 2 * torch.finfo(logits.dtype).eps):
+        raise RequestError(
+            f"--model: this network sees the tokens that it is to foretell: where the last one changes, the logits "
+            f"before it move by {leak:.2g} of what its own do, as in an encoder (BERT)",
+            remedy="a model made to write text, whose architecture ends in ForCausalLM, such as Llama, Qwen or GPT-2",
+        )
 
 
 def check_packing(model: nn.Module, vocabulary: int, device: torch.device) -> None:

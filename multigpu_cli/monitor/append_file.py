@@ -85,7 +85,7 @@ class AppendFile:
         os.close(old)
 
     def _open(self, flags: int) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | flags, 0o666)
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | flags, 0o666)
 
 
 def _whole_lines(file: int) -> int:

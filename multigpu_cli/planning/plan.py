@@ -1,8 +1,10 @@
 """`Plan`: the resolved values of a run with their reasons, as --dry-run shows them."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from multigpu_cli.capabilities import PLAN_NOTES
 from multigpu_cli.errors import pluralize
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.learning_rate import Rate, Schedule
@@ -16,6 +18,7 @@ class Plan:
         placement_reason: strategy and device, with the reason.
         strategy, device: strategy and device as single words, for the journal.
         batches, rate, schedule: batches, learning rate and schedule.
+        scheduler_every: optimizer steps for each step of the user's own scheduler; 0 without one.
         base_lr, base_batch_size: the rate and batch that the learning rate was scaled from.
         precision: number format, with the reason.
         description: data, model and task.
@@ -26,15 +29,7 @@ class Plan:
         threads: CPU threads of each worker.
         unused_flags: flags that were given and have no effect in this run.
         batch_size_reason: the reason for the micro-batch, if --batch-size did not give it.
-        sharding: what is gathered as one with --multi-gpu fsdp; empty otherwise, and before the model is built.
-        first_weights: who builds the weights of a sharded model, with the reason; empty otherwise.
-        compiled: how the model is compiled; empty if it is not.
-        adapter: what learns beside a pretrained model; empty without one, and before the model is built.
-        model_call: how the model is called, with the reason; empty for a single tensor, or before the model is built.
-        loggers: where the journal is sent; empty if nowhere.
-        logits: how many of a pretrained language model are in memory at a time; empty otherwise.
-        metrics: those of --metric, and what makes weights the best, where the user says so; empty otherwise.
-        hooks: those of --hook in the order in which they are called, each in words.
+        notes: what not every run has, by the keys of `capabilities.PLAN_NOTES`; some are known once the model is built.
         optimizer: the optimizer, where it is neither AdamW nor SGD; empty otherwise, and before it is built.
     """
 
@@ -54,16 +49,9 @@ class Plan:
     epochs: int
     threads: int
     unused_flags: list[str]
+    scheduler_every: int = 0
     batch_size_reason: str = ""
-    sharding: str = ""
-    first_weights: str = ""
-    compiled: str = ""
-    adapter: str = ""
-    model_call: str = ""
-    logits: str = ""
-    metrics: str = ""
-    hooks: tuple[str, ...] = ()
-    loggers: str = ""
+    notes: Mapping[str, str | list[str]] = field(default_factory=dict)
     data: str = ""
     optimizer: str = ""
 
@@ -74,7 +62,7 @@ class Plan:
             *([("data", self.data)] if self.data else []),
             ("where", self.placement_reason),
             ("batch", self._batch()),
-            ("learning rate", f"{self.rate.reason}; {self.schedule.shape} schedule"),
+            ("learning rate", self.rate.reason + ("" if self.scheduler_every else f"; {self.schedule.shape} schedule")),
             *([("optimizer", self.optimizer)] if self.optimizer else []),
             ("length", self._length()),
             ("warm-up", self._warmup()),
@@ -82,15 +70,7 @@ class Plan:
                 "precision",
                 f"{self.precision} ({self.precision_reason}), {pluralize(self.threads, 'CPU thread')} per worker",
             ),
-            *([("adapter", self.adapter)] if self.adapter else []),
-            *([("sharding", self.sharding)] if self.sharding else []),
-            *([("first weights", self.first_weights)] if self.first_weights else []),
-            *([("torch.compile", self.compiled)] if self.compiled else []),
-            *([("model call", self.model_call)] if self.model_call else []),
-            *([("logits", self.logits)] if self.logits else []),
-            *([("metrics", self.metrics)] if self.metrics else []),
-            *((f"hook {number}", text) for number, text in enumerate(self.hooks, 1)),
-            *([("loggers", self.loggers)] if self.loggers else []),
+            *self._note_rows(),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
         ]
@@ -124,19 +104,23 @@ class Plan:
             "total_steps": schedule.total_steps,
             "precision": self.precision,
             "threads": self.threads,
-            "adapter": self.adapter,
-            "sharding": self.sharding,
-            "first_weights": self.first_weights,
-            "model_call": self.model_call,
-            "logits": self.logits,
-            "metrics": self.metrics,
-            "hooks": list(self.hooks),
-            "loggers": self.loggers,
+            **{
+                key: self.notes.get(key, [] if "{}" in label else "")
+                for key, label in PLAN_NOTES.items()
+                if key != "compiled"
+            },
             "contents": f"{self.description}; {self.data}" if self.data else self.description,
             "optimizer": self.optimizer,
             "resume": self.resume_reason,
             "save_dir": self.save_dir,
         }
+
+    def _note_rows(self) -> Iterator[tuple[str, str]]:
+        for key, label in PLAN_NOTES.items():
+            note = self.notes.get(key, "")
+            for number, text in enumerate([note] if isinstance(note, str) else note, 1):
+                if text:
+                    yield label.format(number), text
 
     def _batch(self) -> str:
         b = self.batches

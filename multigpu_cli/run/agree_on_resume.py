@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from multigpu_cli.capabilities import BEFORE_RESUME, load_given
 from multigpu_cli.checkpoint.files import Moved, ignore_progress
 from multigpu_cli.checkpoint.manifest import find_damaged_piece, find_quick_damage, list_pieces, read_manifest
 from multigpu_cli.checkpoint.run_folder import (
@@ -16,9 +17,9 @@ from multigpu_cli.checkpoint.run_folder import (
     read_note,
     resume_exists,
 )
+from multigpu_cli.config.paths import UnsafeFolder
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.run.restore_from_mirror import restore_from_mirror
 from multigpu_cli.runtime.collectives import all_gather_object, broadcast_object, disable_collective_timeout
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
 from multigpu_cli.runtime.restart_records import list_recorded_runs, record_run
@@ -34,21 +35,22 @@ def agree_on_resume_point(
     rank 0 has moved: that node sends it.
 
     Args:
-        moved: called as a checkpoint is copied from a mirror.
+        moved: called as a checkpoint is copied to the run folder.
         note: shows that it is.
 
     Raises:
-        RequestError: no node has a checkpoint to resume from, although one is required, or all are damaged; or the
-            mirror can't be used.
+        RequestError: no node has a checkpoint to resume from, although one is required, or all are damaged; or
+            one can't be brought from where --mirror says.
         TrainingError: an earlier attempt is still active in the folder.
     """
     begun = _find_earlier_folders(world)
-    restore = partial(restore_from_mirror, config, attempt=world.attempt, begun=begun, moved=moved, note=note)
-    if config.checkpoint.mirror:
+    skipped: list[str] = []
+    for restore in load_given(BEFORE_RESUME, config):
         disable_collective_timeout(world)  # it may take hours to copy a checkpoint
-    restored, skipped = run_on_main_rank(world, restore)
-    if restored:
-        config = replace(config, checkpoint=replace(config.checkpoint, save_dir=restored))
+        bring = partial(restore, config, attempt=world.attempt, begun=begun, moved=moved, note=note)
+        restored, skipped = run_on_main_rank(world, bring)
+        if restored:
+            config = replace(config, checkpoint=replace(config.checkpoint, save_dir=restored))
     damaged: dict[str, str] = {}
     while damage := _find_damaged_piece(start := _agree(config, world, begun, damaged), world):
         damaged[_name_content(start.manifest)] = damage
@@ -118,14 +120,14 @@ def _agree(config: Config, world: World, begun: list[str], damaged: dict[str, st
 
 
 def _raise_start_error(error: TrainingError | None, world: World, *, somewhere: bool) -> None:
-    """Raise rank 0's error, because rank 0 writes the folder; on other ranks only that of damaged checkpoints.
+    """Raise rank 0's error, because rank 0 writes the folder; on other ranks that of damaged checkpoints, or of a link.
 
     Args:
         somewhere: some node has an intact checkpoint, which the others may lack.
     """
     if error is None or (somewhere and isinstance(error, CheckpointNotFound)):
         return
-    if world.is_main or isinstance(error, NoIntactCheckpoint):
+    if world.is_main or isinstance(error, NoIntactCheckpoint | UnsafeFolder):
         raise error
 
 

@@ -1,5 +1,6 @@
 """Assembles the Run: its components with observer, checkpointer, journal and stop control."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import fields
 from pathlib import Path
@@ -19,11 +20,10 @@ from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
 from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.planning.peak_flops import peak_flops
-from multigpu_cli.run.checkpointing import Checkpointer, CheckpointSchedule
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.hooks import Hooks
 from multigpu_cli.run.loss_meter import LossMeter
-from multigpu_cli.run.run import Run, RunControl, RunLog
+from multigpu_cli.run.part import Part, bind_moments
+from multigpu_cli.run.run import Checkpointer, CheckpointSchedule, Run, RunControl, RunLog
 from multigpu_cli.run.sharded_save import agree_on_owner
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.runtime.collectives import all_reduce_max
@@ -31,7 +31,6 @@ from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu_sampler import Sampler
-    from multigpu_cli.monitor.loggers.process import LoggerProcess
     from multigpu_cli.monitor.tensorboard import TensorBoard
 
 
@@ -41,24 +40,24 @@ def assemble_run(
     stop: StopRequest,
     watchdog: Watchdog,
     stack: ExitStack,
-    hooks: Hooks | None = None,
+    parts: Sequence[Part] = (),
 ) -> Run:
     """Open journal, TensorBoard and the rest in the run folder, which this process group has locked.
 
     Args:
         stack: closes what is opened here.
-        hooks: the user's; None: none.
+        parts: see what happens in the run.
     """
     world, config, plan, progress = components.world, components.config, components.plan, components.progress
     folder = Path(components.spec.resume_point.folder)
     board = _open_board(folder, console, stack) if world.is_main else None
-    loggers = _start_loggers(components, console, watchdog, stack) if world.is_main and config.log.loggers else []
+    followers = [part.follow_journal(components, console, watchdog, stack) for part in parts if world.is_main]
 
     def open_files() -> tuple[Journal, SampleTrace | None]:
         with fail_on_write_error(folder):
             path = folder / "journal.jsonl" if world.is_main else None
-            listeners = [board] if board else []
-            journal = stack.enter_context(Journal(path, [*listeners, *loggers], console.warn))
+            listeners = [each for each in (board, *followers) if each]
+            journal = stack.enter_context(Journal(path, listeners, console.warn))
             if not config.log.trace_samples:
                 return journal, None
             trace = SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch, console.warn)
@@ -73,8 +72,7 @@ def assemble_run(
     owner = agree_on_owner(world, folder) if components.strategy.sharded else ""
     if components.strategy.sharded and not owner:
         console.note(f"not all workers see {folder}: worker 0 gathers what the checkpoints hold, and writes them alone")
-    hooks = hooks or Hooks(world)
-    run = Run(
+    return Run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
         observer=StepObserver(
             watchdog,
@@ -83,40 +81,18 @@ def assemble_run(
             SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16),
             LossMeter(world, progress, plan.batches.steps_per_epoch),
             trace,
-            hooks if hooks.all else None,
         ),
         checkpointer=Checkpointer(store, writer, CheckpointSchedule(config.checkpoint), progress.step, owner=owner),
         log=RunLog(journal, board, console, progress_bar, _watch_gpu(world.device, stack), _count_flops(components)),
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
-        hooks=hooks,
+        moments=bind_moments(parts),
     )
-    hooks.attach(run)
-    return run
 
 
 def _open_board(folder: Path, console: Console, stack: ExitStack) -> "TensorBoard":
     from multigpu_cli.monitor.tensorboard import TensorBoard  # late: rank 0 alone has one
 
     return stack.enter_context(TensorBoard(folder / "tensorboard", console.warn))
-
-
-def _start_loggers(
-    components: TrainComponents, console: Console, watchdog: Watchdog, stack: ExitStack
-) -> "list[LoggerProcess]":
-    """Start the process that follows the journal; a machine that can't start one trains without."""
-    from multigpu_cli.monitor.loggers.process import LoggerProcess  # late: few runs have loggers
-
-    settings, folder = components.config.log, Path(components.spec.resume_point.folder)
-    try:
-        process = LoggerProcess(
-            folder, settings.loggers, settings.logger_wait, console.warn, alive=watchdog.mark_progress
-        )
-    except OSError as error:
-        again = " ".join(f"--to {name}" for name in settings.loggers)
-        console.warn(f"no process for the loggers ({error}); afterwards: multigpu log {folder} {again}")
-        return []
-    stack.callback(process.close)
-    return [process]
 
 
 def _watch_gpu(device: torch.device, stack: ExitStack) -> "Sampler | None":

@@ -1,13 +1,13 @@
 """Builds model, optimizer, task, strategy and loaders, before any file of the run is touched."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from multigpu_cli.checkpoint.run_folder import ResumePoint
@@ -15,11 +15,10 @@ from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.batch_stream_protocol import BatchStream
+from multigpu_cli.data.batch_stream_protocol import first_batch
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import is_of_transformers
-from multigpu_cli.optimizers.average import EMAModel
 from multigpu_cli.run.agree_on_resume import all_ranks_see
 from multigpu_cli.run.build_model import (
     BuiltModel,
@@ -31,46 +30,50 @@ from multigpu_cli.run.build_model import (
 from multigpu_cli.run.build_run_optimizer import build_run_optimizer, describe_optimizer
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import Loaders, TrainComponents
-from multigpu_cli.run.prompt_samples import load_prompts
-from multigpu_cli.run.spec import RunSpec
+from multigpu_cli.run.model_code import describe_code, name_changes
+from multigpu_cli.run.part import Part
+from multigpu_cli.run.scheduler_interval import refuse_early_end
+from multigpu_cli.run.spec import RunSpec, with_notes
 from multigpu_cli.run.try_first_batch import smoke_test_batch
+from multigpu_cli.runtime.average import EMAModel, list_unsaved_parameters
 from multigpu_cli.runtime.collectives import broadcast_object
 from multigpu_cli.runtime.compile import CompiledModel, compile_model
 from multigpu_cli.runtime.host_memory import return_freed_tensors
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank, run_without_vote
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.strategies.single import Single
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.loss_units import LossNormalizer
-from multigpu_cli.tasks.metrics.load import load_metrics
 
 if TYPE_CHECKING:
     from multigpu_cli.run.user_objects import UserObjects
 
 
-def build_components(spec: RunSpec, world: World) -> TrainComponents:
+def build_components(spec: RunSpec, world: World, parts: Sequence[Part] = ()) -> TrainComponents:
     """Build everything that learns, on this rank's device, and load its checkpoint; the caller closes the loaders.
+
+    Args:
+        parts: are told what was built.
 
     Raises:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
     task = run_on_all_ranks(world, lambda: _build_task(spec, spec.user_objects))
-    prompts = run_on_all_ranks(world, lambda: load_prompts(spec))
+    for part in parts:
+        part.task_built(task)
     with ExitStack() as on_failure:  # loader processes would outlive it, in a process that goes on
         loaders = run_on_all_ranks(world, lambda: _build_loaders(spec, world, task, on_failure))
-        components = _build_learner(spec, world, task, loaders)
-        if spec.config.metric.names or spec.config.metric.best:
-            from multigpu_cli.run.check_metrics import check_metrics
-
-            check_metrics(components)
+        components = _build_learner(spec, world, task, loaders, parts)
+        for part in parts:
+            part.built(components)
+            components.spec = with_notes(components.spec, **part.plan_notes())
         on_failure.pop_all()
-    components.prompts = prompts
     return components
 
 
-def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) -> TrainComponents:
+def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders, parts: Sequence[Part]) -> TrainComponents:
     """Build the model and what trains it, and load the checkpoint."""
     shards = spec.placement.divides_model(world)
     precision, first = Precision(spec.plan.precision, world.device), partial(first_batch, loaders.train, 2)
@@ -78,6 +81,8 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     if shards:
         return_freed_tensors()
     built = run_on_all_ranks(world, lambda: build(spec, world, task, first))
+    code, changed = run_on_main_rank(world, lambda: _compare_code(spec, built.model))
+    spec = replace(spec, code=code)
     if shards:
         share_memory_format(spec, world, built.model, channels_last=built.channels_last)
     if (spec.user_objects or spec.begins_from_weights) and not shards:
@@ -88,7 +93,8 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     average = _copy_for_average(spec.config, built.model, shards=shards)
     blocks = _find_compiled_blocks(spec, built.model, world)
     model = run_on_all_ranks(world, lambda: compile_model(built.model, spec.config, world.device, blocks))
-    spec = replace(spec, plan=replace(spec.plan, adapter=_describe_adapter(spec, built.model)))
+    for part in parts:
+        part.model_built(built.model)
     spec = _measure_buckets(spec, built.model, world)
     spec = _describe_sharding(spec, built.model, start)
     strategy = build_strategy(model, average, world, spec, source=source)
@@ -96,11 +102,30 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders) ->
     strategy.attach_optimizer(state.optimizer)
     spec = replace(spec, plan=replace(spec.plan, optimizer=describe_optimizer(spec, state.model, state.optimizer)))
     _restore_checkpoint(state, strategy, task, spec, world)
+    state.restore_warning = "; ".join(filter(None, (changed, state.restore_warning)))
+    if state.scheduler:
+        refuse_early_end(state.scheduler, (spec.plan.schedule.total_steps - 1) // spec.plan.scheduler_every)
     call = run_without_vote(world, lambda: _try_sharded(spec, task, state, strategy, first)) if shards else built.call
-    spec = replace(spec, plan=replace(spec.plan, model_call=call, logits=task.logits_note))
+    spec = with_notes(spec, model_call=call, logits=task.logits_note)
     task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
     return TrainComponents(spec, world, task, state, strategy, loaders, units, compiled=compiled)
+
+
+def _compare_code(spec: RunSpec, model: nn.Module) -> tuple[dict[str, dict[str, str]], str]:
+    """The record of the network's code, and a warning where the checkpoint has another.
+
+    Raises:
+        RequestError: it has, and --exact is on.
+    """
+    manifest, origin, code = spec.resume_point.manifest, spec.resume_point.checkpoint, describe_code(model)
+    if not (names := name_changes(manifest["settings"].get("code", {}), code) if manifest else ""):
+        return code, ""
+    problem = f"the model's {names} changed since {origin} was written"
+    if spec.config.reproducibility.exact:
+        remedy = f"the code of that time; or --init-from {origin} with another --save-dir"
+        raise RequestError(f"--exact: {problem}", remedy=remedy)
+    return code, f"{problem}: its weights, and the best so far, are of the code before"
 
 
 def _copy_for_average(config: Config, model: nn.Module, *, shards: bool) -> EMAModel | None:
@@ -112,12 +137,7 @@ def _copy_for_average(config: Config, model: nn.Module, *, shards: bool) -> EMAM
         from multigpu_cli.models.on_meta import copy_to_meta
 
         return EMAModel(copy_to_meta(model), float(ema))
-    shared: list[Tensor] = []
-    if config.adapter.kind != "none":
-        from multigpu_cli.models.adapter import list_base_parameters
-
-        shared = list_base_parameters(model)
-    return EMAModel(model, float(ema), shared)
+    return EMAModel(model, float(ema), list_unsaved_parameters(model))
 
 
 def _build_state(
@@ -144,11 +164,8 @@ def _try_sharded(spec: RunSpec, task: Task, state: TrainState, strategy: Strateg
 
 def _build_task(spec: RunSpec, live: "UserObjects | None") -> Task:
     if live:
-        task = build_task(spec.config, spec.source, live.criterion, has_logits=is_of_transformers(live.model))
-        task.own_metrics = load_metrics(spec.config.metric, spec.source, spec.task)
-        return task
+        return build_task(spec.config, spec.source, live.criterion, has_logits=is_of_transformers(live.model))
     task = build_task(spec.config, spec.source)
-    task.own_metrics = load_metrics(spec.config.metric, spec.source, spec.task)
     own = type(task).evaluate is not Task.evaluate and not task.supports_equal_passes
     if spec.placement.shards and own:
         raise RequestError(
@@ -168,11 +185,6 @@ def _build_loaders(spec: RunSpec, world: World, task: Task, on_failure: ExitStac
         for name, part in held_out.items()
     )
     return Loaders(on_failure.enter_context(closing(task.train_stream(data, world, seed))), val, test)
-
-
-def first_batch(loader: BatchStream, size: int) -> Batch:
-    """The first `size` samples, or all if there are fewer, unshuffled: the same on every rank, and at every start."""
-    return next(loader.eval_batches(min(size, loader.size), 0, 1))
 
 
 def _restore_checkpoint(state: TrainState, strategy: Strategy, task: Task, spec: RunSpec, world: World) -> None:
@@ -240,20 +252,7 @@ def _describe_sharding(spec: RunSpec, model: nn.Module, start: str) -> RunSpec:
     groups = f" within groups of {device.shard_size} workers" if device.shard_size not in (None, workers) else ""
     words = f"by {blocks}{groups}; gathered weights are freed after {freed}"
     words = words if workers > 1 else "none: one process holds everything"
-    return replace(spec, plan=replace(spec.plan, sharding=words, first_weights=start))
-
-
-def _describe_adapter(spec: RunSpec, model: nn.Module) -> str:
-    """How much learns, and how much of the network stays as it is."""
-    config = spec.config.adapter
-    if config.kind == "none":
-        return ""
-    counts = dict.fromkeys((True, False), 0)
-    for parameter in model.parameters():
-        counts[parameter.requires_grad] += parameter.numel()
-    return (
-        f"{config.kind}, r {config.r}, alpha {config.alpha}: {counts[True]:,} parameters learn, {counts[False]:,} stay"
-    )
+    return with_notes(spec, sharding=words, first_weights=start)
 
 
 def build_strategy(

@@ -20,7 +20,15 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import adapt_model, build_model, has_2d_convolutions, prepare_model, use_channels_last
+from multigpu_cli.models.adapter import REFERENCE, set_reference
+from multigpu_cli.models.build import (
+    adapt_model,
+    build_model,
+    find_adapter,
+    has_2d_convolutions,
+    prepare_model,
+    use_channels_last,
+)
 from multigpu_cli.run.check_memory import check_state_fits
 from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.run.try_first_batch import smoke_test_batch, try_channels_last, try_first_batch
@@ -134,8 +142,12 @@ def adapt_live(config: Config, live: "UserObjects") -> nn.Module:
     return adapt_model(live.model, whole_output=whole)
 
 
-def init_model(config: Config, source: DataSource) -> nn.Module:
-    """The model with weights drawn from the seed; the dataset's own model if the user named none."""
+def init_model(config: Config, source: DataSource, *, reference: bool = False) -> nn.Module:
+    """The model with weights drawn from the seed; the dataset's own model if the user named none.
+
+    Args:
+        reference: see `RunSpec.has_reference`.
+    """
     task = config.task.name or source.task
     offered = {
         "input_shape": source.input_shape,
@@ -148,14 +160,15 @@ def init_model(config: Config, source: DataSource) -> nn.Module:
         offered["model_dir"] = config.model.dir
     seed_weights(config.reproducibility.seed)
     name = config.model.name or source.model
-    return build_model(config.model, name, offered, whole_output=task == FROM_MODEL, adapter=config.adapter)
+    adapt = find_adapter(config, reference=reference)
+    return build_model(config.model, name, offered, whole_output=task == FROM_MODEL, adapt=adapt)
 
 
 def _create_model(spec: RunSpec) -> nn.Module:
     config, live = spec.config, spec.user_objects
     if live:
         return prepare_model(adapt_live(config, live), config.model, spec.model)
-    return init_model(config, spec.source)
+    return init_model(config, spec.source, reference=spec.has_reference)
 
 
 def _build_without_weights(spec: RunSpec, world: World) -> tuple[nn.Module | None, str]:
@@ -163,7 +176,7 @@ def _build_without_weights(spec: RunSpec, world: World) -> tuple[nn.Module | Non
     from multigpu_cli.models.on_meta import build_on_meta, find_unsaved_tensors  # late: only sharded runs need it
 
     seed_weights(spec.config.reproducibility.seed)  # so that only what the factory draws moves the generator
-    model, reason = build_on_meta(lambda: init_model(spec.config, spec.source))
+    model, reason = build_on_meta(lambda: init_model(spec.config, spec.source, reference=spec.has_reference))
     if model is not None and _keeps_layout(spec, world) and has_2d_convolutions(model):
         return None, "the layout of its kernels is tried on it"
     if model is not None and world.is_main and (unsaved := find_unsaved_tensors(model)):
@@ -176,7 +189,9 @@ def _load_initial_weights(spec: RunSpec, world: World, model: nn.Module) -> Weig
     if not spec.begins_from_weights or not world.is_main:
         return None
     config = spec.config.model
-    return load_initial_weights(model, Path(str(config.init_from)), partial=config.init_partial)
+    match = load_initial_weights(model, Path(str(config.init_from)), partial=config.init_partial, skips=REFERENCE)
+    set_reference(model)
+    return match
 
 
 def _create_lazy_weights(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> None:

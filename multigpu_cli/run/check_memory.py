@@ -12,6 +12,7 @@ from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.optimizers.state_size import measure_state_bytes
 from multigpu_cli.planning.memory import Memory
 from multigpu_cli.run.spec import RunSpec
+from multigpu_cli.runtime.average import list_unsaved_parameters
 
 
 def check_state_fits(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
@@ -55,8 +56,8 @@ def forecast_state(model: nn.Module, config: Config, *, own_optimizer: bool = Fa
     weights = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     averaged = 0 if config.optimizer.ema == "off" else weights
-    if averaged and config.adapter.kind != "none" and config.device.multi_gpu != "fsdp":
-        averaged = gradients  # the average shares the pretrained weights
+    if averaged and config.device.multi_gpu != "fsdp" and list_unsaved_parameters(model):
+        averaged = gradients  # the average shares what never changes
     return Memory(
         weights=weights + averaged,
         gradients=gradients,

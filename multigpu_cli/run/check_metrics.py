@@ -2,16 +2,51 @@
 
 from math import nan
 
+from multigpu_cli.config.named_code import parse_metric
+from multigpu_cli.data.batch_stream_protocol import first_batch
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
-from multigpu_cli.run.build_components import first_batch
 from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.part import Part
+from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_without_vote
-from multigpu_cli.tasks.base import BatchMetrics
+from multigpu_cli.runtime.world import World
+from multigpu_cli.tasks.base import BatchMetrics, Task
+from multigpu_cli.tasks.metrics.load import load_metrics
 from multigpu_cli.tasks.metrics.meter import MetricMeter
 
 
-def check_metrics(components: TrainComponents) -> None:
+class Metrics(Part):
+    """The metrics of --metric, and the number of --best."""
+
+    def __init__(self, spec: RunSpec, world: World) -> None:
+        self._config = config = spec.config.metric
+        self._own = run_on_all_ranks(world, lambda: load_metrics(config, spec.source, spec.task))
+
+    def task_built(self, task: Task) -> None:
+        task.own_metrics = self._own
+
+    def plan_notes(self) -> dict[str, str | list[str]]:
+        entries, best = map(parse_metric, self._config.names), self._config.best
+        said = [", ".join(f"{name} ({code})" if ":" in code else name for name, code in entries)]
+        if best is not None:
+            name, _, which = best.partition(":")
+            said.append(f"the best weights have the {'greatest' if which == 'max' else 'lowest'} {name}")
+        return {"metrics": "; ".join(filter(None, said))}
+
+    def built(self, components: TrainComponents) -> None:
+        if self._config.best is not None:
+            components.score = self._score
+        _check_metrics(components)
+
+    def _score(self, metrics: dict[str, float]) -> list[float]:
+        best = str(self._config.best)
+        _check_best_name(best, list(metrics))  # a task that evaluates in its own way did not say them before
+        name, _, which = best.removeprefix("val_").partition(":")
+        return [metrics[name] if which == "max" else -metrics[name]]
+
+
+def _check_metrics(components: TrainComponents) -> None:
     """Evaluate one small batch with the metrics, and compare names; all ranks call it together.
 
     `compute` is not called: many a number has no value for two samples.
@@ -20,8 +55,6 @@ def check_metrics(components: TrainComponents) -> None:
         RequestError: a metric can't be computed here, or --best names none; the same on every rank.
     """
     config, loaders = components.config.metric, components.loaders
-    if not config.names and config.best is None:
-        return
     if config.best and loaders.val is None:
         raise RequestError(f"--best {config.best}: the data has no validation split", remedy="leave it out")
     if loaders.val is None and loaders.test is None:
@@ -36,10 +69,10 @@ def check_metrics(components: TrainComponents) -> None:
         return  # its numbers are known after the first evaluation
     names = _try_metrics(components)
     if config.best:
-        check_best_name(config.best, names)
+        _check_best_name(config.best, names)
 
 
-def check_best_name(best: str, names: list[str]) -> None:
+def _check_best_name(best: str, names: list[str]) -> None:
     """Whether an evaluation gives the number that --best names.
 
     Args:

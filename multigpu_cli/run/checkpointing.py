@@ -1,88 +1,29 @@
-"""When checkpoints are due, and how one is written while training goes on."""
+"""How a checkpoint is written while training goes on."""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from multigpu_cli.capabilities import PART_STATES
 from multigpu_cli.checkpoint.best import BestWeights
 from multigpu_cli.checkpoint.lock import check_owner
 from multigpu_cli.checkpoint.pieces import Rows
 from multigpu_cli.checkpoint.snapshot import Snapshot
-from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
-from multigpu_cli.checkpoint.writer import Writer
-from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
+from multigpu_cli.run.run import Run
 from multigpu_cli.run.sharded_save import ShardedSave
 from multigpu_cli.runtime.collectives import all_reduce_max
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 
-if TYPE_CHECKING:
-    from multigpu_cli.run.mirroring import MirrorProcess
-    from multigpu_cli.run.run import Run
-
-
 _ROWS = "rows"  # where a snapshot has the rows that this rank writes
 
 
-class CheckpointSchedule:
-    """When checkpoints are due: at the end of each epoch, or every so many steps or minutes."""
-
-    def __init__(self, config: CheckpointConfig) -> None:
-        text = config.every or ""
-        self._minutes = float(text[:-1]) if text.endswith("m") else None
-        self._steps = int(text) if text.isdigit() else None
-        self._last, self._pending = time.monotonic(), False
-
-    def update_due(self, before: int, step: int, *, epoch_ended: bool) -> bool:
-        """Whether a checkpoint is due, by step number, and so the same on every rank; True until one is saved."""
-        now = step // self._steps > before // self._steps if self._steps else epoch_ended and self._minutes is None
-        self._pending |= now
-        return self._pending
-
-    def overdue(self) -> bool:
-        """Whether a checkpoint is due by this rank's clock, on which the ranks have to agree."""
-        return self._minutes is not None and time.monotonic() - self._last >= 60 * self._minutes
-
-    def mark_saved(self) -> None:
-        self._last, self._pending = time.monotonic(), False
-
-
-@dataclass
-class Checkpointer:
-    """Writes checkpoints, and holds what goes into the next one.
-
-    Attributes:
-        saved_step: that of the newest checkpoint.
-        best: host copy of the best weights, until they are written with a checkpoint.
-        best_in_flight: the best weights that are being written.
-        best_sha256: of the best weights that were written, on rank 0.
-        snapshot: what this rank wrote last, or is writing.
-        owner: what the lock of the run folder says, if all ranks of a sharded run see it, and so write their rows.
-        saves: checkpoints that were begun.
-        mirror: sends what the store holds to a remote folder, on rank 0.
-    """
-
-    store: Store
-    writer: Writer
-    schedule: CheckpointSchedule
-    saved_step: int
-    best: dict[str, Tensor] | None = None
-    best_in_flight: dict[str, Tensor] | None = None
-    best_sha256: str = ""
-    snapshot: dict[str, Any] | None = None
-    owner: str = ""
-    saves: int = 0
-    mirror: "MirrorProcess | None" = None
-
-
-def save_checkpoint(run: "Run") -> None:
+def save_checkpoint(run: Run) -> None:
     """Copy the state, and write it in the background while training goes on: rank 0, or each rank its rows.
 
     best.pt is written before the checkpoint is published, so it is never older than the checkpoint says.
@@ -104,7 +45,8 @@ def save_checkpoint(run: "Run") -> None:
         )
         more, began = run.task.state(run.world), time.perf_counter()
         _finish_pending_on_all_ranks(run)
-        run.hooks.share_saved()
+        for tell in run.moments.saved:
+            tell(run)
         whole, rows = _collect_state(run, more)
         if run.world.is_main:
             _save_on_main_rank(run, whole, rows, began)
@@ -113,7 +55,7 @@ def save_checkpoint(run: "Run") -> None:
     checkpointer.schedule.mark_saved()
 
 
-def _save_on_main_rank(run: "Run", state: dict[str, Any], rows: dict[str, Rows], began: float) -> None:
+def _save_on_main_rank(run: Run, state: dict[str, Any], rows: dict[str, Rows], began: float) -> None:
     checkpointer, watchdog = run.checkpointer, run.observer.watchdog
     step, best, snapshot = run.progress.step, checkpointer.best, _begin_capture(run, state, rows)
     best_metrics, checkpointer.best_in_flight = dict(run.progress.best), best
@@ -141,7 +83,7 @@ def _save_on_main_rank(run: "Run", state: dict[str, Any], rows: dict[str, Rows],
             f"checkpoint of step {step}: {size / 2**20:.1f} MiB in {seconds:.2f} s, stall {stall:.3f} s"
         )
 
-    run.hooks.begin_save(step)
+    checkpointer.in_flight = step
     checkpointer.writer.submit(snapshot.finish, partial(_write_or_abandon, write, peers) if peers else write)
     stalled = time.perf_counter() - began
 
@@ -154,19 +96,19 @@ def _write_or_abandon(write: Callable[[], None], peers: ShardedSave) -> None:
         raise
 
 
-def _save_rows(run: "Run", rows: dict[str, Rows]) -> None:
+def _save_rows(run: Run, rows: dict[str, Rows]) -> None:
     """What a rank other than 0 does for a checkpoint to which each writes its rows."""
     snapshot = _begin_capture(run, {"model": {}}, rows)
     run.checkpointer.writer.submit(snapshot.finish, _prepare_sharded_save(run, snapshot, rows).take_part)
 
 
-def _prepare_sharded_save(run: "Run", snapshot: Snapshot, rows: dict[str, Rows]) -> ShardedSave:
+def _prepare_sharded_save(run: Run, snapshot: Snapshot, rows: dict[str, Rows]) -> ShardedSave:
     copied = {name: Rows(tensor, rows[name].begin) for name, tensor in snapshot.state[_ROWS].items()}
     checkpointer = run.checkpointer
     return ShardedSave(run.world, checkpointer.store, checkpointer.owner, run.progress.step, copied, checkpointer.saves)
 
 
-def _finish_pending_on_all_ranks(run: "Run") -> None:
+def _finish_pending_on_all_ranks(run: Run) -> None:
     """Wait for the previous checkpoint; rank 0 for the others first, by a collective, which fails if one is gone."""
     if run.checkpointer.owner:
         if not run.world.is_main:
@@ -176,21 +118,21 @@ def _finish_pending_on_all_ranks(run: "Run") -> None:
         finish_pending_checkpoint(run)
 
 
-def finish_pending_checkpoint(run: "Run") -> None:
+def finish_pending_checkpoint(run: Run) -> None:
     """Wait for the previous checkpoint; best weights that could not be written go into the next one."""
     checkpointer = run.checkpointer
     if error := checkpointer.writer.wait():
         run.log_fault("checkpoint", f"a checkpoint was not written ({error}); the next one is tried as planned")
-    elif checkpointer.best is checkpointer.best_in_flight:
-        checkpointer.best = None
-    checkpointer.best_in_flight = None
-    if not error:
-        run.hooks.finish_save()
-    if checkpointer.mirror and (fault := checkpointer.mirror.read_new_fault()):
-        run.log_fault("mirror", fault)
+    else:
+        checkpointer.written = checkpointer.in_flight
+        if checkpointer.best is checkpointer.best_in_flight:
+            checkpointer.best = None
+    checkpointer.best_in_flight, checkpointer.in_flight = None, checkpointer.written
+    for tell in run.moments.written if run.world.is_main else ():
+        tell(run)
 
 
-def _collect_state(run: "Run", task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Rows]]:
+def _collect_state(run: Run, task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Rows]]:
     """The state for a checkpoint, with this attempt's seconds in its totals; all ranks call it together.
 
     Returns:
@@ -198,7 +140,9 @@ def _collect_state(run: "Run", task: dict[str, Any]) -> tuple[dict[str, Any], di
     """
     progress = run.progress
     before, progress.train_seconds = progress.train_seconds, progress.train_seconds + run.observer.timer.seconds
-    state = run.state.state_dict(task) | {"hooks": run.hooks.collect_state()}
+    state = run.state.state_dict(task) | {name: {} for name in PART_STATES}
+    for collect in run.moments.state_dict:
+        state |= collect(run)
     progress.train_seconds = before
     if not run.checkpointer.owner:
         return run.strategy.gather_state(state), {}
@@ -206,7 +150,7 @@ def _collect_state(run: "Run", task: dict[str, Any]) -> tuple[dict[str, Any], di
     return outline, {name: Rows(*each) for name, each in rows.items()}
 
 
-def _begin_capture(run: "Run", state: dict[str, Any], rows: dict[str, Rows]) -> Snapshot:
+def _begin_capture(run: Run, state: dict[str, Any], rows: dict[str, Rows]) -> Snapshot:
     """A copy of the state in the previous checkpoint's memory, unless it was gathered, and so copied, already."""
     if run.strategy.sharded and not run.checkpointer.owner:
         return Snapshot(state)
@@ -216,7 +160,7 @@ def _begin_capture(run: "Run", state: dict[str, Any], rows: dict[str, Rows]) -> 
     return snapshot
 
 
-def wait_for_last_checkpoint(run: "Run") -> None:
+def wait_for_last_checkpoint(run: Run) -> None:
     """Wait for the last checkpoint; all ranks call it together.
 
     Raises:
@@ -224,11 +168,12 @@ def wait_for_last_checkpoint(run: "Run") -> None:
     """
     run_on_all_ranks(run.world, lambda: None if run.world.is_main else _check_written(run))
     run_on_all_ranks(run.world, lambda: _check_written(run))
-    run.hooks.finish_save()
-    run.hooks.share_saved()
+    run.checkpointer.written = run.checkpointer.in_flight
+    for tell in run.moments.saved:
+        tell(run)
 
 
-def _check_written(run: "Run") -> None:
+def _check_written(run: Run) -> None:
     if error := run.checkpointer.writer.wait():
         raise TrainingError(
             f"the last checkpoint could not be written to {run.folder}: {error}",

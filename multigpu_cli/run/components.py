@@ -1,7 +1,7 @@
 """The parts of a training that a step and an evaluation need."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -19,9 +19,6 @@ from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.loss_units import LossNormalizer
-
-if TYPE_CHECKING:
-    from multigpu_cli.run.prompt_samples import PromptSet
 
 
 @dataclass
@@ -49,8 +46,8 @@ class TrainComponents:
     """The parts that a step and an evaluation need.
 
     Attributes:
-        frozen: parameters that do not learn yet (run/freezing.py).
-        prompts: what the model is asked at the end of an epoch.
+        score: what orders the results of evaluations; None: the task's own.
+        frozen: parameters that do not learn yet, by what the table of learning rates says of them.
     """
 
     spec: RunSpec
@@ -60,9 +57,9 @@ class TrainComponents:
     strategy: Strategy
     loaders: Loaders
     loss_normalizer: LossNormalizer
+    score: Callable[[dict[str, float]], Sequence[float]] | None = field(default=None, kw_only=True)
     compiled: CompiledModel | None = field(default=None, kw_only=True)
-    frozen: list[Tensor] = field(default_factory=list, kw_only=True)
-    prompts: "PromptSet | None" = field(default=None, kw_only=True)
+    frozen: dict[str, list[Tensor]] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.compiled:
@@ -91,7 +88,7 @@ class TrainComponents:
         """Set the rate of optimizer step `step`: the schedule's, or that of the user's own optimizer and scheduler."""
         live = self.spec.user_objects
         if live and live.optimizer:
-            live.step_scheduler(self.state, step, self.plan.batches.steps_per_epoch)
+            live.step_scheduler(self.state, step, self.plan.scheduler_every)
         else:
             set_rate(self.state.optimizer, self.plan.schedule.rate_at(step))
 

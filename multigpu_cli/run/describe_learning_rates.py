@@ -49,8 +49,7 @@ def describe_groups(components: TrainComponents) -> list[tuple[str, str]]:
     names = {id(parameter): name for name, parameter in reversed(own.items())}  # of tied ones the first
     ordered = sorted(groups, key=lambda label: (label.factor, label.hidden or False, label.weight_decay or 0))
     rows = [(label.format(peak), _describe(groups[label], names)) for label in reversed(ordered)]
-    until = f"frozen until epoch {components.config.model.unfreeze_at}"
-    frozen = (("frozen", still), (until, components.frozen))
+    frozen = (("frozen", still), *components.frozen.items())
     return rows + [(label, _describe(parameters, names)) for label, parameters in frozen if parameters]
 
 

@@ -31,7 +31,8 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
         )
         run.log.console.eval(entry)
         run.progress.last |= {f"{split}_{name}": value for name, value in result.metrics.items()}
-        run.hooks.report_evaluation(split, result.metrics)
+        for tell in run.moments.evaluated:
+            tell(run, split, result.metrics)
     return result
 
 
@@ -72,9 +73,8 @@ def _show_progress(run: Run, split: str, loader: Loader) -> Iterator[None]:
 def evaluate_epoch(run: Run) -> None:
     """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
     _evaluate_if_due(run)
-    if run.hooks:
-        with run.observer.timer.pause():
-            run.hooks.epoch_end()
+    for tell in run.moments.epoch_end:
+        tell(run)
 
 
 def _evaluate_if_due(run: Run) -> None:

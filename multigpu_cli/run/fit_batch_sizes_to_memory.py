@@ -12,8 +12,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from multigpu_cli.data.batch_stream_protocol import first_batch
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
-from multigpu_cli.run.build_components import first_batch
 from multigpu_cli.run.check_memory import refuse_single_samples
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
@@ -23,7 +23,7 @@ from multigpu_cli.run.spec import with_micro_batch
 from multigpu_cli.run.try_first_batch import smoke_test_batch
 from multigpu_cli.runtime.choose_strategy_and_devices import MULTI_PROCESS
 from multigpu_cli.runtime.out_of_memory import free_memory, is_out_of_memory
-from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
+from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 
 _MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch is not faster
 
@@ -37,7 +37,7 @@ def fit_batch_sizes_to_memory(components: TrainComponents) -> list[str]:
     first = components.strategy.reduces_first
     if first:
         warm_up(components)
-    warnings = [*_choose_micro_batch(components), *_probe_evaluation(components)]
+    warnings = [*_choose_micro_batch(components), *_try_evaluation(components)]
     if not first:
         warm_up(components)
     return warnings
@@ -58,7 +58,7 @@ def try_micro_batch(components: TrainComponents) -> tuple[int, list[str]]:
     size = min(2, components.plan.batches.micro_batch)
     _try_shortest_micro_batch(components)
     _fits_in_memory(components, size)
-    return size, []
+    return size, [*_try_evaluation(components, size)]
 
 
 def warm_up(components: TrainComponents) -> None:
@@ -106,19 +106,27 @@ def _choose_micro_batch(components: TrainComponents) -> Iterator[str]:
         yield halve_micro_batch(components)
 
 
-def _probe_evaluation(components: TrainComponents) -> Iterator[str]:
-    """Try a batch of an evaluation; a task with its own `evaluate` has no batches to try."""
+def _try_evaluation(components: TrainComponents, size: int | None = None) -> Iterator[str]:
+    """Try the first batch of an evaluation and the last one, whose samples may be padded, before there is training.
+
+    A task with its own `evaluate` has no batches to try.
+
+    Args:
+        size: of these batches; None: as the run has them.
+    """
     components.loaders.max_eval_batch_size = components.spec.resume_point.eval_batch_after_oom
     loader = components.loaders.val if components.loaders.val is not None else components.loaders.test
     if loader is None or not components.evaluates_in_batches:
         return
 
-    def evaluate_a_batch() -> None:
-        model, batch = components.state.eval_model(), first_batch(loader, components.eval_batch_size)
-        with preserve_buffers(model), eval_mode(model), components.state.precision.autocast():
-            components.task.measure(model, batch)
+    def evaluate_batches() -> None:
+        most, state = size or components.eval_batch_size, components.state
+        last = -(-loader.size // most) - 1
+        for number, which in {0: "first validation batch", last: "last validation batch"}.items():
+            batch = next(loader.eval_batches(most, number, last + 1))
+            smoke_test_batch(components.spec, components.task, state.eval_model(), state.precision, batch, which=which)
 
-    while not _fits_on_all_ranks(components, evaluate_a_batch):
+    while not _fits_on_all_ranks(components, evaluate_batches):
         yield halve_eval_batch(components)
 
 

@@ -6,6 +6,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from multigpu_cli.capabilities import PART_STATES
 from multigpu_cli.checkpoint.lock import check_unlocked, lock_folder
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import TrainingError, pluralize
@@ -18,8 +19,7 @@ from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.describe_learning_rates import describe_groups
 from multigpu_cli.run.finalize import finish_failed, name_unused_parameters
 from multigpu_cli.run.fit_batch_sizes_to_memory import fit_batch_sizes_to_memory, try_micro_batch
-from multigpu_cli.run.freezing import freeze_until_due
-from multigpu_cli.run.hooks import build_hooks
+from multigpu_cli.run.part import Part, load_parts
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.spec import RunSpec
@@ -50,6 +50,7 @@ class ResolvedRequest(NamedTuple):
     watchdog: Watchdog
     console: Console
     began: float
+    parts: list[Part]
 
 
 @contextmanager
@@ -82,7 +83,8 @@ def resolve_request(
             enable_fast_kernels(world.device)
         for warning in spec.source.warnings:
             console.warn(warning)
-        yield ResolvedRequest(spec, world, stop, watchdog, console, began)
+        parts = [] if spec.is_complete else load_parts(spec, world)
+        yield ResolvedRequest(spec, world, stop, watchdog, console, began, parts)
 
 
 def try_request(request: ResolvedRequest) -> dict[str, Any]:
@@ -99,10 +101,10 @@ def try_request(request: ResolvedRequest) -> dict[str, Any]:
     plan, tried, components = spec.plan, "nothing: the run is complete", None
     if not spec.is_complete:
         run_on_main_rank(world, lambda: check_unlocked(Path(spec.resume_point.folder)))
-        components = build_components(spec, world)
+        components = build_components(spec, world, request.parts)
         with closing(components.loaders):
             samples, memory_warnings = try_micro_batch(components)
-        for warning in memory_warnings:
+        for warning in filter(None, [components.state.restore_warning, *memory_warnings]):
             console.warn(warning)
         plan = components.plan
         tried = f"forward and backward with {pluralize(samples, 'sample')}: model, data and task fit"
@@ -125,28 +127,27 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         RequestError: model, data and device do not fit; nothing was written.
         TrainingError: the run failed.
     """
-    spec, world, stop, watchdog, console, began = request
+    spec, world, stop, watchdog, console, began, parts = request
     with ExitStack() as stack:
         if spec.user_objects:
             stack.callback(unbind_call, spec.user_objects.model)
-        components = build_components(spec, world)
+        components = build_components(spec, world, parts)
         stack.callback(components.loaders.close)
         memory_warnings = fit_batch_sizes_to_memory(components)
-        freeze_until_due(components)
+        for part in parts:
+            part.fitted(components)
         console.plan(components.plan.rows(), "Plan")
         _show_model_tables(components, console)
-        hooks = build_hooks(spec.hooks, world, components.state.hook_states)
-        if left := sorted(components.state.hook_states.keys() - {kind.name for kind in spec.hooks}):
-            console.note(f"--hook {', '.join(left)}: not in this command, so its state is left out from now on")
+        for entry, flag in PART_STATES.items():
+            if left := sorted(components.state.part_states[entry]):
+                console.note(f"{flag} {', '.join(left)}: not in this command, so its state is left out from now on")
         run_on_main_rank(world, lambda: stack.enter_context(lock_folder(Path(spec.resume_point.folder))))
-        run = assemble_run(components, console, stop, watchdog, stack, hooks)
+        run = assemble_run(components, console, stop, watchdog, stack, parts)
         run.progress.startup_seconds += time.perf_counter() - began
         with record_failure(run):
             start_run(run, memory_warnings)
-            if world.is_main and run.config.checkpoint.mirror:
-                from multigpu_cli.run.mirroring import open_mirror  # late: only runs with a mirror
-
-                stack.enter_context(open_mirror(run))
+            for begin in run.moments.start:
+                begin(run, stack)
             yield run
         if not run.control.summary_written:
             run.checkpointer.writer.wait()

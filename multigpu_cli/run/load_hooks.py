@@ -63,8 +63,8 @@ class HookClass:
         return min(there, default=None)
 
     def is_due(self, method: str, step: int) -> bool:
-        """Whether a method for a step is called in this one, counted from 1."""
-        return method in self.methods and step % self.every == 0
+        """Whether a method is called in this step, counted from 1."""
+        return method in self.methods and (method not in TENSORS or step % self.every == 0)
 
     def make(self) -> Any:
         """The object.

@@ -6,13 +6,13 @@ from functools import partial
 import torch
 
 from multigpu_cli.config.data_place import explain_dataset
-from multigpu_cli.config.named_code import parse_metric
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.learning_rate import Rate, ScheduleFunction, plan_schedule, resolve_learning_rate
 from multigpu_cli.planning.optimizer_names import find_rate
 from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.scheduler_interval import choose_interval
 from multigpu_cli.run.spec import RunRequest
 from multigpu_cli.runtime.choose_strategy_and_devices import MULTI_PROCESS, count_cores
 from multigpu_cli.runtime.factories import find_factory
@@ -37,7 +37,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
     processes = max(world.size, placement.num_processes_to_launch)
     workers = {"single": 1, "dp": len(placement.devices)}.get(placement.strategy, processes)
     micro_batch, global_batch = source.fixed_batch_sizes or (config.batch.size, config.batch.global_size)
-    epochs = source.epochs or config.length.epochs
+    epochs, exact = source.epochs or config.length.epochs, config.reproducibility.exact
     batches = plan_batches(
         samples=source.num_train_samples,
         micro_batch=_PROVISIONAL if micro_batch == "auto" else int(micro_batch),
@@ -45,29 +45,30 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         accumulation=config.batch.grad_accum_steps,
         global_batch=global_batch,
         drop_last=config.batch.drop_last,
-        interleaved=config.reproducibility.exact and placement.shards,
+        interleaved=exact and placement.shards,
     )
-    rate = _resolve_rate(request, batches)
-    function = run_on_all_ranks(world, lambda: _load_schedule(config))
+    base, rate_settings = _resolve_rate(request, batches), request.user_config.rate
     precision = agree_on_precision(config.precision.amp, world, placement.devices)
     workers_here = len(placement.devices) if placement.num_processes_to_launch else world.local_size
-    rate_settings, exact = request.user_config.rate, config.reproducibility.exact
+    schedule = plan_schedule(
+        peak=base.value,
+        shape=config.rate.schedule,
+        steps_per_epoch=batches.steps_per_epoch,
+        epochs=epochs,
+        max_steps=config.length.max_steps,
+        warmup_epochs=config.rate.warmup_epochs,
+        args=config.rate.args,
+        function=run_on_all_ranks(world, lambda: _load_schedule(config)),
+    )
+    rate, every = _follow_own_rates(request, base, epochs, schedule.total_steps, batches)
     return Plan(
         placement_reason=f"{placement.strategy}{' with --exact' if exact else ''}: {placement.reason}",
         strategy=placement.strategy,
         device=_device_name(world),
         batches=batches,
         rate=rate,
-        schedule=plan_schedule(
-            peak=rate.value,
-            shape=config.rate.schedule,
-            steps_per_epoch=batches.steps_per_epoch,
-            epochs=epochs,
-            max_steps=config.length.max_steps,
-            warmup_epochs=config.rate.warmup_epochs,
-            args=config.rate.args,
-            function=function,
-        ),
+        schedule=schedule,
+        scheduler_every=every,
         base_lr=rate_settings.base_lr or find_rate(config.optimizer.name) if rate_settings.lr is None else None,
         base_batch_size=config.rate.base_batch_size,
         precision=precision.name,
@@ -79,10 +80,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         epochs=epochs,
         batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=set_threads_per_rank(workers_here, count_cores(), exact=exact),
-        compiled=_describe_compile(request),
-        metrics=_describe_metrics(config),
-        hooks=tuple(hook.describe(1 if placement.strategy == "dp" else processes) for hook in request.hooks),
-        loggers=_describe_loggers(config),
+        notes={"compiled": _describe_compile(request), "from_files": config.from_files},
         data=request.source.note.removesuffix("; ") if request.source.text_model else "",
     )
 
@@ -111,7 +109,7 @@ def _load_schedule(config: Config) -> ScheduleFunction | None:
 
 
 def _resolve_rate(request: RunRequest, batches: BatchPlan) -> Rate:
-    settings, live = request.config.rate, request.user_objects
+    settings = request.config.rate
     rate = resolve_learning_rate(
         given=settings.lr,
         base=settings.base_lr,
@@ -120,11 +118,22 @@ def _resolve_rate(request: RunRequest, batches: BatchPlan) -> Rate:
         rule=settings.lr_scaling,
         optimizer=request.config.optimizer.name,
     )
-    if live and live.optimizer:
-        return rate._replace(reason=f"{rate.value:.4g}, {live.explain_rate()}")
     if request.resume_point.manifest:
         return rate._replace(reason=f"{rate.value:.4g}, as the run was started with")
     return rate
+
+
+def _follow_own_rates(request: RunRequest, rate: Rate, epochs: int, steps: int, batches: BatchPlan) -> tuple[Rate, int]:
+    """The rate with that of the user's own optimizer as its reason, and the steps for each of their scheduler."""
+    live, interval, every = request.user_objects, "", 0
+    if live is None or live.optimizer is None:
+        return rate, 0
+    if live.scheduler:
+        interval = live.scheduler_interval or "epoch"
+        if live.scheduler_interval is None and request.config.batch.size != "auto":  # else once it is measured
+            interval = choose_interval(live.scheduler, epochs, steps, batches)
+        every = 1 if interval == "step" else batches.steps_per_epoch
+    return rate._replace(reason=f"{rate.value:.4g}, {live.explain_rate(interval)}"), every
 
 
 def _device_name(world: World) -> str:
@@ -153,20 +162,6 @@ def _describe_compile(request: RunRequest) -> str:
     if mode == "off" or request.placement.strategy != "ddp" or request.config.reproducibility.exact:
         return "" if mode == "off" else mode
     return f"{mode}, inside DDP: in pieces that end with its buckets, so that these travel during backward"
-
-
-def _describe_metrics(config: Config) -> str:
-    entries, best = map(parse_metric, config.metric.names), config.metric.best
-    parts = [", ".join(f"{name} ({code})" if ":" in code else name for name, code in entries)]
-    if best is not None:
-        name, _, which = best.partition(":")
-        parts.append(f"the best weights have the {'greatest' if which == 'max' else 'lowest'} {name}")
-    return "; ".join(filter(None, parts))
-
-
-def _describe_loggers(config: Config) -> str:
-    names = ", ".join(config.log.loggers)
-    return names and f"{names}, from the journal, in a process beside rank 0"
 
 
 def _list_unused_flags(request: RunRequest) -> list[str]:

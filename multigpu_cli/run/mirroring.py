@@ -1,18 +1,17 @@
 """Starts the process that mirrors a run folder, passes its troubles on, and waits for it at the end of the run."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
 
 from multigpu_cli.checkpoint import mirror_process
 from multigpu_cli.checkpoint.mirror_state import explain_missing, read_state
 from multigpu_cli.config.mirror_url import make_absolute
+from multigpu_cli.run.part import Part
+from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.companion import Companion
-
-if TYPE_CHECKING:
-    from multigpu_cli.run.run import Run
 
 _STOP_WAIT = 10.0  # seconds that a run which was told to stop waits; the process itself goes on after that
 _HANGS = 300.0  # seconds without a sign of life; until then a driver's own time limits have raised an error
@@ -32,14 +31,15 @@ class MirrorProcess:
         self._log = self._run / "logs" / "mirror.log"
         self._log.parent.mkdir(exist_ok=True)
         with open(self._log, "ab") as log:
-            self._companion = Companion(mirror_process.__name__, [str(self._run), self.url, str(keep)], log)
+            arguments = [str(self._run), self.url, str(keep), str(_HANGS)]
+            self._companion = Companion(mirror_process.__name__, arguments, log)
         self._reported = self._note = ""
         self._last_note_at = time.monotonic()
 
     def read_new_fault(self) -> str:
         """Why the last upload failed, unless it was said before; "" if none did."""
         self._read_notes()
-        error = read_state(self._run).error or self._explain_silence()
+        error = self._find_cause() if self._hangs or read_state(self._run).error else ""
         if not self._companion.running:
             error = f"training goes on, but {self._explain_missing()}"
         elif error:
@@ -75,49 +75,61 @@ class MirrorProcess:
                     until = now + _STOP_WAIT
                 if until is not None and now >= until:
                     return f"{self.url} is not complete yet: process {self._companion.process.pid} goes on sending"
-                if self._explain_silence():
+                if self._hangs:
                     return self._explain_missing()
                 if not said and now - began > _SILENT:
                     said = True
                     say(f"the training is done; waiting until all is in {self.url} (Ctrl-C: no longer than 10 s)")
                 time.sleep(0.1)
         finally:
+            self._read_notes()
             self._companion.leave(kill=False)
         return "" if self._companion.process.returncode == 0 else self._explain_missing()
 
     def _read_notes(self) -> None:
         """Read what the process has written: what keeps it from sending, or "" as a sign of life."""
         if notes := self._companion.read_notes():
-            self._last_note_at, self._note = time.monotonic(), next(filter(None, reversed(notes)), self._note)
+            self._last_note_at, self._note = time.monotonic(), notes[-1]
 
-    def _explain_silence(self) -> str:
-        """That the process hangs in the mirror, as it does where a network's file system is gone; "" if it does not."""
-        hangs = self._companion.running and time.monotonic() - self._last_note_at > _HANGS
-        return f"it has not answered for {_HANGS:.0f} s" if hangs else ""
+    @property
+    def _hangs(self) -> bool:
+        """Whether the process hangs in the mirror, as it does where a network's file system is gone."""
+        return self._companion.running and time.monotonic() - self._last_note_at > _HANGS
+
+    def _find_cause(self) -> str:
+        """What keeps the process from sending; "" if it has not said."""
+        silence = f"it has not answered for {_HANGS:.0f} s" if self._hangs else ""
+        return "; ".join(filter(None, [self._note or read_state(self._run).error, silence]))
 
     def _explain_missing(self) -> str:
         ended = f"its process ended with exit code {self._companion.process.returncode}: {self._log}"
-        reasons = filter(None, [read_state(self._run).error or self._note, self._explain_silence()])
-        return explain_missing(self._run, self.url, "; ".join(reasons) or ended)
+        return explain_missing(self._run, self.url, self._find_cause() or ended)
 
 
-@contextmanager
-def open_mirror(run: "Run") -> Iterator[None]:
-    """Mirror the run folder for as long as the context lasts; a completed run waits at its end until all is sent.
+class Mirroring(Part):
+    """Mirrors the run folder from rank 0; a completed run waits at its end until all is sent.
 
     It does not wait for a mirror that hangs, nor after a signal.
     """
-    config = run.config.checkpoint
-    mirror = run.checkpointer.mirror = MirrorProcess(run.folder, str(config.mirror), config.keep)
-    wait = False
 
-    def is_stopped() -> bool:
-        return not run.finished or run.control.stop.signal is not None
+    _process: MirrorProcess
 
-    try:
-        yield
-        wait = True
-    finally:
-        console = run.log.console
-        if missing := mirror.finish(is_stopped, run.observer.watchdog.mark_progress, console.note, wait=wait):
-            console.warn(missing)
+    def start(self, run: Run, stack: ExitStack) -> None:
+        if not run.world.is_main:
+            return
+        config, console = run.config.checkpoint, run.log.console
+        self._process = process = MirrorProcess(run.folder, str(config.mirror), config.keep)
+
+        def is_stopped() -> bool:
+            return not run.finished or run.control.stop.signal is not None
+
+        def finish(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+            mark, wait = run.observer.watchdog.mark_progress, error is None
+            if missing := process.finish(is_stopped, mark, console.note, wait=wait):
+                console.warn(missing)
+
+        stack.push(finish)
+
+    def written(self, run: Run) -> None:
+        if fault := self._process.read_new_fault():
+            run.log_fault("mirror", fault)

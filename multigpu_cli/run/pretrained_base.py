@@ -1,13 +1,48 @@
 """What a run learns beside: what its checkpoints record of the pretrained model, and whether that is still the same."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
 
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.errors import RequestError, combine_errors
+from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.part import Part
+from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.runtime.model_folder import find_model_folder, hash_weights
+from multigpu_cli.runtime.raise_on_all_ranks import run_on_main_rank
+from multigpu_cli.runtime.world import World
 
 _OTHER = {"weights": "other weights", "tokenizer": "another tokenizer", "template": "another chat template"}
+
+
+class Adapter(Part):
+    """What the plan and the checkpoints say of --adapter."""
+
+    _note = ""
+
+    def __init__(self, spec: RunSpec, world: World) -> None:
+        self._config, self._world, self._has_reference = spec.config, world, spec.has_reference
+
+    def model_built(self, model: nn.Module) -> None:
+        """Count how much learns, and how much of the network stays as it is."""
+        counts = dict.fromkeys((True, False), 0)
+        for parameter in model.parameters():
+            counts[parameter.requires_grad] += parameter.numel()
+        config, compared = self._config.adapter, "; the reference is that of --init-from" * self._has_reference
+        words = f"{config.kind}, r {config.r}, alpha {config.alpha}"
+        self._note = f"{words}: {counts[True]:,} parameters learn, {counts[False]:,} stay{compared}"
+
+    def plan_notes(self) -> dict[str, str | list[str]]:
+        return {"adapter": self._note}
+
+    def fitted(self, components: TrainComponents) -> None:
+        """Note which weights the adapter learns beside, once: their files may go."""
+        spec = components.spec
+        base = run_on_main_rank(self._world, lambda: describe_base(spec.config, spec.source))
+        components.spec = replace(spec, base=base)
 
 
 def describe_base(config: Config, source: DataSource) -> dict[str, str]:

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from multigpu_cli.data.batch_stream_protocol import first_batch
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.run.build_components import first_batch
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers

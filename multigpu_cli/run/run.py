@@ -1,22 +1,82 @@
 """Run: the components of a training, with what observes, saves, logs and ends it."""
 
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
+
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.writer import Writer
+from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.progress import ProgressDisplay
-from multigpu_cli.run.checkpointing import Checkpointer
 from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.hooks import Hooks
 from multigpu_cli.run.step_observer import StepObserver
+from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.runtime.restart_records import PreviousAttempt
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu_sampler import Sampler
     from multigpu_cli.monitor.tensorboard import TensorBoard
+
+
+class CheckpointSchedule:
+    """When checkpoints are due: at the end of each epoch, or every so many steps or minutes."""
+
+    def __init__(self, config: CheckpointConfig) -> None:
+        text = config.every or ""
+        self._minutes = float(text[:-1]) if text.endswith("m") else None
+        self._steps = int(text) if text.isdigit() else None
+        self._last, self._pending = time.monotonic(), False
+
+    def update_due(self, before: int, step: int, *, epoch_ended: bool) -> bool:
+        """Whether a checkpoint is due, by step number, and so the same on every rank; True until one is saved."""
+        now = step // self._steps > before // self._steps if self._steps else epoch_ended and self._minutes is None
+        self._pending |= now
+        return self._pending
+
+    def overdue(self) -> bool:
+        """Whether a checkpoint is due by this rank's clock, on which the ranks have to agree."""
+        return self._minutes is not None and time.monotonic() - self._last >= 60 * self._minutes
+
+    def mark_saved(self) -> None:
+        self._last, self._pending = time.monotonic(), False
+
+
+@dataclass
+class Checkpointer:
+    """Writes checkpoints, and holds what goes into the next one.
+
+    Attributes:
+        saved_step: that of the newest checkpoint.
+        best: host copy of the best weights, until they are written with a checkpoint.
+        best_in_flight: the best weights that are being written.
+        best_sha256: of the best weights that were written, on rank 0.
+        snapshot: what this rank wrote last, or is writing.
+        owner: what the lock of the run folder says, if all ranks of a sharded run see it, and so write their rows.
+        saves: checkpoints that were begun.
+        in_flight: step of the checkpoint that is being written, or was last, on rank 0.
+        written: step of the last one that is on disk, as far as rank 0 knows; -1 before that of this attempt.
+    """
+
+    store: Store
+    writer: Writer
+    schedule: CheckpointSchedule
+    saved_step: int
+    best: dict[str, Tensor] | None = None
+    best_in_flight: dict[str, Tensor] | None = None
+    best_sha256: str = ""
+    snapshot: dict[str, Any] | None = None
+    owner: str = ""
+    saves: int = 0
+    in_flight: int = -1
+    written: int = -1
 
 
 @dataclass
@@ -71,6 +131,22 @@ class StepEnd(NamedTuple):
     savable: bool
 
 
+@dataclass(frozen=True)
+class Moments:
+    """What parts do at each moment: bound methods, in the order of the parts; see `run.part.Part`."""
+
+    start: tuple[Callable[["Run", ExitStack], None], ...] = ()
+    epoch_begin: tuple[Callable[["Run"], None], ...] = ()
+    after_backward: tuple[Callable[["Run", int], None], ...] = ()
+    step_end: tuple[Callable[["Run", int, StepResult], None], ...] = ()
+    evaluated: tuple[Callable[["Run", str, Mapping[str, float]], None], ...] = ()
+    epoch_end: tuple[Callable[["Run"], None], ...] = ()
+    written: tuple[Callable[["Run"], None], ...] = ()
+    saved: tuple[Callable[["Run"], None], ...] = ()
+    state_dict: tuple[Callable[["Run"], dict[str, Any]], ...] = ()
+    end: tuple[Callable[["Run", Mapping[str, Any]], None], ...] = ()
+
+
 @dataclass
 class Run(TrainComponents):
     """Everything that a training loop touches."""
@@ -79,7 +155,7 @@ class Run(TrainComponents):
     checkpointer: Checkpointer
     log: RunLog
     control: RunControl
-    hooks: Hooks
+    moments: Moments
 
     @property
     def folder(self) -> Path:

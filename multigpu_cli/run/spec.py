@@ -13,7 +13,6 @@ from multigpu_cli.config.sources import dump
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import DataFingerprint
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.load_hooks import HookClass
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ class RunRequest:
         resume_point: run folder and checkpoint.
         source: the dataset.
         user_objects: live objects, in place of what the settings name.
-        hooks: the classes of --hook, in the order in which they are called.
     """
 
     user_config: Config
@@ -42,7 +40,6 @@ class RunRequest:
     resume_point: ResumePoint
     source: DataSource
     user_objects: "UserObjects | None" = None
-    hooks: tuple[HookClass, ...] = ()
 
     @property
     def model(self) -> str:
@@ -62,12 +59,14 @@ class RunSpec(RunRequest):
     Attributes:
         plan: the arithmetic.
         data_fingerprint: of the dataset's contents.
-        base: what checkpoints record of the pretrained model; known once the run has begun.
+        base: what checkpoints record of the pretrained model.
+        code: what they record of the network's code; known once it is built.
     """
 
     plan: Plan
     data_fingerprint: DataFingerprint
     base: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def pinned(self) -> dict[str, Any]:
@@ -100,6 +99,8 @@ class RunSpec(RunRequest):
             "learned": source.signature(),
             "built_for": network | sizes | tokens,
             **({"base": dict(self.base)} if self.base else {}),
+            **({"code": dict(self.code)} if self.code else {}),
+            **({"reference": "initial adapter"} if self.has_reference else {}),
         }
 
     def checkpoint_metadata(self) -> dict[str, Any]:
@@ -116,6 +117,13 @@ class RunSpec(RunRequest):
     def begins_from_weights(self) -> bool:
         """Whether --init-from gives the weights, and not a checkpoint."""
         return bool(self.config.model.init_from and not self.resume_point.checkpoint)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether preferences are compared with the adapter of --init-from; a run of an older version did not."""
+        if manifest := self.resume_point.manifest:
+            return "reference" in manifest["settings"]
+        return self.begins_from_weights and self.config.adapter.kind != "none" and self.source.paired
 
     @property
     def is_complete(self) -> bool:
@@ -135,6 +143,11 @@ def describe_machine(plan: Plan) -> dict[str, Any]:
     """What the bits of a result depend on beside the settings: a run with --exact resumes only where all are equal."""
     capability = f" with {torch.backends.cpu.get_cpu_capability()}" if plan.device == "cpu" else ""
     return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
+
+
+def with_notes(spec: RunSpec, **notes: str | list[str]) -> RunSpec:
+    """The same request with more said in its plan."""
+    return replace(spec, plan=replace(spec.plan, notes={**spec.plan.notes, **notes}))
 
 
 def with_micro_batch(spec: RunSpec, size: int) -> RunSpec:

@@ -1,7 +1,6 @@
 """Starts an assembled run: prepares its folder, writes the settings and the first lines of the journal."""
 
 import platform
-from dataclasses import replace
 
 import torch
 
@@ -10,7 +9,6 @@ from multigpu_cli.checkpoint.lock import fail_on_write_error
 from multigpu_cli.checkpoint.run_folder import rewind_run
 from multigpu_cli.errors import pluralize
 from multigpu_cli.faults.rank_status import read_previous_cause
-from multigpu_cli.run.pretrained_base import describe_base
 from multigpu_cli.run.restore_best_file import restore_best_file
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.train_log import compiler_fields
@@ -30,8 +28,6 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
     world, start, log, logs = run.world, run.spec.resume_point, run.log, run.folder / "logs"
     if world.local_rank == 0:
         record_run(world.agent_dir, world.attempt, str(run.folder))
-    base = run_on_main_rank(world, lambda: describe_base(run.config, run.spec.source))  # once: its files may go
-    run.spec = replace(run.spec, base=base)
     run_on_main_rank(world, lambda: _prepare_folder(run))
     models = gpu_models(run.spec.placement, world)
     log.journal.write(
@@ -72,7 +68,6 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
             run.log_fault("resume", run.state.restore_warning)
         if not run.spec.same_length:
             log.console.note(f"the run now has {run.plan.schedule.total_steps} steps: the schedule was recomputed")
-    run.hooks.start()
 
 
 def _prepare_folder(run: Run) -> None:

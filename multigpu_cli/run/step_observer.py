@@ -12,14 +12,13 @@ from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.monitor.noise_scale import NoiseMeter
 from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.planning.batch import StepLayout
-from multigpu_cli.run.hooks import Hooks
 from multigpu_cli.run.loss_meter import LossMeter
 from multigpu_cli.run.step_result import StepResult
 
 
 @dataclass
 class StepObserver:
-    """Hang watchdog, clocks, gradient noise scale, skipped steps, loss, sample trace, and the user's hooks, if any.
+    """Hang watchdog, clocks, gradient noise scale, skipped steps, loss, sample trace.
 
     A step calls four verbs: `fetch`, `phase`, `backward_done` and `step_done`.
     """
@@ -30,7 +29,6 @@ class StepObserver:
     nonfinite: SkippedStepLimit
     loss: LossMeter
     trace: SampleTrace | None
-    hooks: Hooks | None = None
     _tokens: tuple[int, int] = field(init=False, default=(0, 0))  # without and with padding, since they were asked for
     _layout: StepLayout = field(init=False)
     _indices: list[Tensor] = field(init=False)  # of this step's batches so far
@@ -55,8 +53,6 @@ class StepObserver:
 
     def phase(self, name: str, batch: Batch | None = None) -> None:
         """Report this rank's position to the watchdog."""
-        if self.hooks and name == "optimizer":
-            self.hooks.after_backward(self._layout.step)
         self.watchdog.set_position(self._layout.step, name, None if batch is None else batch.sample_indices)
 
     def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
@@ -72,5 +68,3 @@ class StepObserver:
         self.loss.add(step, outcome.micro_batches, outcome.losses, units)
         if self.trace:
             self.trace.write(step + 1, self._indices)
-        if self.hooks:
-            self.hooks.step_end(step, outcome)

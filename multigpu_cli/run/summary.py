@@ -61,7 +61,8 @@ def write_run_end(run: Run, summary: dict[str, Any]) -> None:
                 run.log.tensorboard.hyperparameters(flatten_settings(run.spec.user_config), summary["final"])
     run.log.journal.write("end", status=summary["status"], step=run.progress.step, fingerprint=summary["fingerprint"])
     run.control.summary_written = True
-    run.hooks.end(summary)
+    for tell in run.moments.end:
+        tell(run, summary)
 
 
 def _write_summary(run: Run, summary: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from math import isnan
 
 from multigpu_cli.checkpoint.weights import copy_to_host
-from multigpu_cli.run.check_metrics import check_best_name
 from multigpu_cli.run.run import Run
 from multigpu_cli.tasks.base import Evaluation
 
@@ -11,7 +10,7 @@ from multigpu_cli.tasks.base import Evaluation
 def track_best(run: Run, result: Evaluation) -> None:
     """Record an evaluation of the validation split: the best so far, or one epoch without improvement."""
     progress, patience = run.progress, run.config.length.early_stopping_patience
-    score = _compute_score(run, result.metrics)
+    score = list((run.score or run.task.score)(result.metrics))
     if _is_better(score, progress.score):
         progress.score, progress.stale_epochs = score, 0
         named = {f"val_{name}": value for name, value in result.metrics.items()}
@@ -25,15 +24,6 @@ def track_best(run: Run, result: Evaluation) -> None:
         if patience and progress.stale_epochs >= patience:
             progress.stopped_early = True
             run.log.console.note(f"stopping early: no improvement in {progress.stale_epochs} epochs")
-
-
-def _compute_score(run: Run, metrics: dict[str, float]) -> list[float]:
-    """What orders results: the number that --best names, or the task's own score."""
-    if (best := run.config.metric.best) is None:
-        return list(run.task.score(metrics))
-    check_best_name(best, list(metrics))  # a task that evaluates in its own way did not say them before
-    name, _, which = best.removeprefix("val_").partition(":")
-    return [metrics[name] if which == "max" else -metrics[name]]
 
 
 def _is_better(score: list[float], best: list[float]) -> bool:

@@ -22,6 +22,7 @@ from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.tasks.base import Task
+from multigpu_cli.tasks.open_data import FROM_MODEL
 
 
 def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> str:
@@ -57,9 +58,19 @@ def try_channels_last(spec: RunSpec, task: Task, model: nn.Module, precision: Pr
 
 
 def smoke_test_batch(
-    spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch, *, training: bool = False
+    spec: RunSpec,
+    task: Task,
+    model: nn.Module,
+    precision: Precision,
+    batch: Batch,
+    *,
+    training: bool = False,
+    which: str = "first batch",
 ) -> str:
-    """Evaluate a small batch, or with `training` compute its loss: some models return something else in training.
+    """Evaluate a batch, or with `training` compute its loss: some models return something else in training.
+
+    Args:
+        which: what to call it in a message.
 
     Returns:
         how the model is called, in words.
@@ -71,6 +82,9 @@ def smoke_test_batch(
         raise RequestError(
             "--multi-gpu dp would cut each part of a batch that is a list of samples", remedy="--multi-gpu ddp"
         )
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
+            raise RequestError(f"the embedding {name!r} has sparse=True: gradients are dense", remedy="sparse=False")
     mode, measure = (nullcontext(), task.loss_sum) if training else (eval_mode(model), task.measure)
     with CallRecorder(model) as seen:
         try:
@@ -81,11 +95,13 @@ def smoke_test_batch(
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
             if is_out_of_memory(error):
                 raise
-            raise _mismatch_error(spec, task, batch, seen, error) from error
+            raise _mismatch_error(spec, task, batch, seen, error, which) from error
     return seen.describe()
 
 
-def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, seen: CallRecorder, error: Exception) -> RequestError:
+def _mismatch_error(
+    spec: RunSpec, task: Task, batch: Batch, seen: CallRecorder, error: Exception, which: str
+) -> RequestError:
     """What the model was called with, what it returned, and what the task expects."""
     source, config, outputs = spec.source, spec.config, seen.outputs
     line = traceback.extract_tb(error.__traceback__)[-1]
@@ -94,7 +110,7 @@ def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, seen: CallRecorder,
     args = {"input_shape": source.input_shape, "num_classes": classes} | config.model.args
     built = f"  the model was built for {', '.join(f'{name}={quote_value(value)}' for name, value in args.items())}"
     lines = [
-        f"--model {spec.model} does not take the first batch of --data {config.data.name}, or --task {spec.task} "
+        f"--model {spec.model} does not take the {which} of --data {config.data.name}, or --task {spec.task} "
         "not what it returns",
         f"  {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {message}",
         *([] if spec.user_objects else [built]),
@@ -113,6 +129,8 @@ def _mismatch_error(spec: RunSpec, task: Task, batch: Batch, seen: CallRecorder,
 def _suggest_model(spec: RunSpec, outputs: list[Any], wanted: int) -> str:
     """A remedy for these outputs; the last dimension of (n, classes) and (n, t, classes) is their number."""
     found = outputs[0]
+    if isinstance(found, tuple | dict) and spec.task != FROM_MODEL:
+        return "--task from-model, for a model that gets the targets too and returns its loss; or another --model"
     if not isinstance(found, Tensor) or found.ndim not in (2, 3) or found.shape[-1] == wanted:
         return "another --model, or --task"
     if spec.user_objects:

@@ -34,7 +34,7 @@ class UserObjects:
         criterion: outputs and targets → loss; None: the task that the configuration or the dataset names.
         optimizer: over the model's parameters; None: the configuration's.
         scheduler: of that optimizer; without one the optimizer's rates stay constant.
-        scheduler_interval: when the scheduler steps: "epoch" or "step".
+        scheduler_interval: when the scheduler steps: "epoch" or "step"; None: as what it was made for tells.
         ddp: further arguments of DistributedDataParallel.
     """
 
@@ -43,7 +43,7 @@ class UserObjects:
     criterion: Loss | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: LRScheduler | None = None
-    scheduler_interval: str = "epoch"
+    scheduler_interval: str | None = None
     ddp: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -55,9 +55,9 @@ class UserObjects:
         """The parts that are built from names in the settings."""
         return (() if self.criterion else ("task",)) + (() if self.optimizer else ("optimizer", "schedule"))
 
-    def explain_rate(self) -> str:
+    def explain_rate(self, interval: str) -> str:
         """Where the learning rate comes from, for the plan."""
-        scheduler = f", moved by {type(self.scheduler).__name__} after each {self.scheduler_interval}"
+        scheduler = f", moved by {type(self.scheduler).__name__} after each {interval}"
         return f"that of your {type(self.optimizer).__name__}{scheduler if self.scheduler else ''}"
 
     def prepare_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -87,11 +87,11 @@ class UserObjects:
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # moves it to the parameters' device
         return self.optimizer
 
-    def step_scheduler(self, state: TrainState, step: int, steps_per_epoch: int) -> None:
-        """Step the scheduler up to its position before optimizer step `step`, counted from 0."""
+    def step_scheduler(self, state: TrainState, step: int, every: int) -> None:
+        """Step the scheduler up to its position before optimizer step `step`, counted from 0: once in `every`."""
         if self.scheduler is None:
             return
-        wanted = step if self.scheduler_interval == "step" else step // steps_per_epoch
+        wanted = step // every
         with warnings.catch_warnings():
             # after a resume the optimizer has stepped, in the attempt before
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

@@ -28,7 +28,8 @@ class Companion:
     """The process, seen from rank 0; nothing here waits for it.
 
     Args:
-        module: its `main(arguments)` calls `accompany` first. The working directory stays that of the run.
+        module: its `main(arguments)` calls `accompany` first. The working directory stays that of the run, and no
+            module is searched there.
         errors: where its stderr goes, and what libraries print.
 
     Raises:
@@ -36,7 +37,7 @@ class Companion:
     """
 
     def __init__(self, module: str, arguments: Sequence[str], errors: int | IO[bytes] = subprocess.DEVNULL) -> None:
-        command = [sys.executable, "-c", _START, str(_ROOT), module, *arguments]
+        command = [sys.executable, "-P", "-c", _START, str(_ROOT), module, *arguments]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
         assert self.process.stdin

@@ -3,9 +3,13 @@
 import importlib
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from multigpu_cli.config.schema import SETTINGS
@@ -27,10 +31,8 @@ def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callab
         raise RequestError(
             f"{flag}: unknown name {name!r}", remedy=f"{did_you_mean(name, registry)} (or your own as module:factory)"
         )
-    if name not in registry and (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)  # the user's own files precede installed packages
     try:
-        module = importlib.import_module(module_name)
+        module = importlib.import_module(module_name) if name in registry else _import_own(module_name)
     except ModuleNotFoundError as missing:
         if name not in registry and missing.name and (module_name + ".").startswith(missing.name + "."):
             raise RequestError(
@@ -54,6 +56,27 @@ def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callab
             remedy="name a function or a class",
         )
     return found
+
+
+def _import_own(name: str) -> ModuleType:
+    """Import a module of the user's own; the working directory is searched before the installed packages.
+
+    The module itself may have the name of one of Python's own. Other files there that have such a name are not taken
+    for them, whoever imports them: neither this program nor torch would go on.
+    """
+    here, stdlib, top = str(Path.cwd()), sysconfig.get_path("stdlib"), name.partition(".")[0]
+    if here not in sys.path:
+        first = [path for path in sys.path if path in (stdlib, str(Path(stdlib, "lib-dynload")))]
+        sys.path[:] = [*first, here, *(path for path in sys.path if path not in first)]
+    spec = None if top in sys.modules else PathFinder.find_spec(top, [here])
+    if spec and spec.loader and spec.origin:
+        sys.modules[top] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[top])
+        except BaseException:
+            del sys.modules[top]
+            raise
+    return importlib.import_module(name)
 
 
 def call_factory(

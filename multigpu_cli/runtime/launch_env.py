@@ -82,6 +82,23 @@ class LaunchEnv:
         )
 
 
+def refuse_srun_copies(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse what several tasks of one srun would each do alone, from the first step to the last.
+
+    SLURM_NTASKS does not tell: it stands in every batch script too, and around an agent that srun starts on each node.
+
+    Raises:
+        RequestError: srun started several tasks, and no launcher made ranks of them.
+    """
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
+    if not is_launched(environ) and tasks.isdecimal() and int(tasks) > 1:
+        raise RequestError(
+            f"srun started {tasks} tasks of this command (SLURM_STEP_NUM_TASKS), and each would do all of it alone",
+            remedy="sbatch deploy/slurm.sbatch …, or srun --ntasks-per-node=1 torchrun …, which make ranks of them; or "
+            "env -u SLURM_STEP_NUM_TASKS … where each is a run of its own",
+        )
+
+
 def list_secrets() -> tuple[str, ...]:
     """The values of environment variables that hold keys and passwords, by their names, to keep them out of texts."""
     named = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")

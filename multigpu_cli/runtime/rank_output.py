@@ -7,8 +7,11 @@ import platform
 import sys
 import time
 from contextlib import suppress
+from logging import getLogger
 from pathlib import Path
 from typing import Self, TextIO
+
+from multigpu_cli.runtime.launch_env import LaunchEnv
 
 _HEAD = "--- rank "  # each attempt's first line
 _TAIL = 8192  # bytes
@@ -30,7 +33,7 @@ class RankOutput:
             return
         _flush()
         with suppress(OSError):  # the folder of a run may lie on another machine
-            file = os.open(log_path(logs, self._rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            file = os.open(log_path(logs, self._rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
             originals = os.dup(1), os.dup(2)
             here = f"{platform.node()}, process {os.getpid()}"
             head = f"{_HEAD}{self._rank}, attempt {attempt + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')}, {here}\n"
@@ -88,6 +91,13 @@ def quote_last_lines(logs: Path | None, rank: int) -> str:
 def find_ranks_with_output(logs: Path, size: int) -> list[int]:
     """The ranks whose last attempt has written output into its file on this machine."""
     return [rank for rank in range(size) if read_last_lines(logs, rank)]
+
+
+def say_before_run(text: str) -> None:
+    """On stderr, by the first process of a machine: until the data is there, there is no run that could tell."""
+    launch_env = LaunchEnv.current()
+    if launch_env is None or launch_env.local_rank == 0:
+        getLogger(__name__).warning("%s", text)
 
 
 class _Raw(io.RawIOBase):

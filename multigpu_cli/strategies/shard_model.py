@@ -92,16 +92,20 @@ class ModelSharder:
         for same in list(zip(*(part.buffers() for part in parts), strict=True)):
             if id(same[0]) not in self._received:
                 whole = self._receive(same[0])
-                for buffer in same:  # swapped: modules may keep it under another name too
-                    torch.utils.swap_tensors(buffer, whole.clone())
+                values = [whole, *(whole.clone() for _ in same[1:])]
+                for buffer, value in zip(same, values, strict=True):  # modules may keep it under another name too
+                    if buffer.is_meta:
+                        torch.utils.swap_tensors(buffer, value)
+                    else:
+                        buffer.data = value
                 self._received.add(id(same[0]))
 
     def _receive(self, tensor: Tensor) -> Tensor:
         """The source's values as a contiguous tensor on the device: its rows are cut along the first dim."""
-        if self._source == self._world.rank:
-            whole = tensor.detach().to(self._world.device).contiguous()
-        else:
+        if tensor.is_meta:
             whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._world.device)
+        else:
+            whole = tensor.detach().to(self._world.device).contiguous()
         if self._source is not None and self._world.size > 1:
             dist.broadcast(whole.flatten().view(torch.uint8), src=self._source)
         return whole

@@ -66,7 +66,6 @@ class Sharded(Strategy):
         source: int | None = 0,
         shard_size: int | None = None,
     ) -> None:
-        super().__init__(model, world)
         _check_can_be_sharded(model)
         whole = dict(model.named_parameters())  # they are emptied, and tell which rows are in their place
         self._keeps_weights = keeps_weights
@@ -74,6 +73,7 @@ class Sharded(Strategy):
         self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
         self.places = mesh.size(mesh.ndim - 1)
         ModelSharder(model, average, world, source).shard(mesh, blocks, frees_after_forward=not keeps_weights)
+        super().__init__(model, world)  # not before: it has views of buffers, which keep these from getting memory
         self._model, self._usage = cast(FSDPModule, model), WeightUsage(model, world) if finds_unused else None
         self._roots = [model] if average is None else [model, average]
         for group in list_groups(self._roots):

@@ -1,6 +1,7 @@
 """Classification: one class for each sample, by cross-entropy."""
 
 from collections.abc import Callable
+from math import nan
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, per_class_rows
+from multigpu_cli.tasks.class_counts import count_classes
 
 
 class Classification(Task):
@@ -57,10 +59,8 @@ class Classification(Task):
         logits, classes = model(batch.inputs).double(), self.source.num_classes
         if logits.shape != (len(batch), classes):
             raise ValueError(f"outputs {tuple(logits.shape)} for {len(batch)} samples of {classes} classes")
-        pairs = batch.targets * classes + logits.argmax(1)
-        return BatchMetrics(
-            cross_entropy(logits, batch.targets, reduction="sum"), torch.bincount(pairs, minlength=classes * classes)
-        )
+        loss = cross_entropy(logits, batch.targets, reduction="sum")  # first: it refuses wrong targets by name
+        return BatchMetrics(loss, count_classes(logits, batch.targets, table=True).flatten())
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         probability, predicted = model(batch.inputs).double().softmax(1).max(1)
@@ -72,22 +72,20 @@ class Classification(Task):
         }
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
-        return {"accuracy": int(self._confusion(counts).trace()) / units}
+        correct, predicted, samples = self._rows(counts)[:3].sum(1).tolist()
+        return {"accuracy": correct / units if predicted == samples else nan}
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         return (metrics["accuracy"], -metrics["loss"])
 
     def details(self, counts: Tensor) -> dict[str, Any]:
-        confusion = self._confusion(counts)
-        table = torch.stack([confusion.diagonal(), confusion.sum(0), confusion.sum(1)], 1).tolist()
-        return {
-            "per_class": per_class_rows(self.class_names(self.source.num_classes), table),
-            "confusion": confusion.tolist(),
-        }
+        rows = self._rows(counts)
+        found = {"per_class": per_class_rows(self.class_names(self.source.num_classes), rows[:3].T.tolist())}
+        return found | ({"confusion": rows[3:].tolist()} if len(rows) > 3 else {})
 
-    def _confusion(self, counts: Tensor) -> Tensor:
-        """(classes, classes) int64: row = true class, column = predicted."""
-        return counts.view(self.source.num_classes, -1)
+    def _rows(self, counts: Tensor) -> Tensor:
+        """(k, classes): what `count_classes` gave."""
+        return counts.view(-1, self.source.num_classes)
 
 
 def _too_few_classes(source: DataSource) -> RequestError:

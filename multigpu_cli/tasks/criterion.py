@@ -12,6 +12,7 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.tasks.base import BatchMetrics, Loss, Task, at_least_float32
+from multigpu_cli.tasks.class_counts import compute_accuracy, count_right
 
 
 class Criterion(Task):
@@ -60,7 +61,7 @@ class Criterion(Task):
         return super().pair_with_targets(self._logits(outputs), batch)
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
-        return {"accuracy": int(counts[0]) / units} if counts.numel() else {}
+        return {"accuracy": compute_accuracy(counts, units)} if counts.numel() else {}
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         return (metrics["accuracy"], -metrics["loss"]) if "accuracy" in metrics else (-metrics["loss"],)
@@ -93,9 +94,8 @@ class Criterion(Task):
 
 
 def _right(outputs: Any, targets: Any) -> Tensor:
-    """(1,) how many classes are right; (0,) where there are no classes."""
+    """See `count_right`; (0,) where there are no classes."""
     both = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
     if not both or outputs.ndim != 2 or outputs.shape[1] < 2 or targets.ndim != 1 or targets.is_floating_point():
         return torch.zeros(0, dtype=torch.int64, device=getattr(outputs, "device", None))
-    right: Tensor = (outputs.argmax(1) == targets).sum()
-    return right.view(1)
+    return count_right(outputs.argmax(1) == targets, outputs)

@@ -16,22 +16,23 @@ from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.adapter import has_adapter, without_adapter
+from multigpu_cli.models.adapter import as_reference, has_adapter
 from multigpu_cli.models.token_losses import TokenLosses, TokenTargets, score_logits
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import eval_mode
 from multigpu_cli.tasks.base import BatchMetrics, Task
-from multigpu_cli.tasks.language_model import try_chunks
+from multigpu_cli.tasks.class_counts import compute_accuracy, count_right
+from multigpu_cli.tasks.language_model import check_network, try_chunks
 
 
 class DPO(Task):
     """Inputs and targets (n, 2, t) of n pairs, the chosen answer first; model outputs (2n, t, vocabulary).
 
-    The reference is the network without its adapter and without dropout. The reward of an answer is `beta` times the
-    logarithm of how much likelier it is than there, summed over its tokens. The loss is the mean over the pairs of the
-    global batch of -log σ(reward of the chosen answer - reward of the rejected one): ln 2 before the first step, where
-    the network has no dropout. Accuracy is the share of pairs whose chosen answer has the higher reward. The better
-    result has the lower loss.
+    The reference is the network with the adapter of --init-from, or without one, and without dropout. The reward of an
+    answer is `beta` times the logarithm of how much likelier it is than there, summed over its tokens. The loss is the
+    mean over the pairs of the global batch of -log σ(reward of the chosen answer - reward of the rejected one): ln 2
+    before the first step, where the network has no dropout. Accuracy is the share of pairs whose chosen answer has the
+    higher reward. The better result has the lower loss.
 
     Args:
         beta: how closely the network is held to the reference: the greater, the closer.
@@ -69,6 +70,7 @@ class DPO(Task):
                 remedy="--adapter lora",
             )
         with precision.autocast():
+            check_network(model, self.source)
             self._in_chunks, self.logits_note = try_chunks(model)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
@@ -76,14 +78,14 @@ class DPO(Task):
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         rewards = self._rewards(model, batch)
-        right = (rewards[:, 0] > rewards[:, 1]).sum()
-        return BatchMetrics(self._losses(rewards).double().sum(), right.view(1), rewards.double().sum(0))
+        counts = count_right(rewards[:, 0] > rewards[:, 1], rewards)
+        return BatchMetrics(self._losses(rewards).double().sum(), counts, rewards.double().sum(0))
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         return dict(zip(self.sums, self._rewards(model, batch).T.tolist(), strict=True))
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
-        return {"accuracy": int(counts[0]) / units}
+        return {"accuracy": compute_accuracy(counts, units)}
 
     def figures(self, means: dict[str, float]) -> dict[str, float]:
         return {"margin": means["chosen_reward"] - means["rejected_reward"]} | means
@@ -96,7 +98,7 @@ class DPO(Task):
 
     def _rewards(self, model: Any, batch: Batch) -> Tensor:
         """(n, 2): chosen and rejected. Differences are taken by token, which are small and lose no digits."""
-        with without_adapter(model), eval_mode(model):
+        with as_reference(model), eval_mode(model):
             reference = self._compute_losses(model, batch)
         gains = (reference - self._compute_losses(model, batch)).sum(1)
         return self._beta * gains.view(-1, 2)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.collate import Collate, get_sample
@@ -21,7 +22,8 @@ class FromModel(Task):
     The network is called with inputs and targets, a dict goes to it as it is. Its loss is the mean over a micro-batch:
     over the labels that are not -100 where a sample has a row of whole numbers (tokens, a mask of classes), of which
     transformers' causal language models do not predict the first; else over samples. A micro-batch weighs as many, so
-    the step's loss is the mean over the global batch on any number of workers.
+    the step's loss is the mean over the global batch on any number of workers. Where its cross-entropy ignores another
+    label than -100, a label of -100 becomes that one, and neither counts.
 
     An evaluation calls it the same way in evaluation mode. A network that has no loss there (torchvision's detectors)
     is in training mode then, but for BatchNorm and dropout. The better result has the lower loss.
@@ -29,14 +31,19 @@ class FromModel(Task):
     Args:
         loss: name of the loss in what is returned, or its place in a tuple. Without it: a () tensor, `loss`, the only
             () tensor of a tuple, or the sum of a dict of () tensors.
+        ignore_index: the label that the network ignores; None is that of its only cross-entropy, or else -100.
     """
 
     expected_shapes = (
-        "a loss () from the network: alone, as .loss, in a tuple, or a dict of losses (--set task.loss=NAME)"
+        "a loss () from the network: alone, as .loss, in a tuple, or a dict of losses (--set task.loss=NAME); "
+        "it ignores labels of -100, or of --set task.ignore_index=N"
     )
 
-    def __init__(self, source: DataSource, config: TaskConfig, loss: str | int | None = None) -> None:
+    def __init__(
+        self, source: DataSource, config: TaskConfig, loss: str | int | None = None, ignore_index: int | None = None
+    ) -> None:
         super().__init__(source, config)
+        self._ignored = ignore_index
         self._name, self._loss_in_training, self._skips_first = loss, False, False
         inputs, targets = Collate(source.train, source.form)([(0, get_sample(source.train, 0))])
         if (labels := _find_labels(inputs, targets)) is not None:
@@ -49,7 +56,10 @@ class FromModel(Task):
         labels = _find_labels(batch.inputs, batch.targets) if self.unit == "token" else None
         if labels is None:
             return len(batch)
-        return torch.count_nonzero(labels[..., 1:] != IGNORED if self._skips_first else labels != IGNORED)
+        counted = labels != IGNORED
+        if self._ignored not in (None, IGNORED):
+            counted &= labels != self._ignored
+        return torch.count_nonzero(counted[..., 1:] if self._skips_first else counted)
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         loss = None if self._loss_in_training else self._loss(model, batch, needed=False)
@@ -61,18 +71,48 @@ class FromModel(Task):
 
     def _loss(self, model: Callable[..., Any], batch: Batch, *, needed: bool) -> Any:
         """(): the mean over a micro-batch; None where nothing is one, and none is needed."""
-        given = batch.inputs if batch.targets is None else Labelled(batch.inputs, batch.targets)
-        outputs = model(given)
+        outputs = model(self._join_labels(model, batch))
         self._skips_first = "CausalLM" in type(outputs).__name__
         loss = _find_loss(outputs) if self._name is None else _find_by_name(outputs, self._name)
         if loss is None and needed:
             raise ValueError(f"no loss{'' if self._name is None else f' {self._name!r}'} in what it returns")
         return loss
 
+    def _join_labels(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """What the network is called with; its first batch shows which label it ignores."""
+        labels = _find_labels(batch.inputs, batch.targets) if self.unit == "token" else None
+        if labels is not None and self._ignored is None:
+            with torch.no_grad(), _CrossEntropies() as seen:
+                model(_join(batch, labels, labels.clamp(min=0)))  # on a GPU a label out of range would end the process
+            self._ignored = seen.ignored.pop() if len(seen.ignored) == 1 else IGNORED
+        if labels is None or self._ignored in (None, IGNORED):
+            return _join(batch)
+        return _join(batch, labels, labels.masked_fill(labels == IGNORED, self._ignored))
+
     def _sum(self, loss: Tensor, batch: Batch) -> Tensor:
         """Over units; the mean over none of them is no number."""
         wide, count = loss.to(torch.promote_types(loss.dtype, torch.float32)), self.units(batch)
         return wide * count if isinstance(count, int) else torch.where(count > 0, wide * count, 0.0)
+
+
+class _CrossEntropies(TorchDispatchMode):
+    """Sees which labels the cross-entropies in it ignore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default):
+            self.ignored.add(int(args[4]))
+        return func(*args, **(kwargs or {}))
+
+
+def _join(batch: Batch, labels: Tensor | None = None, new: Tensor | None = None) -> Any:
+    """Inputs and targets as the network gets them, with `new` in the place of the labels."""
+    if batch.targets is not None:
+        return Labelled(batch.inputs, batch.targets if new is None else new)
+    return batch.inputs if new is None else {k: new if v is labels else v for k, v in batch.inputs.items()}
 
 
 def _find_labels(inputs: Any, targets: Any) -> Tensor | None:

@@ -13,7 +13,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.hugging_face import Logits
-from multigpu_cli.models.packing_check import check_packing
+from multigpu_cli.models.packing_check import check_causal, check_packing
 from multigpu_cli.models.token_losses import (
     TokenLosses,
     TokenTargets,
@@ -24,6 +24,7 @@ from multigpu_cli.models.token_losses import (
 from multigpu_cli.runtime.model_call import IGNORED
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
+from multigpu_cli.tasks.class_counts import compute_accuracy, count_right
 
 _LARGEST_LOSS = 700.0  # nats, of which e to the power is a number
 
@@ -59,6 +60,7 @@ class LanguageModel(Task):
     def check_model(self, model: nn.Module, precision: Precision) -> None:
         """See `Task`; also that packed texts do not see each other, and whether the model can compute token losses."""
         with precision.autocast():
+            check_network(model, self.source)
             if self.source.packed:
                 check_packing(model, self.source.num_classes, next(model.parameters()).device)
             self._in_chunks, self.logits_note = try_chunks(model)
@@ -79,7 +81,7 @@ class LanguageModel(Task):
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         losses, right = self._compute_losses(model, batch, whole=bool(self.own_metrics))
-        return BatchMetrics(losses.double().sum(), right.sum().view(1))
+        return BatchMetrics(losses.double().sum(), count_right(right, losses))
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         counting = (batch.targets != IGNORED).sum(1)
@@ -96,10 +98,29 @@ class LanguageModel(Task):
         return score_logits(_check_logits(model(batch.inputs), batch.targets), batch.targets)
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
-        return {"accuracy": int(counts[0]) / units}
+        return {"accuracy": compute_accuracy(counts, units)}
 
     def figures(self, means: dict[str, float]) -> dict[str, float]:
         return {"perplexity": exp(min(means["loss"], _LARGEST_LOSS))}
+
+
+def check_network(model: nn.Module, source: DataSource) -> None:
+    """Whether the loss of the next token is all that a network of transformers has to learn.
+
+    Raises:
+        RequestError: it sees that token, or has a loss beside: a product of means over a micro-batch, not a sum.
+    """
+    if not isinstance(model, Logits):
+        return
+    vocabulary, places = model.limits
+    if source.vocabulary is not None:  # else targets may be masked tokens
+        check_causal(model, vocabulary, next(model.parameters()).device, places)
+    if model.has_router_loss:
+        raise RequestError(
+            "--model: output_router_logits of its config.json asks for a second loss, which balances its experts: it "
+            "is no mean over the tokens of a global batch, and would be left out",
+            remedy='"output_router_logits": false in config.json, to train without it',
+        )
 
 
 def try_chunks(model: nn.Module) -> tuple[bool, str]:

@@ -1,6 +1,7 @@
 """Multi-label classification: any number of labels for each sample, by binary cross-entropy."""
 
 from collections.abc import Callable
+from math import isnan, nan
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, divide, per_class_rows
+from multigpu_cli.tasks.class_counts import compute_accuracy, count_right
 
 
 class MultiLabel(Task):
@@ -28,9 +30,8 @@ class MultiLabel(Task):
         logits, targets = _match_shapes(model(batch.inputs), batch.targets)
         loss = binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="none").mean(1).sum()
         predicted, true = logits > 0, targets > 0.5
-        all_right = (predicted == true).all(1).sum().view(1)
-        counts = [(predicted & true).sum(0), (predicted & ~true).sum(0), (~predicted & true).sum(0), all_right]
-        return BatchMetrics(loss, torch.cat(counts))
+        counts = [(predicted & true).sum(0), (predicted & ~true).sum(0), (~predicted & true).sum(0)]
+        return BatchMetrics(loss, torch.cat([*counts, count_right((predicted == true).all(1), logits)]))
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         logits, targets = _match_shapes(model(batch.inputs), batch.targets)
@@ -42,14 +43,15 @@ class MultiLabel(Task):
         }
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
-        hit, wrong, missed = (int(row.sum()) for row in counts[:-1].view(3, -1))
-        return {"accuracy": int(counts[-1]) / units, "f1": divide(2 * hit, 2 * hit + wrong + missed)}
+        hit, wrong, missed = (int(row.sum()) for row in counts[:-2].view(3, -1))
+        accuracy = compute_accuracy(counts[-2:], units)
+        return {"accuracy": accuracy, "f1": nan if isnan(accuracy) else divide(2 * hit, 2 * hit + wrong + missed)}
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         return (metrics["f1"], -metrics["loss"])
 
     def details(self, counts: Tensor) -> dict[str, Any]:
-        rows = counts[:-1].view(3, -1).T.tolist()
+        rows = counts[:-2].view(3, -1).T.tolist()
         table = [(hit, hit + wrong, hit + missed) for hit, wrong, missed in rows]
         return {"per_class": per_class_rows(self.class_names(len(rows)), table)}
 

@@ -6,6 +6,7 @@ from typing import Any
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.collate import SampleForm
 from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.infer_shape import Moved
 from multigpu_cli.data.load_data_source import load_data_source
 from multigpu_cli.data.registry import DATASETS
 from multigpu_cli.environments.registry import ENVIRONMENTS
@@ -30,15 +31,15 @@ def choose_form(inputs: int | None, task: str | None) -> SampleForm:
     return SampleForm(inputs, needs_target=not own and task != FROM_MODEL, keeps_mappings=task == FROM_MODEL)
 
 
-def open_data(config: Config) -> DataSource:
-    """Load the dataset, or probe the environments, that --data names.
+def open_data(config: Config, moved: Moved = lambda: None) -> DataSource:
+    """Load the dataset, or probe the environments, that --data names; `moved` is called as samples are read.
 
     Raises:
         RequestError: it does not exist, or is invalid.
     """
     if not uses_environments(config):
         form = choose_form(config.data.inputs, config.task.name)
-        return load_data_source(config.data, config.reproducibility.seed, form, model_dir=config.model.dir)
+        return load_data_source(config.data, config.reproducibility.seed, form, model_dir=config.model.dir, moved=moved)
     from multigpu_cli.tasks.ppo.env_source import open_environments  # late: datasets do not need PPO
 
     return open_environments(config)

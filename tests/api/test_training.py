@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
 from multigpu_cli.errors import RequestError
@@ -190,6 +190,67 @@ def test_a_plateau_lowers_the_rate(tmp_path: Path) -> None:
         **QUIET,
     )
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-5)
+
+
+def train_scheduled(folder: Path, make: Callable[[torch.optim.Optimizer], LRScheduler], **more: Any) -> list[float]:
+    """Twelve steps in two epochs; returns the rate of each from the journal."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    asked: dict[str, Any] = {"num_epochs": 2, "global_batch_size": 8, "settings": {"log_interval": 1}, **QUIET, **more}
+    train_with_multi_gpu(model, loader(), optimizer, scheduler=make(optimizer), save_dir=str(folder), **asked)
+    lines = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+    return [line["lr"] for line in lines if line["event"] == "train"]
+
+
+def one_cycle(steps: int) -> Callable[[torch.optim.Optimizer], LRScheduler]:
+    return lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=steps)
+
+
+def test_a_scheduler_made_for_the_steps_of_the_run_is_stepped_after_each(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1, momentum=0.9)
+    scheduler, by_hand = OneCycleLR(optimizer, 0.1, total_steps=12), []
+    for _ in range(12):
+        by_hand.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert train_scheduled(tmp_path / "one", one_cycle(12)) == by_hand
+    two = run_on_each_rank(2, lambda world: train_scheduled(tmp_path / "two", one_cycle(12))[:12])
+    assert two == [by_hand] * 2
+    by_epoch = train_scheduled(tmp_path / "epochs", one_cycle(2))
+    assert by_epoch == [by_epoch[0]] * 6 + [by_epoch[6]] * 6
+    assert by_epoch[0] != by_epoch[6]
+    train_scheduled(tmp_path / "part", one_cycle(12), settings={"log_interval": 1, "max_steps": 7})
+    assert train_scheduled(tmp_path / "part", one_cycle(12)) == by_hand, "from the checkpoint on"
+
+
+def test_a_scheduler_that_does_not_fit_the_run_is_refused_before_it(tmp_path: Path) -> None:
+    neither = "OneCycleLR is made for 24 steps, and the run has 12 optimizer steps of up to 8 samples in 2 epochs"
+    with pytest.raises(RequestError, match=f"{neither}(?s:.)*scheduler_step='step'"):
+        train_scheduled(tmp_path / "run", one_cycle(24))
+    with pytest.raises(RequestError, match="OneCycleLR has 6 steps, and the run steps it 11 times"):
+        train_scheduled(tmp_path / "run", one_cycle(6), scheduler_step="step")
+    assert not (tmp_path / "run").exists()
+    asked_for = train_scheduled(tmp_path / "run", one_cycle(24), scheduler_step="step")
+    assert asked_for[11] > asked_for[0] * 20, "half of it, as asked for"
+    train_scheduled(tmp_path / "longer", one_cycle(12))
+    with pytest.raises(RequestError, match="OneCycleLR has 12 steps, and the run steps it 17 times"):
+        train_scheduled(tmp_path / "longer", one_cycle(18), num_epochs=3)
+
+
+def test_a_scheduler_that_was_made_and_not_passed_is_noticed(tmp_path: Path) -> None:
+    model, other = network(), network()
+    optimizer, loaded = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, other))
+    OneCycleLR(optimizer, 0.1, total_steps=12)
+    loaded.load_state_dict(optimizer.state_dict())
+    with pytest.raises(
+        RequestError, match=r"made for it and not passed: the rate would stay at 0.004(?s:.)*initial_lr"
+    ):
+        train_with_multi_gpu(model, loader(), optimizer, save_dir=str(tmp_path / "run"), **QUIET)
+    assert not (tmp_path / "run").exists()
+    for group in optimizer.param_groups:
+        del group["initial_lr"]
+    for trained, moves in ((model, optimizer), (other, loaded)):  # as the message says; state of an earlier training
+        assert train_with_multi_gpu(trained, loader(), moves, num_epochs=1, **QUIET)["success"]
 
 
 def test_losses_of_single_samples_and_targets_of_any_shape(tmp_path: Path) -> None:

@@ -29,15 +29,15 @@ def mirror(request: pytest.FixtureRequest, tmp_path: Path) -> Mirror:
 def test_what_was_uploaded_comes_back(mirror: Mirror, tmp_path: Path) -> None:
     assert (mirror.list_steps(), mirror.read_owner()) == ([], "")
     mirror.write_owner("a run")
-    for step in (9, 100):
+    for step in (0, 100):
         mirror.upload_checkpoint(write_checkpoint(tmp_path / "run", step), ignore_progress)
-    assert (mirror.list_steps(), mirror.read_owner()) == ([100, 9], "a run")
+    assert (mirror.list_steps(), mirror.read_owner()) == ([100, 0], "a run")
     mirror.download_checkpoint(100, tmp_path / "other")
     (folder,) = (tmp_path / "other" / "checkpoints").iterdir()
     assert find_damage(folder) is None
     assert (folder / BEST).read_bytes() == b"best of 100"
     mirror.discard(lambda step: step < 100)
-    assert mirror.list_steps() == [100]
+    assert (mirror.list_steps(), mirror.measure_checkpoint(0)) == ([100], 0)
 
 
 def test_other_files_follow_both_ways_but_never_over_others_and_a_summary_that_is_gone_leaves(
@@ -140,6 +140,25 @@ def test_the_same_step_of_a_later_attempt_replaces_the_old_one(tmp_path: Path) -
     mirror.upload_checkpoint(again, ignore_progress)
     mirror.download_checkpoint(5, tmp_path / "other")
     assert (tmp_path / "other" / "checkpoints" / folder.name / "state.pt").read_bytes() == b"of two workers"
+
+
+def test_wherever_the_upload_of_another_attempts_step_is_cut_no_manifest_stands_over_other_files(
+    tmp_path: Path,
+) -> None:
+    cuts = 0
+    while True:
+        mirror = CutMirror(f"file:{tmp_path}/mirror{cuts}", after=cuts)
+        Mirror(mirror.url).upload_checkpoint(write_checkpoint(tmp_path, 5), ignore_progress)
+        again = write_checkpoint(tmp_path, 5, content=b"of two workers")
+        try:
+            mirror.upload_checkpoint(again, ignore_progress)
+        except MirrorError:
+            cuts += 1
+        else:
+            break
+        for step in mirror.list_steps():
+            mirror.download_checkpoint(step, tmp_path / f"back{cuts}")  # raises where it is damaged
+    assert cuts == 3, "the old manifest goes, the state and the new manifest come"
 
 
 def test_a_store_that_changes_content_is_noticed(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """The process that follows a run folder: what it sends, in which order, and what it does while the mirror refuses."""
 
+import os
 import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,10 +69,12 @@ def test_at_the_end_the_weights_follow(run: Path) -> None:
 
 
 def test_what_was_sent_is_not_sent_again_by_the_next_attempt(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(run, 1)
-    follower(run).upload_new()
+    for step in (1, 2):
+        write_checkpoint(run, step)
+        follower(run).upload_new()
     monkeypatch.setattr(Mirror, "upload_checkpoint", lambda *_: pytest.fail("sent again"))
     follower(run).upload_new()
+    assert read_mirrored_steps(run.parent / "mirror") == [1, 2]
 
 
 def test_a_mirror_that_refuses_is_tried_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,3 +170,37 @@ def test_a_full_disk_of_the_run_ends_nothing(run: Path, monkeypatch: pytest.Monk
     found = Follower(run, Mirror(f"file:{run.parent}/mirror"), 3, notes.append)
     assert not found.follow(end(), patience=0.05)
     assert "[Errno 28] No space left on device" in notes
+
+
+def test_a_process_that_holds_the_lock_is_waited_for_while_it_moves(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes a second with each look; the other one moves five times, and then hangs."""
+    now, notes = [0.0], list[str]()
+
+    def sleep(_: float) -> None:
+        now[0] += 1
+        if now[0] <= 5:
+            os.utime(run / ".mirror.lock", (now[0], now[0]))
+
+    with module.lock_mirror(run):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+        monkeypatch.setattr(module, "accompany", lambda: (end(), notes.append))
+        with pytest.raises(SystemExit, match="1"):
+            module.main([str(run), f"file:{run.parent}/mirror", "3", "2"])
+    busy = f"process {os.getpid()} on {os.uname().nodename} still sends this run"
+    assert notes == [busy] * 6 + [f"{busy}, and has not moved for 2 s"]
+    assert now == [8.0], "three seconds after it moved last"
+
+
+def test_who_sends_moves_the_lock(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(run, 1)
+    times: list[float] = []
+
+    def note(text: str) -> None:
+        times.append((run / ".mirror.lock").stat().st_mtime)
+        os.utime(run / ".mirror.lock", (1.0, 1.0))
+
+    monkeypatch.setattr(module, "accompany", lambda: (end(), note))
+    with pytest.raises(SystemExit, match="0"):
+        module.main([str(run), f"file:{run.parent}/mirror", "3", "2"])
+    assert len(times) > 2, "with each piece of a file, too"
+    assert min(times) > 1.0

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from multigpu_cli.checkpoint import manifest
+from multigpu_cli.checkpoint.files import compute_sha256
 from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.checkpoint.run_folder import (
     ResumePoint,
     choose_resume_point,
     holds_run,
     read_summary,
+    resolve_folder,
     rewind_run,
     write_summary,
 )
@@ -115,6 +118,25 @@ def test_what_may_not_go_on_is_passed_over() -> None:
     assert choose_resume_point(make_config(), attempt=0).folder == str(home / "right")
 
 
+def test_only_the_checkpoint_that_is_meant_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of a hundred runs may have gigabytes each."""
+    read: list[str] = []
+    monkeypatch.setattr(manifest, "compute_sha256", lambda *file: read.append(str(file[0])) or compute_sha256(*file))
+    home = Path("checkpoints/digits")
+    run_in(home / "d_completed", 10, status="completed")
+    run_in(home / "c_other_rate", 10, config=make_config(lr=0.5))
+    state = run_in(home / "b_damaged", 10) / "checkpoints/step_00000010/state.pt"
+    state.write_bytes(bytes(state.stat().st_size))
+    run_in(home / "a_meant", 10, 20, status="stopped")
+    for age, folder in enumerate(sorted(home.iterdir(), reverse=True)):
+        set_age(folder, age)
+    assert choose_resume_point(make_config(), attempt=0).folder == str(home / "a_meant")
+    assert read == [
+        f"{home}/{there}/state.pt"
+        for there in ("b_damaged/checkpoints/step_00000010", "a_meant/checkpoints/step_00000020")
+    ]
+
+
 @pytest.mark.parametrize("status", ["stopped", "failed"])
 def test_stopped_and_failed_runs_are_unfinished(status: str) -> None:
     run_in(Path("checkpoints/digits/x"), 10, status=status)
@@ -154,6 +176,15 @@ def test_a_restart_goes_on_with_the_run_that_its_launch_began(resume: str) -> No
 
 
 # -- with --save-dir
+
+
+def test_all_restarts_of_a_launch_get_one_folder_to_go_on_in() -> None:
+    run_in(Path("checkpoints/digits/unfinished"), 5)
+    resolved = resolve_folder(make_config(resume="never"))
+    assert resolve_folder(resolved) == resolved
+    assert resolved.checkpoint.save_dir != "checkpoints/digits/unfinished"
+    assert resolved.checkpoint.resume == "auto"
+    assert resolved.explicit == {"save_dir", "resume"}
 
 
 def test_an_empty_or_missing_folder_is_a_new_run(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.optimizers.average import EMAModel
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
+from multigpu_cli.runtime.average import EMAModel
 from multigpu_cli.runtime.precision import Precision
 from tests.support.world import CPU
 

@@ -204,11 +204,15 @@ STEPS_ON_DISK = (
 )
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step once more"])
+@pytest.mark.parametrize(
+    ("steps", "keep"),
+    [((10,), 2), ((10, 20), 2), ((20,), 1)],
+    ids=["a new step", "the same step once more", "the only one once more"],
+)
 def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
-    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    steps: tuple[int, ...], keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before its first step on disk, before its second, … until it comes through."""
+    """Killed before its first step on disk, before its second, … until it comes through; the next one tidies up."""
     left = 0
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,7 +226,7 @@ def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
         return call
 
     for moment in range(40):
-        store = fill_store(tmp_path / str(moment), 10, *([20] if again else []), keep=2)
+        store = fill_store(tmp_path / str(moment), *steps, keep=keep)
         with monkeypatch.context() as deadly:
             for owner, name in STEPS_ON_DISK:
                 deadly.setattr(owner, name, counted(getattr(owner, name)))
@@ -231,8 +235,11 @@ def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
         found, skipped = store.find_newest()
         assert found is not None
         assert skipped == []
+        assert found.step >= steps[-1]
         if ended == 0:
             break
+        store.save(20, STATE, FACTS)
+        assert names(store) == [f"step_{step:08d}" for step in sorted({*steps, 20})]
         assert ended == -signal.SIGKILL
     assert ended == 0
     assert found is not None

@@ -61,21 +61,25 @@ def test_it_shows_first_and_removes_when_asked(tmp_path: Path, capsys: pytest.Ca
     assert again == {"run": str(done), "checkpoints": [], "bytes": 0, "reason": "", "removed": False}
 
 
-def test_what_checkpoints_share_counts_once_and_a_link_leads_nowhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, elsewhere = finished(tmp_path / "a"), tmp_path / "elsewhere"
+def test_what_checkpoints_share_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = finished(tmp_path / "a")
     one, other = (run / f"checkpoints/step_000000{step}/best_weights.pt" for step in (10, 20))
     one.write_bytes(b"w" * 10**6)
     other.hardlink_to(one)
-    elsewhere.mkdir()
-    (elsewhere / "precious").touch()
-    (run / "checkpoints/step_00000030").symlink_to(elsewhere)
     assert main_multi_gpu.run(["clean", str(run), "--yes", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (len(found["checkpoints"]), found["removed"]) == (2, True)
     assert 10**6 < found["bytes"] < 1.1 * 10**6
-    assert (elsewhere / "precious").exists()
+
+
+def test_a_link_in_one_of_several_runs_keeps_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        finished(tmp_path / name)
+    (tmp_path / "b/checkpoints/step_00000030").symlink_to(finished(tmp_path.parent / f"{tmp_path.name} elsewhere"))
+    before = content(tmp_path)
+    assert main_multi_gpu.run(["clean", str(tmp_path), "--yes"]) == 2
+    assert f"{tmp_path}/b/checkpoints/step_00000030 is a symbolic link" in capsys.readouterr().err
+    assert content(tmp_path) == before
 
 
 def test_a_cleaned_run_serves_its_weights_and_does_not_begin_again(

@@ -49,6 +49,10 @@ def test_what_is_learned_is_marked(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert "talks.jsonl:2: " in shown
     assert " tokens, cut to 45, " in shown
     assert "talks.jsonl:3" not in shown
+    twice = {"messages": [*TALKS[0], TALKS[0][0], TALKS[0][1] | {"weight": 0}]}
+    Path("marked.jsonl").write_text(json.dumps(twice) + "\n")
+    assert preview("--data-dir", "marked.jsonl", "--max-length", "64") == 0
+    assert capsys.readouterr().out.count("⟦4\\x1b[2J<|im_end|>⟧") == 1
 
 
 def test_as_json_and_with_flags_beside_the_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

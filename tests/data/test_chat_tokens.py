@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.data.chat_tokens import ChatEncoder
-from multigpu_cli.data.conversations import Conversation
+from multigpu_cli.data.conversations import Conversation, read_conversation
 from multigpu_cli.errors import RequestError
 from tests.support.tiny_language_models import CHATML, make_tokenizer
 
@@ -52,6 +52,19 @@ def test_each_answer_with_its_end_and_nothing_after_it(tokenizer: Any) -> None:
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
     assert decode_learned(tokenizer, talk, "all") == [whole]
     assert ChatEncoder(tokenizer, None, "all", []).encode(talk, "a:1").ids == tokenizer(whole).input_ids
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_a_message_with_weight_0_is_not_learned(tokenizer: Any, mark: dict[str, Any]) -> None:
+    turns = [*TALK[:2], TALK[2] | mark, TALK[3] | {"train": False}, TALK[4] | {"weight": 1.0, "train": True}]
+    talk = read_conversation({"messages": turns}, "messages", "a:1")
+    assert decode_learned(tokenizer, talk, "assistant") == ["4, of course.<|im_end|>"]
+    assert decode_learned(tokenizer, talk, "assistant", THINKING) == ["4, of course.<|im_end|>"]
+    plain = Conversation(TALK)
+    encoder = ChatEncoder(tokenizer, None, "assistant", [])
+    assert encoder.encode(talk, "a:1").ids == encoder.encode(plain, "a:1").ids
+    with pytest.raises(RequestError, match=r"a:1 has a message with weight 0 or train false: data\.args\.loss_on=all"):
+        decode_learned(tokenizer, talk, "all")
 
 
 def test_nothing_is_learned_where_the_last_message_is_not_an_answer(tokenizer: Any) -> None:

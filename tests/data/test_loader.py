@@ -211,6 +211,16 @@ def test_held_out_samples_are_served_once_in_order(kind: Any, workers: int) -> N
     assert {len(batch) for batch in batches[:-1]} == {4}
 
 
+@pytest.mark.parametrize("kind", [in_memory, Noisy])
+def test_the_first_batch_makes_no_others(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each start takes one batch of two samples, of however many samples."""
+    served, made = loader(kind(3000)), []
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda *given, **named: made.append(given) or arange(*given, **named))
+    assert next(served.eval_batches(2, 0, 1)).sample_indices.tolist() == [0, 1]
+    assert len(made) < 10
+
+
 def test_held_out_items_never_change() -> None:
     served = loader(Noisy())
     first, second = (read_draws([list(served.eval_batches(4, 0, 1))]) for _ in range(2))

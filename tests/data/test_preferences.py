@@ -38,6 +38,8 @@ def test_each_form_of_messages_is_read_as_the_same(record: dict[str, Any]) -> No
 def test_whole_conversations_have_a_prompt_of_several_messages() -> None:
     found = read(chosen=[ASKED, FOUR, AGAIN, FOUR], rejected=[ASKED, FOUR, AGAIN, FIVE, AGAIN, FIVE])
     assert found.given == 3
+    begun = [ASKED, FOUR | {"weight": 0}, AGAIN]
+    assert read(chosen=[*begun, FOUR], rejected=[*begun, FIVE]).given == 3, "of the prompt nothing is learned anyway"
     assert read(chosen=[ASKED, FOUR], rejected=[ASKED, FOUR]).given == 1, "the same answers are answers"
 
 
@@ -69,6 +71,7 @@ def test_texts_have_a_prompt_or_a_common_beginning() -> None:
         ({"prompt": [ASKED, FOUR, AGAIN], "chosen": [], "rejected": [FIVE]}, "no message after the prompt"),
         ({"prompt": [ASKED], "chosen": [{"role": "assistant"}], "rejected": [FIVE]}, "message 2 has no content"),
         ({"chosen": [7], "rejected": [FIVE]}, "message 1 has no role"),
+        ({"prompt": [ASKED], "chosen": [FOUR], "rejected": [FIVE | {"weight": 0}]}, "answers are compared as a whole"),
     ],
 )
 def test_what_is_no_preference_is_refused(record: dict[str, Any], message: str) -> None:

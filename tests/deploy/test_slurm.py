@@ -156,6 +156,7 @@ def test_a_real_run_goes_on_where_it_stopped_and_ends_as_if_nothing_had_been(job
     for name, code in does.items():
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
     here = {"SLURM_JOB_NUM_NODES": "1", "MULTIGPU_PER_NODE": "2", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    here["SLURM_STEP_NUM_TASKS"] = "2"  # as srun sets it for the agent on each of two nodes
     flags = {
         "data": "tests.support.user_code:tensors",
         "model": "tests.support.user_code:net",

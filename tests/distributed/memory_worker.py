@@ -21,9 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.data.batch_stream_protocol import first_batch
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.run.build_components import build_components, first_batch
+from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.prepare_spec import prepare_spec
@@ -129,7 +130,7 @@ def main(out: Path, width: str, depth: str) -> None:
             gc.collect()
             settled = read_anonymous_memory() - found["before"]
         found |= {"tensors at rest": rest, "tensors": peak, "at rest": settled, "groups": measure_groups(components)}
-        found |= {"plan": [components.plan.sharding, components.plan.first_weights]}
+        found |= {"plan": [components.plan.notes[name] for name in ("sharding", "first_weights")]}
         (out / f"{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -22,10 +22,10 @@ from tests.support.tiny_language_models import make_model_folder, make_tokenizer
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 ANSWERS = ["Paris, of course.", "4", "The quick brown fox", "no", "1 2 3", "x", "dogs", "of course", "jumps", "What?"]
-TALKS = [
+TALKS: list[list[dict[str, Any]]] = [
     [
         {"role": "user", "content": "What is " * (n % 3 + 1) + "2?"},
-        {"role": "assistant", "content": answer},
+        {"role": "assistant", "content": answer, **({"weight": 0} if n == 4 else {})},
         *([{"role": "user", "content": "And?"}, {"role": "assistant", "content": "7 8"}] if n % 4 == 0 else []),
     ]
     for n, answer in enumerate(ANSWERS)
@@ -77,7 +77,7 @@ def load_model(adapter: str = "none", dtype: torch.dtype = torch.float64) -> tor
     return model
 
 
-def compute_losses(model: torch.nn.Module, talks: Iterable[list[dict[str, str]]] = TALKS) -> Tensor:
+def compute_losses(model: torch.nn.Module, talks: Iterable[list[dict[str, Any]]] = TALKS) -> Tensor:
     """Of each learned token; each conversation by itself, with masks written by hand."""
     tokenizer = _TOKENIZER()
     losses = []
@@ -89,7 +89,8 @@ def compute_losses(model: torch.nn.Module, talks: Iterable[list[dict[str, str]]]
             said = tokenizer(f"{message['content']}<|im_end|>").input_ids
             after = tokenizer("\n").input_ids
             ids += head + said + after
-            learned += [False] * len(head) + [message["role"] == "assistant"] * len(said) + [False] * len(after)
+            counts = message["role"] == "assistant" and message.get("weight", 1) == 1
+            learned += [False] * len(head) + [counts] * len(said) + [False] * len(after)
         tokens = torch.tensor(ids)
         logits = model(tokens[None]).logits[0, :-1]
         losses.append(cross_entropy(logits, tokens[1:], reduction="none")[torch.tensor(learned[1:])])
@@ -147,6 +148,29 @@ def test_the_gradient_is_that_of_the_full_batch_in_float64(
             moved = before[name] - after[f"network.{name}"]
             difference = float((moved / RATE - gradient).norm() / gradient.norm())
             assert difference < close, f"{workers} workers, {name}: {difference}"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "packing", "said"),
+    [
+        ("bert", {}, "off", "sees the tokens that it is to foretell"),
+        ("bert", {}, "on", "a model made to write text"),
+        ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "on", '"output_router_logits": false'),
+    ],
+)
+def test_a_network_with_more_to_learn_than_the_next_token_is_refused(
+    architecture: str, settings: dict[str, Any], packing: str, said: str, here: Path
+) -> None:
+    make_model_folder(here / "model", architecture, places=128, **settings)
+    ended = run_training(1, **STEP, packing=packing, batch_size=2, sets=["data.val=0"], save_dir="run")
+    assert ended.kind == "RequestError", ended.error or ended.summary
+    assert said in ended.error
+    assert "--packing" not in ended.error
+    assert not Path("run").exists()
+    if architecture == "mixtral":
+        config = Path("model/config.json")
+        config.write_text(config.read_text().replace('"output_router_logits": true', '"output_router_logits": false'))
+        assert not run_training(1, **STEP, packing=packing, batch_size=2, sets=["data.val=0"], save_dir="run").error
 
 
 def count_tokens(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -334,3 +334,12 @@ def test_a_wrong_request_of_a_self_launch_is_told_once(tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr
     assert refused.stderr.count("--data-dir") <= 2
     assert not (tmp_path / "run").exists()
+
+
+def test_a_script_has_no_thread_of_gloo_left_after_its_run(tmp_path: Path) -> None:
+    """One that runs at Python's exit is what now and then aborts it."""
+    script = Path(__file__).parents[1] / "support" / "torchrun_threads.py"
+    ended = run_command(torchrun(2, script=str(script)), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("left: ") == 2
+    assert "gloo" not in ended.stdout

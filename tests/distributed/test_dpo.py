@@ -12,6 +12,7 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+import main_multi_gpu
 from multigpu_cli.checkpoint.weights import read_weights
 from multigpu_cli.config.schema import AdapterConfig
 from multigpu_cli.models.adapter import add_adapter
@@ -160,6 +161,51 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(here: Path) -
     sharded = run_training(2, **flags | {"multi_gpu": "fsdp"}, save_dir="sharded")
     assert not sharded.error, sharded.error
     assert sharded.summary["fingerprint"] == whole.summary["fingerprint"]
+
+
+def write_adapter(file: Path) -> None:
+    """One that has learned something already."""
+    network = transformers.AutoModelForCausalLM.from_pretrained("model")
+    weights = add_adapter(network, AdapterConfig(kind="lora", modules_to_save=("lm_head",)), seed=7).state_dict()
+    dice = torch.Generator().manual_seed(0)
+    torch.save({name: torch.randn(weight.shape, generator=dice) / 8 for name, weight in weights.items()}, file)
+
+
+def test_the_reference_is_the_adapter_of_init_from_also_when_that_is_gone(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model_folder(here / "model", places=128)
+    write_adapter(here / "init.pt")
+    flags: dict[str, Any] = FLAGS | {"lr": 1e-2, "epochs": 3, "batch_size": 1, "global_batch_size": 3, "exact": True}
+    flags |= {"checkpoint_every": 1, "init_from": "init.pt", "log_interval": 1}
+    flags |= {"sets": ["data.val=0.2", "adapter.modules_to_save=lm_head"]}
+    whole = run_training(1, **flags, save_dir="whole")
+    assert not whole.error, whole.error
+    losses = list(read_losses("whole"))
+    assert losses[0] == pytest.approx(log(2), rel=1e-6)
+    assert losses[1] != pytest.approx(log(2), rel=1e-3)
+    assert next(read_events(Path("whole/journal.jsonl")))["plan"]["adapter"].endswith("is that of --init-from")
+    sharded = run_training(2, **flags | {"multi_gpu": "fsdp"}, save_dir="sharded")
+    assert not sharded.error, sharded.error
+    assert sharded.summary["fingerprint"] == whole.summary["fingerprint"]
+    killed = run_training(3, **flags, save_dir="killed", prepare=die_at_third_checkpoint)
+    assert killed.killed
+    Path("init.pt").unlink()
+    del flags["init_from"]
+    ended = run_training(2, **flags, save_dir="killed")
+    assert not ended.error, ended.error
+    assert ended.summary["resumed_from"]
+    assert ended.summary["fingerprint"] == whole.summary["fingerprint"]
+    assert ended.summary["final"] == whole.summary["final"]
+    export, evaluate = ["export", "killed", "--to", "merged", "--format", "merged"], ["evaluate", "killed"]
+    assert main_multi_gpu.run(export) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert main_multi_gpu.run([*evaluate, "--split", "val", "--json"]) == 0, capsys.readouterr().err
+    best = whole.summary["best"]
+    assert json.loads(capsys.readouterr().out)["loss"] == best["loss"], best
+    again = run_training(1, **flags | {"init_from": "whole/best.pt", "max_steps": 1}, save_dir="again")
+    assert not again.error, again.error
+    assert list(read_losses("again")) == [pytest.approx(log(2), rel=1e-6)]
 
 
 def test_what_can_not_be_a_preference_run_ends_before_the_first_step(here: Path) -> None:

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed.fsdp  # noqa: F401 - seconds, once rather than in each forked rank
+import torch
+import torch.distributed.fsdp
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_multi_gpu
@@ -15,7 +16,8 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.models.generate import answer_prompt
 from multigpu_cli.monitor.journal import read_events
 from multigpu_cli.run import prompt_samples
-from multigpu_cli.run.prompt_samples import format_sample, load_prompts
+from multigpu_cli.run.prompt_samples import PromptSamples, format_sample
+from multigpu_cli.runtime.world import World
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder
 
@@ -144,8 +146,7 @@ def test_a_prompt_may_fill_the_places_of_the_model_whatever_the_training_takes(h
     flags = {"model": "pretrained", "data": "chat", "model_dir": "model", "prompts": "prompts.jsonl"}
     config = resolve(flags, (), None)
     spec: Any = SimpleNamespace(config=config, source=SimpleNamespace(input_shape=(8,), text_model={}))
-    found = load_prompts(spec)
-    assert found is not None
+    found = PromptSamples(spec, World(torch.device("cpu")))
     assert found.places == 128
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,17 @@ import pytest
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
+from multigpu_cli import engine
 from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.data.loader import Batch
 from multigpu_cli.monitor import journal
+from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run import assemble_run, device_and_data_rules, train_log
+from multigpu_cli.run.run import Run
+from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.runtime import precision
 from multigpu_cli.runtime.precision import PrecisionChoice
 from multigpu_cli.tasks.base import Evaluation
@@ -226,6 +233,35 @@ def test_a_gradient_that_is_not_finite_skips_the_step_on_all_ranks() -> None:
     ended = run(3, "run", case)
     assert (ended.kind, ended.killed) == ("TrainingError", [])
     assert "NaN or infinite" in ended.error
+
+
+def watch_the_average() -> None:
+    """From here on in this process a step that moves its average although it was skipped is an error, or leaves it."""
+    real, counts = engine.train_step, [0]
+
+    def step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResult:
+        assert run.state.average
+        tensors = [*run.state.average.parameters(), *run.state.average.buffers()]
+        own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        before = [tensor.clone() for tensor in own]
+        outcome = real(run, layout, work)
+        counts[0] += not outcome.skipped
+        assert all(map(torch.equal, own, before)) == bool(outcome.skipped), f"step {layout.step}"
+        assert int(run.state.average.n_averaged) == counts[0]
+        return outcome
+
+    engine.train_step = step
+
+
+def test_a_skipped_step_leaves_the_average_alone_on_all_ranks() -> None:
+    """One sample of an epoch has a NaN: weights, BatchNorm's statistics and the count stay as they were."""
+    model = {"model": "tests.support.user_code:Spoilt", "sets": ["model.args.limit=2.75"], "ema": 0.9}
+    flags: dict[str, Any] = {"nonfinite": "skip", "prepare": watch_the_average}
+    for workers, strategy in ((1, "none"), (2, "ddp"), (2, "fsdp")):
+        ended = run(workers, strategy, model, multi_gpu=strategy, **flags)
+        assert not ended.error, ended.error
+        assert [fault["kind"] for fault in ended.summary["faults"]] == 3 * ["nonfinite"]
+        assert read_evals(strategy) == pytest.approx(read_evals("none"), rel=2e-5)
 
 
 def test_a_task_with_its_own_evaluation_says_that_it_runs_equal_passes() -> None:

@@ -8,18 +8,17 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.initial_weights import load_initial_weights
-from multigpu_cli.config.schema import AdapterConfig, ModelConfig
+from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.adapter import (
     adapter_weights,
+    as_reference,
     has_adapter,
-    list_base_parameters,
     merge_adapter,
-    without_adapter,
 )
-from multigpu_cli.models.build import build_model
+from multigpu_cli.models.build import build_model, find_adapter
 from multigpu_cli.models.on_meta import build_on_meta, find_unsaved_tensors
-from multigpu_cli.optimizers.average import EMAModel
+from multigpu_cli.runtime.average import EMAModel, list_unsaved_parameters
 from tests.support.tiny_language_models import SIZES, make_model_folder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -42,7 +41,9 @@ def build(
     **adapter: Any,
 ) -> nn.Module:
     config, offered = ModelConfig(freeze=freeze, args={"dtype": dtype}), {"model_dir": str(folder), "seed": seed}
-    return build_model(config, "pretrained", offered, adapter=AdapterConfig(kind=kind, **adapter))
+    return build_model(
+        config, "pretrained", offered, adapt=find_adapter(Config(adapter=AdapterConfig(kind=kind, **adapter)))
+    )
 
 
 def learn(model: nn.Module) -> None:
@@ -73,7 +74,7 @@ def test_an_adapter_begins_as_the_network_and_learns_beside_it(
     learned = compute_logits(model)
     assert not torch.allclose(learned, compute_logits(base), atol=0.1)
     flags = [p.requires_grad for p in model.parameters()]
-    with without_adapter(model):
+    with as_reference(model):
         assert torch.equal(compute_logits(model), compute_logits(base))
     assert torch.equal(compute_logits(model), learned)
     assert flags == [p.requires_grad for p in model.parameters()]
@@ -135,7 +136,7 @@ def test_modules_that_learn_as_a_whole_do_so_in_float32_beside_a_base_in_half_pr
         moved = p.grad != 0
         assert (p != before[name])[moved].float().mean() > 0.9, f"{name}: bfloat16 would round such steps away"
     learn(model)
-    with without_adapter(model):
+    with as_reference(model):
         assert torch.equal(compute_logits(model), compute_logits(base))
 
 
@@ -166,7 +167,7 @@ def test_the_state_is_what_learns(folders: dict[str, Path]) -> None:
 
 def test_an_average_holds_what_learns_and_shares_the_rest(folders: dict[str, Path]) -> None:
     model = build(folders["qwen2"], modules_to_save=("norm",))
-    base, learning = list_base_parameters(model), [p for p in model.parameters() if p.requires_grad]
+    base, learning = list_unsaved_parameters(model), [p for p in model.parameters() if p.requires_grad]
     assert {id(p) for p in base} == {id(p) for p in model.parameters() if not p.requires_grad}
     whole, shared = EMAModel(model, 0.9), EMAModel(model, 0.9, base)
     own = {id(p) for p in shared.module.parameters()} - {id(p) for p in model.parameters()}

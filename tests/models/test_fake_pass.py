@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from multigpu_cli.config.schema import AdapterConfig, ModelConfig
-from multigpu_cli.models.build import build_model
+from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
+from multigpu_cli.models.build import build_model, find_adapter
 from multigpu_cli.models.fake_pass import count_kept_bytes
 from multigpu_cli.models.on_meta import build_on_meta
 from multigpu_cli.models.token_losses import TokenTargets
@@ -21,8 +21,8 @@ TOKENS = 32
 
 
 def build(folder: Path) -> nn.Module:
-    adapter = AdapterConfig(kind="lora", r=4)
-    model = build_model(ModelConfig(), "pretrained", {"model_dir": str(folder), "seed": 1}, adapter=adapter)
+    adapt = find_adapter(Config(adapter=AdapterConfig(kind="lora", r=4)))
+    model = build_model(ModelConfig(), "pretrained", {"model_dir": str(folder), "seed": 1}, adapt=adapt)
     return model.train()
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.config.schema import AdapterConfig, ModelConfig
-from multigpu_cli.models.build import build_model
+from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
+from multigpu_cli.models.build import build_model, find_adapter
 from multigpu_cli.models.generate import answer_prompt
 from tests.support.tiny_language_models import SIZES, make_model_folder
 from tests.support.trained_folders import learn
@@ -20,7 +20,8 @@ PROMPT = [5, 9, 7, 30]
 def test_what_is_cached_is_what_is_computed_anew(architecture: str, adapter: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     offered = {"model_dir": str(make_model_folder(tmp_path, architecture)), "seed": 1}
-    model: Any = build_model(ModelConfig(), "pretrained", offered, adapter=AdapterConfig(kind=adapter)).eval()
+    adapt = find_adapter(Config(adapter=AdapterConfig(kind=adapter)))
+    model: Any = build_model(ModelConfig(), "pretrained", offered, adapt=adapt).eval()
     learn(model)
     lengths: list[int] = []
 

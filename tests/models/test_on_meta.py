@@ -8,9 +8,21 @@ from multigpu_cli.models.on_meta import build_on_meta, copy_to_meta, find_unsave
 from tests.support.awkward_models import shy
 
 
+def masked(*, kept: bool) -> nn.Module:
+    """Its mask is a view, of a table that is kept beside it or is not."""
+    model, table = nn.Linear(3, 3), torch.ones(4, 4).tril()
+    model.register_buffer("mask", table.view(1, 1, 4, 4))
+    model.register_buffer("rows", model.mask[0])  # type: ignore[index]
+    if kept:
+        model.table = table
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
+        (lambda: masked(kept=False), ""),
+        (lambda: masked(kept=True), "it has tensors that are neither parameters nor buffers"),
         (lambda: shy((4,), 3, "silent"), ""),
         (lambda: nn.LSTM(3, 4), ""),
         (lambda: shy((4,), 3, "reads"), "on the meta device its factory raises RuntimeError"),

@@ -11,7 +11,7 @@ from torch import nn
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model
-from multigpu_cli.models.packing_check import check_packing
+from multigpu_cli.models.packing_check import check_causal, check_packing
 from tests.support.tiny_language_models import SIZES, make_model_folder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -38,6 +38,8 @@ def test_the_weights_of_the_folder_and_packed_texts_apart(architecture: str, att
     tokens = torch.randint(200, (2, 9))
     torch.testing.assert_close(model(tokens), own(tokens).logits)
     check_packing(model, 200, torch.device("cpu"))
+    check_causal(model, 200, torch.device("cpu"))
+    check_causal(model.to(torch.bfloat16), 200, torch.device("cpu"), places=1)
 
 
 class Leaking(nn.Module):

@@ -2,6 +2,7 @@
 
 python -m tests.mutants --count 300 --seed 17      # goes on where it was stopped
 python -m tests.mutants --only 41                  # one of them again, with what pytest says
+python -m tests.mutants --since v0.1.0             # only of lines that have changed since that commit
 python -m tests.mutants --again                    # those that survived so far, once more
 
 mutmut and cosmic-ray were tried. mutmut 3 puts a dispatcher in place of each function and leaves out decorated ones
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.mutants.copy import Copy
-from tests.mutants.mutations import Mutation, draw_mutations, files, mutations_of
+from tests.mutants.mutations import Mutation, changed_lines, draw_mutations, files, mutations_of
 from tests.mutants.nearest import Nearest, own_tests
 from tests.mutants.results import Result, Results, equivalents, key, summary
 
@@ -133,6 +134,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument("--budget", type=float, default=60, metavar="SECONDS", help="of tests for a mutant")
     parser.add_argument("--room", default="", help="of those drawn only what is in this room (run, engine.py, …)")
+    parser.add_argument("--since", metavar="COMMIT", help="draw from the lines that have changed since then")
     parser.add_argument("--only", type=int, metavar="N", help="the Nth alone, once more")
     parser.add_argument("--again", action="store_true", help="those that survived, once more")
     asked = parser.parse_args()
@@ -141,6 +143,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # and what was started is ended
     asked.folder.mkdir(parents=True, exist_ok=True)
     everything = [one for file in files(ROOT) for one in mutations_of(file, (ROOT / file).read_text(encoding="utf-8"))]
+    if asked.since:
+        changed = changed_lines(ROOT, asked.since)
+        everything = [one for one in everything if one.touches(changed.get(one.file, set()))]
     mutations, results = draw_mutations(everything, asked.seed, asked.count), Results(asked.folder / "results.jsonl")
     print(f"{len(mutations)} of {len(everything)} possible mutants, seed {asked.seed}, results in {asked.folder}")
     play(asked, mutations, results)

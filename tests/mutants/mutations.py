@@ -8,9 +8,12 @@ changed: strings, annotations, decorators, asserts (and zip's `strict`, which is
 import ast
 import hashlib
 import io
+import re
+import subprocess
+import sys
 import tokenize
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,6 +91,10 @@ class Mutation(NamedTuple):
         data = text.encode()
         return (data[: self.edit.start] + self.edit.text.encode() + data[self.edit.stop :]).decode()
 
+    def touches(self, lines: Set[int]) -> bool:
+        """Whether one of these lines is among those that change."""
+        return any(line in lines for line in range(self.line, self.line + len(self.before.splitlines())))
+
     def diff(self) -> str:
         head = f"{self.file}:{self.line} {self.place}".rstrip()
         lines = [f"-{line}" for line in self.before.splitlines()] + [f"+{line}" for line in self.after.splitlines()]
@@ -99,6 +106,38 @@ def files(root: Path) -> list[str]:
     rooms = [root / "multigpu_cli" / room for room in ROOMS]
     found = [file for room in rooms for file in (room.rglob("*.py") if room.is_dir() else [room])]
     return sorted(file.relative_to(root).as_posix() for file in found)
+
+
+def changed_lines(root: Path, since: str) -> dict[str, set[int]]:
+    """The lines of each file that have changed since that commit, for git's eyes; a moved file is no change.
+
+    Raises:
+        SystemExit: git does not know the commit.
+    """
+    command = [
+        "git",
+        "diff",
+        "--unified=0",
+        "--find-renames",
+        "--no-color",
+        "--no-ext-diff",
+        "--dst-prefix=b/",
+        since,
+        "--",
+        "*.py",
+    ]
+    told = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if told.returncode:
+        sys.exit(f"--since {since}: {told.stderr.strip()}")
+    found: dict[str, set[int]] = {}
+    lines: set[int] = set()
+    for line in told.stdout.splitlines():
+        if line.startswith("+++ "):  # of a deleted file /dev/null, with no lines
+            lines = found.setdefault(line.removeprefix("+++ ").removeprefix("b/"), set())
+        elif hunk := re.match(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@", line):
+            first, count = int(hunk[1]), int(hunk[2] or 1)
+            lines.update(range(first, first + count))
+    return found
 
 
 def draw_mutations(mutations: list[Mutation], seed: int, count: int) -> list[Mutation]:

@@ -1,9 +1,12 @@
 """Faults are drawn by seed, from what does something, and each is one that Python can read."""
 
 import ast
+import subprocess
 from pathlib import Path
 
-from tests.mutants.mutations import Mutation, draw_mutations, files, mutations_of
+import pytest
+
+from tests.mutants.mutations import Mutation, changed_lines, draw_mutations, files, mutations_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = '''"""Module 1."""
@@ -65,6 +68,31 @@ def test_alike_lines_of_one_place_have_names_of_their_own():
     found = mutations_of("toy.py", "def f():\n    a()\n    b\n    a()\n")
     assert [one.again for one in found] == [0, 1]
     assert len({one.name for one in found}) == 2
+
+
+def test_since_a_commit_only_lines_that_changed_are_drawn_from(tmp_path):
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    (tmp_path / "moved.py").write_text("a = 1\nb = 2\nc = 3\nd = 4\n" + 9 * "same\n")
+    for name in ("same.py", "gone.py"):
+        (tmp_path / name).write_text("a = 1\n")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    git("mv", "moved.py", "room.py")
+    git("rm", "-q", "gone.py")
+    text = "a = 1\nb = 2\nc = 30\nd = 4\ne = f(\n    5,\n    x,\n)\n" + 9 * "same\n"
+    (tmp_path / "room.py").write_text(text)
+    lines = changed_lines(tmp_path, "HEAD")
+    assert lines == {"/dev/null": set(), "room.py": {3, 5, 6, 7, 8}}
+    touched = [one for one in mutations_of("room.py", text) if one.touches(lines["room.py"])]
+    assert [one.after for one in touched] == ["c = 31", "6,"]
+    git("commit", "-q", "-a", "-m", "second")
+    assert changed_lines(tmp_path, "HEAD") == {}
+    assert changed_lines(tmp_path, "HEAD~1") == lines
+    with pytest.raises(SystemExit, match="--since nowhere: "):
+        changed_lines(tmp_path, "nowhere")
 
 
 def real() -> list[Mutation]:

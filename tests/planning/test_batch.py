@@ -3,7 +3,7 @@ from itertools import zip_longest
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from multigpu_cli.errors import RequestError
@@ -91,6 +91,7 @@ def test_accumulation_is_what_the_busiest_worker_has_in_a_full_step(plan: BatchP
 
 
 @given(plan=plans())
+@example(plan=BatchPlan(samples=13, micro_batch=2, global_batch=8, workers=2))  # 3 in the last, the third short
 def test_even_means_that_all_workers_always_have_equally_many(plan: BatchPlan) -> None:
     counts = [
         {len(plan.local_micro_batches(step, rank)) for rank in range(plan.workers)}

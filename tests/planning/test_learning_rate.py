@@ -108,6 +108,12 @@ def test_a_floor_is_where_the_fall_ends(shape: str, half: float) -> None:
     assert schedule.rate_at(200) == pytest.approx(1.0 if shape == "constant" else 0.1)
 
 
+def test_a_fall_to_nothing_and_no_fall_at_all_can_be_written_down() -> None:
+    assert plan(shape="wsd", warmup_epochs=0, args={"floor": 0, "decay": 0}) == plan(
+        shape="wsd", warmup_epochs=0, args={"floor": 0.0, "decay": 0.0}
+    )
+
+
 @pytest.mark.parametrize("args", [{"flor": 0.1}, {"floor": 2}, {"floor": "low"}, {"floor": True}])
 def test_a_floor_that_is_none_is_refused(args: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=r"schedule\.args\.flo"):

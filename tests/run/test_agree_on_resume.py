@@ -18,7 +18,7 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run import agree_on_resume
+from multigpu_cli.run import restore_from_mirror
 from multigpu_cli.run.agree_on_resume import agree_on_resume_point, all_ranks_see
 from multigpu_cli.runtime import restart_records
 from multigpu_cli.runtime.world import World
@@ -68,8 +68,12 @@ def test_the_newest_checkpoint_counts_wherever_it_lies(tmp_path: Path) -> None:
     holding(tmp_path / "node0" / "run", 5)
     holding(tmp_path / "node1" / "run", 7)
     write_note(tmp_path / "node0" / "run", {"batch_size": 4})
-    found = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, RUN))
-    assert found[0] == found[1] == ["run/checkpoints/step_00000007", 1, None, {"batch_size": 4}, "run"]
+
+    def work(world: World) -> list[Any]:
+        return [*describe_start(world, RUN), all_ranks_see(agree_on_resume_point(RUN, world), world)]
+
+    found = on_disks_of_their_own(tmp_path, work)
+    assert found[0] == found[1] == ["run/checkpoints/step_00000007", 1, None, {"batch_size": 4}, "run", False]
 
 
 def test_rank_0_has_it_where_all_have_the_same(tmp_path: Path) -> None:
@@ -100,7 +104,7 @@ def test_a_checkpoint_that_is_copied_for_long_from_a_mirror_ends_no_collective(
         return "", ["came late"]
 
     brief = timedelta(seconds=1)
-    monkeypatch.setattr(agree_on_resume, "restore_from_mirror", copy_slowly)
+    monkeypatch.setattr(restore_from_mirror, "restore_from_mirror", copy_slowly)
     monkeypatch.setattr(ranks, "TIMEOUT", brief)
     mirrored = resolve({"save_dir": str(tmp_path / "run"), "mirror": f"file:{tmp_path}/mirror"}, [], None)
     found = run_on_each_rank(2, lambda world: agree_on_resume_point(mirrored, world).warnings)
@@ -119,6 +123,15 @@ def test_word_of_small_memory_is_heard_whichever_way_a_run_goes_on(
     start = agree_on_resume_point(resolve({"resume": path, "save_dir": save_dir}, [], None), World(torch.device("cpu")))
     assert (start.manifest or {})["pins"] == {"batch_size": 4}
     assert start.warnings == ["out of memory in an earlier attempt: micro-batches of 4"]
+
+
+def test_a_link_in_the_folder_of_any_node_is_refused_on_all(tmp_path: Path) -> None:
+    for node in ("node0", "node1"):
+        holding(tmp_path / node / "run", 5)
+    (tmp_path / "node1" / "run" / "journal.jsonl").symlink_to(tmp_path / "precious")
+    found = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, RUN))
+    assert found[0] == found[1]
+    assert "run/journal.jsonl is a symbolic link" in found[0]
 
 
 @pytest.mark.parametrize("attempt", [0, 1])

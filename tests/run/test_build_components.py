@@ -17,6 +17,8 @@ from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.compile import compile_model
 from multigpu_cli.runtime.world import World
+from multigpu_cli.strategies import buckets
+from tests.support.ranks import run_on_each_rank
 from tests.support.world import CPU
 
 NAMED: dict[str, Any] = {
@@ -117,3 +119,31 @@ def test_compile_needs_a_compiler_at_the_door(monkeypatch: pytest.MonkeyPatch, k
     with pytest.raises(RequestError) as raised:
         compile_model(nn.Linear(1, 1), resolve({"compile": "default"}, [], None), torch.device(kind))
     assert f"--compile default on {kind.upper()} needs a {language} compiler" in raised.value.problem
+
+
+def test_buckets_are_measured_where_the_flag_says_so_and_else_as_large_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "measure_cap", lambda model, world: 3)
+
+    def work(world: World) -> list[Any]:
+        found = []
+        for cap in ("auto", "7"):
+            flags = {"save_dir": str(tmp_path), "model": "mlp", "data": "tests.support.user_code:tensors"}
+            config = resolve(flags | {"bucket_cap_mb": cap, "multi_gpu": "ddp", "num_workers": "0"}, (), None)
+            spec = prepare_spec(config, Placement("ddp", (CPU, CPU), 0, "a test"), world)
+            found.append(build_components(spec, world).config.communication.bucket_cap_mb)
+        return found
+
+    assert run_on_each_rank(2, work) == [[3, 7]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("ScheduleFreeSGD", "; schedule-free: evaluated and saved for use in its eval mode"), ("Manifold", "")],
+)
+def test_the_plan_names_an_optimizer_of_ones_own(name: str, more: str, tmp_path: Path) -> None:
+    own = f"tests.support.optimizers:{name}"
+    flags = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net", "lr": "0.1"}
+    built = components(tmp_path, optimizer=own, schedule="constant", warmup_epochs="0", **flags)
+    assert built.plan.optimizer == own + more

@@ -14,10 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.data.batch_stream_protocol import first_batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.run import build_model
-from multigpu_cli.run.build_components import build_components, first_batch
+from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.prepare_spec import prepare_spec
@@ -65,7 +66,7 @@ def start(world: World, folder: Path, flags: dict[str, str], sets: tuple[str, ..
         tensors: dict[str, Tensor] = {}
         for part, values in (*whole.items(), ("buffers", dict(state.model.named_buffers()))):
             tensors |= {f"{part}.{name}": value for name, value in values.items() if isinstance(value, Tensor)}
-        return fingerprint(tensors), sorted(tensors), built.plan.first_weights
+        return fingerprint(tensors), sorted(tensors), str(built.plan.notes.get("first_weights", ""))
 
 
 @pytest.mark.parametrize("name", CASES)

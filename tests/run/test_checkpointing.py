@@ -9,8 +9,8 @@ import torch
 
 from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import checkpointing
-from multigpu_cli.run.checkpointing import CheckpointSchedule
+from multigpu_cli.run import run as run_module
+from multigpu_cli.run.run import CheckpointSchedule
 from tests.support.run_training import run_training
 
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 8}
@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         monotonic = staticmethod(lambda: now[0])
         perf_counter = staticmethod(time.perf_counter)
 
-    monkeypatch.setattr(checkpointing, "time", Time)
+    monkeypatch.setattr(run_module, "time", Time)
     return now
 
 
@@ -67,7 +67,7 @@ def test_a_run_saves_by_the_minute(
         clock[0] += 30.0
         return clock[0]
 
-    monkeypatch.setattr("multigpu_cli.run.checkpointing.time.monotonic", staticmethod(ticking))
+    monkeypatch.setattr("multigpu_cli.run.run.time.monotonic", staticmethod(ticking))
     steps = 48 // workers
     slow = {"OWN_PAUSE": "0.08"} if workers > 1 else {}
     assert run_training(workers, **RUN, checkpoint_every="1m", keep="99", environ=slow).error == ""

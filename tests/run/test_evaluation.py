@@ -147,6 +147,41 @@ def test_the_best_is_the_first_of_the_greatest_numbers(scores: list[float], best
     assert found.get("epoch") == best, "without a best evaluation these are the last weights"
 
 
+def test_weights_whose_outputs_are_no_numbers_are_never_the_best() -> None:
+    """Also by a metric, which would order them as it does any other."""
+    Path("broken.py").write_text(
+        """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def dataset(split, seed):
+    targets = (torch.arange(40) < 20).long()  # sorted, which a sort of NaN may leave as it is
+    return TensorDataset(torch.randn(40, 3, generator=torch.Generator().manual_seed(seed)), targets)
+
+class Broken(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.steps += self.training
+        outputs = super().forward(inputs)
+        return outputs if self.training or self.steps < 4 else outputs * float("nan")
+"""
+    )
+    flags = {"data": "broken:dataset", "model": "broken:Broken", "metric": ["auroc"], "best": "val_auroc:max"}
+    ended = run_training(2, **RUN | flags)
+    assert ended.error == ""
+    assert [json.dumps(event["auroc"]) for event in evaluations()][1] == '"NaN"'
+    assert ended.summary["best"]["epoch"] == 1
+    assert torch.load("run/best.pt", weights_only=True)["metrics"]["epoch"] == 1
+
+
+def evaluations() -> list[dict[str, Any]]:
+    return [event for event in journal.read_events("run/journal.jsonl") if event.get("split") == "val"]
+
+
 @pytest.mark.parametrize(
     ("scores", "epochs"), [([nan, nan, nan, 0.1, nan, 0.1, 0.1], 6), ([0.1, 0.2, 0.1, 0.1, 0.3], 4)]
 )
@@ -157,11 +192,7 @@ def test_patience_counts_from_the_best_number(scores: list[float], epochs: int) 
 def test_a_task_that_evaluates_now_and_then_does_so_after_the_last_epoch_too() -> None:
     Path("even").touch()
     assert run_with_scores([0.1, 0.2, 0.3], epochs=5).error == ""
-    assert [event["epoch"] for event in journal.read_events("run/journal.jsonl") if event.get("split") == "val"] == [
-        2,
-        4,
-        5,
-    ]
+    assert [event["epoch"] for event in evaluations()] == [2, 4, 5]
 
 
 def test_best_weights_that_could_not_be_written_are_written_with_the_next_checkpoint(

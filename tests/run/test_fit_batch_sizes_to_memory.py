@@ -317,12 +317,26 @@ def test_after_an_evaluation_that_did_not_fit_the_peak_is_counted_anew(monkeypat
 
 
 def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--batch-size auto fills the GPU to find out what fits. The world is told that it has one."""
+    """--batch-size auto fills the GPU to find out what fits. The world is told that it has one.
+
+    It holds as much as the optimizer will meanwhile.
+    """
     made = components(tmp_path, "tests.run.test_profile_micro_batch:plain")
     made.world = replace(made.world, device=torch.device("cuda"))
     done: list[str] = []
-    monkeypatch.setattr(fit_batch_sizes_to_memory, "_run_micro_batch", lambda *_: done.append("tried"))
+    held, allocate = weakref.WeakSet[Any](), torch.empty_like
+
+    def hold(parameter: torch.Tensor) -> torch.Tensor:
+        held.add(mine := allocate(parameter))
+        return mine
+
+    monkeypatch.setattr(torch, "empty_like", hold)
+    monkeypatch.setattr(
+        fit_batch_sizes_to_memory, "_run_micro_batch", lambda *_: done.append(f"tried beside {len(held)} tensors")
+    )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append(f"{device} counted anew"))
     assert fit_batch_sizes_to_memory._fits_in_memory(made, 10)
-    assert done == ["tried", "emptied", "cuda counted anew"]
+    count = 2 * len(made.trainable_parameters)
+    assert done == [f"tried beside {count} tensors", "emptied", "cuda counted anew"]
+    assert len(held) == 0

@@ -1,12 +1,16 @@
 """When hooks are called, on which ranks, with what; and what happens if one fails, is slow, or changes something."""
 
 import json
+from concurrent.futures import wait
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.monitor.history import load_history
 from tests.support.run_training import Ended, run_training
 
@@ -137,6 +141,28 @@ def test_each_method_has_its_moment_on_each_rank() -> None:
     assert run_training(**RUN | {"epochs": 3}, hook=["own_hooks:OnOne"]).error == ""
     [told] = load_history(Path("run")).plan["hooks"]
     assert told == "own_hooks:OnOne, on rank 1, which is not there: step_end, saved, end; each 2 steps"
+
+
+def test_a_checkpoint_that_was_not_written_is_not_said_to_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    submit, save = Writer.submit, Store.save
+
+    def submit_and_wait(self: Writer, *job: Any) -> None:
+        submit(self, *job)
+        assert self._job is not None
+        wait([self._job])  # so that the next log line finds it done
+
+    def save_but_not_the_second(self: Store, step: int, *state: Any) -> int:
+        if step == 2:
+            raise OSError(ENOSPC, "No space left on device")
+        return save(self, step, *state)
+
+    monkeypatch.setattr(Writer, "submit", submit_and_wait)
+    monkeypatch.setattr(Store, "save", save_but_not_the_second)
+    flags = RUN | {"epochs": 1, "log_interval": 1, "checkpoint_every": 1, "keep": 9}
+    assert run_training(2, **flags, hook=["own_hooks:Notes"]).error == ""
+    for rank in range(2):
+        told = [told["checkpoint"] for name, told in notes(rank) if name == "saved"]
+        assert told == ["step_00000001", "step_00000003"]
 
 
 def test_state_goes_on_with_another_number_of_workers_and_hooks_may_change() -> None:

@@ -27,8 +27,12 @@ from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from tests.support.run_training import run_training
 
 
-def prepare_run(folder: Path, **more: str) -> AbstractContextManager[Run]:
-    """A run of one epoch, six steps, before its first one."""
+def prepare_run(folder: Path, out: io.StringIO | None = None, **more: str) -> AbstractContextManager[Run]:
+    """A run of one epoch, six steps, before its first one.
+
+    Args:
+        out: where it says what it says; None: it says nothing.
+    """
     flags = {
         "data": "tests.support.user_code:tensors",
         "model": "tests.support.user_code:net",
@@ -37,9 +41,8 @@ def prepare_run(folder: Path, **more: str) -> AbstractContextManager[Run]:
     }
     choice = Placement("single", (torch.device("cpu"),), 0, "a test")
     config = resolve(flags | {"epochs": "1"} | more, [], None)
-    return engine.prepare(
-        config, choice, None, Console("quiet", io.StringIO()), on_fatal_error=print, user_objects=None
-    )
+    console = Console("normal", out) if out else Console("quiet", io.StringIO())
+    return engine.prepare(config, choice, None, console, on_fatal_error=print, user_objects=None)
 
 
 def ends(folder: Path) -> list[str]:
@@ -60,6 +63,22 @@ def test_a_run_that_its_caller_leaves_counts_as_stopped_and_goes_on_later(tmp_pa
     assert ends(tmp_path) == ["completed", "stopped", "completed"]
 
 
+def test_only_a_run_of_another_length_says_that_its_schedule_is_another(tmp_path: Path) -> None:
+    with prepare_run(tmp_path) as run:
+        assert engine.fit(run, until=6) == "completed"
+    for epochs, said in (("1", False), ("2", True)):
+        with prepare_run(tmp_path, out := io.StringIO(), epochs=epochs):
+            shown = out.getvalue()
+        assert ("the run now has 12 steps: the schedule was recomputed" in shown) == ("recomputed" in shown) == said
+        assert "Learning rates" not in shown, "all parameters learn at one"
+
+
+def test_a_dry_run_shows_the_rates_that_the_run_will(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sets = ["optimizer.rates={'*.bias': 0.5}"]
+    assert not run_training(save_dir=str(tmp_path / "run"), dry_run=True, lr=0.01, screen="normal", sets=sets).error
+    assert "\nLearning rates\n" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("built", [False, True], ids=["while it is built", "afterwards"])
 def test_a_refused_run_leaves_no_loader_process_behind(
     built: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -70,11 +89,11 @@ def test_a_refused_run_leaves_no_loader_process_behind(
         assert multiprocessing.active_children()
         raise RequestError("another run is using the folder since a moment ago")
 
-    monkeypatch.setattr("multigpu_cli.run.lifecycle.freeze_until_due", refuse)
+    monkeypatch.setattr("multigpu_cli.run.lifecycle.fit_batch_sizes_to_memory", refuse)
     other = torch.nn.Linear(2, 2).state_dict()
     torch.save(other, tmp_path / "other.pt")
-    words = {"data": "tests.run.test_build_components:Pictures", "model": "convnet", "num_workers": "1"}
-    weights = {} if built else {"init_from": str(tmp_path / "other.pt")}
+    words: dict[str, Any] = {"data": "tests.run.test_build_components:Pictures", "model": "convnet", "num_workers": "1"}
+    weights: dict[str, Any] = {} if built else {"init_from": str(tmp_path / "other.pt")}
     with pytest.raises(RequestError, match="a moment ago" if built else "other.pt"):
         prepare_run(tmp_path / "run", **words, **weights).__enter__()
     assert multiprocessing.active_children() == []
@@ -134,5 +153,6 @@ def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speak
     head, *said = (folder / "logs" / "rank_1.log").read_text().splitlines()
     assert (head[:23], said) == ("--- rank 1, attempt 1, ", ["rank 1 does it"])
     assert "does it" not in out
-    assert len(re.findall(r"^  loss .* grad norm .* memory \d+ MiB / \d+ MiB ", out, re.MULTILINE)) == 2
+    memory = r"([\d.]+ [MG]iB)"  # a forked rank has the memory of the tests that ran before it
+    assert len(re.findall(rf"^  loss .* grad norm .* memory {memory} / {memory} ", out, re.MULTILINE)) == 2
     assert re.search(r"^checkpoint of step 2: \d\.\d MiB in [\d.]+ s, ", out, re.MULTILINE)

@@ -1,8 +1,10 @@
 """--mirror: a run whose folder is gone goes on from it, on another number of workers, with the same bits."""
 
+import fcntl
 import os
 import shutil
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from fsspec.implementations.local import LocalFileOpener
 from multigpu_cli.checkpoint import files
 from multigpu_cli.checkpoint.mirror import Mirror
 from multigpu_cli.checkpoint.mirror_process import lock_mirror
-from multigpu_cli.checkpoint.mirror_state import read_state
+from multigpu_cli.checkpoint.mirror_state import MirrorState, read_state, write_state
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.watchdog import Watchdog
@@ -96,6 +98,53 @@ def test_a_mirror_that_hangs_keeps_no_run_from_its_end(monkeypatch: pytest.Monke
     )
     assert said == [f"the training is done; waiting until all is in file:{here}/mirror (Ctrl-C: no longer than 10 s)"]
     mirror._companion.process.kill()
+
+
+@pytest.mark.parametrize("let_go", [True, False])
+def test_the_process_of_a_killed_attempt_is_waited_for(let_go: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock is let go of once the run waits at its end, or never: then it is named, and the new process ends."""
+    write_checkpoint(Path("run"), 3)
+    monkeypatch.setattr(mirroring, "_SILENT", 0.0)
+    with ExitStack() as killed, monkeypatch.context() as patch:
+        killed.enter_context(lock_mirror(Path("run")))
+        patch.setattr(mirroring, "_HANGS", 60.0 if let_go else 1.0)
+        mirror = MirrorProcess(Path("run"), "file:mirror", 3)
+        patch.undo()
+        wait_until(lambda: mirror._read_notes() or mirror._note != "", "the new process has seen the lock")
+        missing = mirror.finish(lambda: False, lambda: None, lambda text: killed.close() if let_go else None)
+    here, node = Path.cwd(), os.uname().nodename
+    told = (
+        f"file:{here}/mirror lacks the checkpoint of step 3 (process {os.getpid()} on {node} still sends this run, and "
+        f"has not moved for 1 s); {here}/run has all of it; multigpu mirror {here}/run --to file:{here}/mirror sends it"
+    )
+    assert missing == ("" if let_go else told)
+    assert read_state(Path("run")).complete == let_go
+    assert mirror._companion.process.wait(10) == (0 if let_go else 1)
+
+
+def test_after_a_kill_nothing_is_left_to_send_by_hand() -> None:
+    """The mirror's lock is held by somebody until the resumed run waits at its end for what its own process sends."""
+    Path("run").mkdir()
+    with open("run/.mirror.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def let_go() -> None:
+            finish = MirrorProcess.finish
+
+            def finish_late(*arguments: Any, **named: Any) -> str:
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                return finish(*arguments, **named)
+
+            MirrorProcess.finish = finish_late  # type: ignore[method-assign]
+
+        assert 0 in run_training(1, **RUN, prepare=die_at_third_checkpoint).killed
+        assert read_mirrored_steps(Path("mirror")) == []
+        assert run_training(1, **RUN, prepare=let_go).error == ""
+    assert read_state(Path("run")).complete
+    steps = sorted(path.name for path in Path("run/checkpoints").glob("step_*"))
+    assert [f"step_{step:08}" for step in read_mirrored_steps(Path("mirror"))][-1] == steps[-1]
+    assert Path("mirror/best.pt").read_bytes() == Path("run/best.pt").read_bytes()
+    assert not [event for event in journal.read_events("run/journal.jsonl") if event["event"] == "fault"]
 
 
 @pytest.mark.parametrize(("stopped", "wait"), [(True, True), (False, False)])
@@ -198,6 +247,19 @@ def test_a_mirror_that_breaks_off_keeps_a_run_from_beginning_at_an_older_checkpo
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step_00000002"]
     assert "step_00000003 is damaged" in skipped[0]
     assert notes[-1] == f"copying step 2 (0.0 MiB) from file:{tmp_path}/mirror to run"
+
+
+def test_where_the_newer_checkpoint_is_damaged_there_none_that_the_run_has_is_copied() -> None:
+    for step in (2, 3, 4):
+        Mirror("file:mirror").upload_checkpoint(write_checkpoint(Path("run"), step), lambda: None)
+    Mirror("file:mirror").write_owner("a run")
+    write_state(Path("run"), MirrorState(id="a run"))
+    shutil.rmtree("run/checkpoints/step_00000004")
+    Path("mirror/checkpoints/step_00000004/state.pt").write_bytes(b"torn")
+    config, notes = resolve({"mirror": "file:mirror", "save_dir": "run"}, [], None), list[str]()
+    folder, skipped = restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[], note=notes.append)
+    assert (folder, len(skipped)) == ("", 1)
+    assert [note.partition(" (")[0] for note in notes] == ["copying step 4"]
 
 
 def test_the_user_is_told_that_a_mirror_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

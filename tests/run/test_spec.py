@@ -10,6 +10,7 @@ import torch
 from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.data import infer_shape
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.device_and_data_rules import check_data
 from multigpu_cli.run.prepare_spec import prepare_spec
@@ -17,7 +18,7 @@ from multigpu_cli.run.spec import RunSpec
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
-from tests.support.user_code import tensors
+from tests.support.user_code import Items, tensors
 from tests.support.world import ALONE
 
 SINGLE = Placement("single", (ALONE.device,), 0, "a test")
@@ -57,7 +58,7 @@ def test_the_plan_says_how_the_network_is_compiled() -> None:
         rows = dict(spec(workers, compile="default", exact=exact).plan.rows())
         assert rows["torch.compile"] == said
     sharded = prepare_spec(resolve(OWN | {"compile": "default"}, [], None), SINGLE._replace(strategy="fsdp"), ALONE)
-    assert sharded.plan.compiled == "default, each gathered block by itself"
+    assert sharded.plan.notes["compiled"] == "default, each gathered block by itself"
     assert "torch.compile" not in dict(spec().plan.rows())
 
 
@@ -191,6 +192,16 @@ def test_a_checkpoint_from_before_contents_were_marked_goes_on() -> None:
     Path("run").mkdir()
     Store(Path("run/checkpoints"), 3).save(10, {}, facts)
     assert spec(**arrays("here", X_train=0.1)).resume_point.checkpoint
+
+
+def test_samples_that_are_read_to_count_classes_are_progress_for_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Items, "num_classes")
+    monkeypatch.setattr(infer_shape, "read_labels", lambda *_: None)
+    moves: list[None] = []
+    config = resolve(OWN | {"data": "tests.support.user_code:Items"}, [], None)
+    found = prepare_spec(config, SINGLE, ALONE, moved=lambda: moves.append(None))
+    assert found.source.num_classes == 3
+    assert len(moves) >= len(found.source.train) - 1  # type: ignore[arg-type]
 
 
 def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:

@@ -6,10 +6,10 @@ from unittest.mock import Mock
 
 import torch
 
+from multigpu_cli.data.batch_stream_protocol import first_batch
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.planning.batch import MicroBatch, StepLayout
-from multigpu_cli.run.build_components import first_batch
 from multigpu_cli.run.forward_backward import forward_backward
 from multigpu_cli.run.step_observer import StepObserver
 from multigpu_cli.run.step_result import StepResult

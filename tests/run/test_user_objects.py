@@ -33,9 +33,9 @@ def test_every_rank_gets_the_weights_of_rank_0_and_what_they_come_with() -> None
 def test_the_plan_names_what_moves_the_rate() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    assert UserObjects(SOURCE, model, optimizer=optimizer).explain_rate() == "that of your SGD"
+    assert UserObjects(SOURCE, model, optimizer=optimizer).explain_rate("") == "that of your SGD"
     by_epoch = UserObjects(SOURCE, model, optimizer=optimizer, scheduler=StepLR(optimizer, 1))
-    assert by_epoch.explain_rate() == "that of your SGD, moved by StepLR after each epoch"
+    assert by_epoch.explain_rate("epoch") == "that of your SGD, moved by StepLR after each epoch"
 
 
 def test_an_optimizer_moves_what_learns_and_nothing_else() -> None:

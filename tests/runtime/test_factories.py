@@ -52,6 +52,13 @@ def test_the_working_directory_comes_before_installed_packages(own: Path) -> Non
     assert find_factory("wave:load", {}, flag="--data")() == "mine"
 
 
+def test_other_files_there_are_not_taken_for_pythons_own_modules(own: Path) -> None:
+    (own / "wave.py").write_text("raise RuntimeError('not this one')\n")
+    (own / "mine_for_plugins.py").write_text("def read():\n    import wave\n    return wave\n")
+    sys.modules.pop("wave", None)
+    assert find_factory("mine_for_plugins:read", {}, flag="--data")().Wave_read
+
+
 @pytest.mark.parametrize(
     ("name", "problem", "remedy"),
     [

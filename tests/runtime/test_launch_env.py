@@ -3,7 +3,7 @@ import os
 import pytest
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.launch_env import LaunchEnv, refuse_srun_copies
 
 TORCHRUN = {
     "RANK": "5",
@@ -60,6 +60,24 @@ def test_a_half_set_environment_is_refused_by_name(name: str) -> None:
 def test_a_variable_that_is_no_number_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match=f"{name}=many in the environment is not a whole number"):
         LaunchEnv.from_environment(TORCHRUN | {name: "many"})
+
+
+def test_tasks_of_one_srun_are_no_runs_of_their_own() -> None:
+    with pytest.raises(RequestError, match=r"srun started 4 tasks(?s:.)*deploy/slurm.sbatch"):
+        refuse_srun_copies({"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SLURM_NTASKS": "4"},
+        {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"},
+        TORCHRUN | {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"},
+    ],
+    ids=["a batch script", "one task", "torchrun in each task"],
+)
+def test_other_starts_under_slurm_are_left_alone(environ: dict[str, str]) -> None:
+    refuse_srun_copies(environ)
 
 
 def test_the_tests_themselves_were_not_launched() -> None:

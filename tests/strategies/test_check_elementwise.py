@@ -61,12 +61,12 @@ def test_torchs_own_that_are_elementwise(kind: type[torch.optim.Optimizer]) -> N
     check_is_elementwise(kind(build().parameters(), lr=0.1))  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("rows", [0, 3])
-def test_what_a_constructor_keeps_is_there_in_the_trial(rows: int) -> None:
-    parameters = [nn.Parameter(torch.ones(rows, 4))]
+@pytest.mark.parametrize("size", [(0, 4), (3, 4), (1,)])
+def test_what_a_constructor_keeps_is_there_in_the_trial(size: tuple[int, ...]) -> None:
+    parameters = [nn.Parameter(torch.ones(size))]
     optimizer = Accumulating(parameters)
     check_is_elementwise(optimizer)
-    assert torch.equal(optimizer.state[parameters[0]]["sum"], torch.full((rows, 4), 0.5)), "and it is left alone"
+    assert torch.equal(optimizer.state[parameters[0]]["sum"], torch.full(size, 0.5)), "and it is left alone"
     with pytest.raises(RequestError, match="Accumulating needs all of them"):
         check_is_elementwise(Accumulating(parameters, by_row=True))
 

@@ -144,6 +144,7 @@ def test_a_closed_one_leaves_the_model_to_another_and_frees_its_buckets() -> Non
             model.zero_grad(set_to_none=True)
             assert bucket.expired() == (world.size == 1), "gradients are views of DDP's buckets"
             strategy.close()
+            assert not any(p._post_accumulate_grad_hooks for p in model.parameters()), "none is watched any more"
             deadline = time.monotonic() + 10  # one of gloo's threads may have it in its hands for a moment
             while not bucket.expired():
                 assert time.monotonic() < deadline

@@ -156,13 +156,16 @@ def test_a_parameter_without_gradient_counts_as_zeros_everywhere() -> None:
 
 
 def test_nothing_of_an_abandoned_step_is_left() -> None:
-    """As after an out-of-memory in its second micro-batch."""
-    model = Vector(5)
+    """As after an out-of-memory in its second micro-batch, whose forward pass has changed the buffers."""
+    model = Counting(torch.float32, torch.float32)
+    before = [buffer.clone() for buffer in model.buffers()]
     strategy = ExactReduction(model, ALONE)
     strategy.begin_step(3)
     strategy.callable(leaf(3, 0)).backward()
     strategy.after_backward(0)
+    strategy.callable(leaf(3, 1))
     strategy.abort_step()
+    assert all(map(torch.equal, model.buffers(), before))
     assert gradient(strategy, model, 7, ALONE) == by_definition(7)
 
 

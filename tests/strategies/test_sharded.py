@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy, linear
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.optimizers.average import EMAModel
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.runtime.average import EMAModel
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.preserve_module_state import preserve_buffers
 from multigpu_cli.runtime.world import World
@@ -246,6 +246,37 @@ def _double(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _double(value) for key, value in state.items()}
     return state
+
+
+class Tables(nn.Module):
+    """Buffers of any shape, one of which has another name and a view."""
+
+    table: Tensor
+    turns: Tensor
+    steps: Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("table", torch.full((2, 3), value))
+        self.register_buffer("turns", torch.polar(torch.full((1, 2, 3), value), torch.ones(1, 2, 3)))
+        self.register_buffer("steps", torch.tensor(int(value)))
+        self.again, self.row = self.table, self.table[1]
+
+
+def test_buffers_keep_their_other_names_and_their_views_and_are_no_ones_else() -> None:
+    def shard(world: World) -> Any:
+        model = Tables(1.0 + world.rank)
+        average = EMAModel(model, 0.9)
+        Sharded(model, world, None, average.module)
+        numbers = [float(value.real) for value in (model.table[0, 0], model.row[0], model.turns[0, 0, 0], model.steps)]
+        model.table += 1
+        model.turns *= 2
+        copy = cast(Tables, average.module)
+        return model.again is model.table, *numbers, copy.again.tolist(), float(copy.turns.abs().mean())
+
+    expected = (True, 1.0, 1.0, pytest.approx(0.5403, abs=1e-4), 1.0, [[1.0] * 3] * 2, pytest.approx(1.0))
+    assert run_on_each_rank(2, shard) == [expected] * 2
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.optimizers.average import EMAModel
 from multigpu_cli.optimizers.build import build_optimizer
 from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.runtime.average import EMAModel
 from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.sharded import Sharded
 from tests.strategies.one_step import reduce_step, samples

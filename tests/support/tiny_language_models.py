@@ -32,7 +32,7 @@ def make_model_folder(folder: Path, architecture: str = "llama", *, places: int 
     sizes: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": places,
-        **SIZES[architecture],
+        **SIZES.get(architecture, _SMALL),
         **settings,
     }
     sizes |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

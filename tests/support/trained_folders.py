@@ -10,7 +10,7 @@ from torch import nn
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.config.resume_rules import flatten_settings, replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.models.build import build_model
+from multigpu_cli.models.build import build_model, find_adapter
 
 _PLACES = 48
 
@@ -31,7 +31,7 @@ def save_trained_run(folder: Path, model_dir: Path, *, template: str = "", **set
     config = replace_settings(Config(), {"model": "pretrained", "model_dir": str(model_dir), "data": "chat"} | settings)
     args = {name: value for name, value in config.model.args.items() if name != "quantize"}  # which needs a GPU
     offered = {"model_dir": str(model_dir), "seed": 1}
-    model = build_model(replace(config.model, args=args), "pretrained", offered, adapter=config.adapter)
+    model = build_model(replace(config.model, args=args), "pretrained", offered, adapt=find_adapter(config))
     learn(model)
     rows = model.network.get_input_embeddings().num_embeddings  # type: ignore[union-attr, operator]
     built_for = {"model": "pretrained", "task": "language-model", "input_shape": [_PLACES], "num_classes": rows}

@@ -130,6 +130,18 @@ def explosive(input_shape: Sequence[int], num_classes: int, at: int = 1) -> nn.M
     return Explosive()
 
 
+class Spoilt(nn.Module):
+    """In training its outputs are NaN for the samples with a value above `limit`."""
+
+    def __init__(self, input_shape: Sequence[int], num_classes: int, limit: float) -> None:
+        super().__init__()
+        self.inner, self.limit = net(input_shape, num_classes), limit
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        spoilt = (inputs.flatten(1).amax(1, keepdim=True) > self.limit) & self.training
+        return torch.where(spoilt, torch.nan, 1.0) * self.inner(inputs)  # type: ignore[no-any-return]
+
+
 class SlowItems(Items):
     """Each sample takes a millisecond to fetch."""
 

@@ -69,7 +69,8 @@ def test_counts_are_whole_numbers_one_for_each_sample() -> None:
     logits, targets = draw_logits(77)
     measured = task().measure(same, batch(logits, targets))
     assert measured.counts.dtype == torch.int64
-    assert int(measured.counts.sum()) == 77
+    assert measured.counts.view(-1, CLASSES)[1:].sum(1).tolist()[:2] == [77, 77], "predictions and samples"
+    assert int(measured.counts.view(-1, CLASSES)[3:].sum()) == 77
     assert measured.loss_sum.dtype == torch.float64
 
 

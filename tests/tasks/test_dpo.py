@@ -15,7 +15,7 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.token_counts import TokenCounts
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.adapter import add_adapter
+from multigpu_cli.models.adapter import add_adapter, set_reference
 from multigpu_cli.models.build import adapt_model
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.dpo import DPO
@@ -31,12 +31,12 @@ ASKED = 3  # of these belong to the prompt
 DATA = TensorDataset(torch.zeros(3, 2, 11, dtype=torch.int64), torch.zeros(3))
 
 
-def make_network(adapter: bool = True, dropout: float = 0.0) -> nn.Module:
+def make_network(adapter: bool = True, dropout: float = 0.0, reference: bool = False) -> nn.Module:
     config = transformers.LlamaConfig(vocab_size=40, attention_dropout=dropout, **SIZES["llama"])
     torch.manual_seed(0)
     network: nn.Module = transformers.LlamaForCausalLM(config)
     if adapter:
-        network = add_adapter(network, AdapterConfig(kind="lora", r=4, dropout=dropout), seed=1)
+        network = add_adapter(network, AdapterConfig(kind="lora", r=4, dropout=dropout), seed=1, reference=reference)
     return adapt_model(network)
 
 
@@ -146,7 +146,32 @@ def test_the_loss_before_the_first_step_is_ln_2() -> None:
     network, batch = make_network(), make_batch()
     one = Batch({name: part[:1] for name, part in batch.inputs.items()}, batch.targets[:1], torch.arange(1), 0)
     assert torch.equal(make_task().loss_sum(network, one).detach(), torch.tensor(log(2)))
-    assert torch.equal(make_task().measure(network, one).counts, torch.tensor([0])), "equal rewards are not right"
+    assert torch.equal(make_task().measure(network, one).counts, torch.tensor([0, 0])), "equal rewards are not right"
+
+
+def test_the_reference_is_the_adapter_as_it_was() -> None:
+    network, batch, task = move_adapter(make_network(reference=True)), make_batch(), make_task()
+    set_reference(network)
+    assert task.loss_sum(network, batch).item() == pytest.approx(3 * log(2)), "with an adapter that counts"
+    initial = copy.deepcopy(network)
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if "lora_B.default" in name:
+                weight.mul_(3)
+    targets = batch.targets.flatten(0, 1)
+    gains = []
+    for model in (network, initial):
+        with torch.no_grad():
+            logits = model({name: part.flatten(0, 1) for name, part in batch.inputs.items()})
+        gains.append(logits.log_softmax(2).gather(2, targets.clamp(min=0)[..., None])[..., 0])
+    rewards = 0.1 * torch.where(targets >= 0, gains[0] - gains[1], 0).sum(1)
+    found = task.predictions(network, batch)
+    assert found["chosen_reward"] == pytest.approx(rewards[::2].tolist(), rel=1e-4)
+    assert max(map(abs, found["chosen_reward"])) > 0.01
+    task.loss_sum(network, batch).backward()
+    learning = collect_gradients(network)
+    assert learning
+    assert not [name for name in learning if "dpo_reference" in name]
 
 
 def test_the_reference_has_no_dropout_and_draws_no_numbers() -> None:

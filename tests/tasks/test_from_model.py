@@ -1,5 +1,6 @@
 """Networks that compute their own loss: where it is found, and what it is the mean over."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from multigpu_cli.config.schema import DataConfig, TaskConfig
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.infer_shape import infer_source
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.text import Windows, load
 from multigpu_cli.models.build import adapt_model
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.world import World
@@ -62,7 +64,7 @@ class Words(nn.Module):
 
 
 def source_of(dataset: Dataset[Any]) -> DataSource:
-    return infer_source(dataset, None, None, FORM)
+    return infer_source(dataset, None, None, 0, FORM)
 
 
 def loss_and_gradient(part: str, *, causal: bool, size: int) -> tuple[float, Tensor]:
@@ -206,3 +208,99 @@ def test_a_loss_that_no_parameter_is_part_of_is_refused(tmp_path: Any) -> None:
     assert ended.kind == "RequestError"
     assert "no parameter that learns is part of the loss" in ended.error
     assert not (tmp_path / "x").exists()
+
+
+class Nano(nn.Module):
+    """What nanoGPT's network returns: logits and a loss that ignores -1; logits of the last token without targets."""
+
+    def __init__(self, vocabulary: int, ignored: tuple[int, ...] = (-1,)) -> None:
+        super().__init__()
+        self.embed, self.head, self.ignored = nn.Embedding(vocabulary, 8), nn.Linear(8, vocabulary), ignored
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.embed(idx)
+        if targets is None:
+            return self.head(x[:, [-1]]), None
+        logits = self.head(x)
+        losses = [cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=each) for each in self.ignored]
+        return logits, torch.stack(losses).mean()
+
+
+def nano(num_classes: int) -> nn.Module:
+    return Nano(num_classes)
+
+
+def picky(num_classes: int) -> nn.Module:
+    """It ignores two labels, so that neither is the one for what does not count, and takes no other below zero."""
+    return Nano(num_classes, (-1, -2))
+
+
+@pytest.mark.parametrize("part", ["dict", "pair"])
+def test_the_label_that_a_network_ignores_is_found(part: str) -> None:
+    """Also in a first batch that has such labels, and where the data has them itself; then neither counts."""
+    torch.manual_seed(0)
+    rows, model = Rows(part), Nano(7)
+    adapt_model(model)
+    given = model if part == "pair" else (lambda row: model(row["input_ids"], row["labels"]))
+    losses = []
+    for label in (-100, -1):
+        rows.labels = torch.where(rows.labels < 0, label, rows.labels)
+        source = source_of(rows)
+        batch = next(Loader(rows, source, DataConfig(num_workers=0), device=CPU, seed=0).eval_batches(11, 0, 1))
+        task = FromModel(source, TaskConfig())
+        losses.append(task.loss_sum(given, batch).item() / int(task.units(batch)))
+        assert int(task.units(batch)) == int((rows.labels >= 0).sum())
+    expected = cross_entropy(model.head(model.embed(rows.tokens)).flatten(0, 1), rows.labels.flatten(), ignore_index=-1)
+    assert losses == [pytest.approx(expected.item(), rel=1e-6)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # nn.Linear gives a view of what it computed
+def test_a_text_with_a_padded_window_is_learned_and_evaluated(tmp_path: Path) -> None:
+    """On one worker, on two, and sharded: the loss over the text's own tokens."""
+    text = tmp_path / "words.txt"
+    text.write_text("to be or not to be, that is the question: " * 12)
+    flags: dict[str, Any] = {"data": "text", "data_dir": str(text), "task": "from-model", "batch_size": 4}
+    flags |= {"model": f"{__name__}:nano", "epochs": 1, "global_batch_size": 8, "num_workers": 0}
+    found = []
+    for name, workers, how in (("one", 1, "auto"), ("two", 2, "ddp"), ("shards", 2, "fsdp")):
+        ended = run_training(workers, sets=["data.block=16"], multi_gpu=how, save_dir=str(tmp_path / name), **flags)
+        found.append(ended.summary["final"]["val_loss"])
+    source = load(str(text), block=16)
+    model, val = Nano(source.num_classes), source.val
+    assert isinstance(val, Windows)
+    model.load_state_dict(torch.load(tmp_path / "one/last.pt", weights_only=True)["model"])
+    inputs, targets = (torch.stack(part) for part in zip(*(val[index] for index in range(len(val))), strict=True))
+    assert (targets == -100).any()
+    logits = model.head(model.embed(inputs)).flatten(0, 1)
+    assert found == [pytest.approx(cross_entropy(logits, targets.flatten()).item(), rel=1e-5)] * 3
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # nn.Linear gives a view of what it computed
+@pytest.mark.parametrize(("workers", "how"), [(1, "auto"), (2, "fsdp")])
+def test_a_padded_window_that_the_network_does_not_take_is_told_before_training(
+    workers: int, how: str, tmp_path: Path
+) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text("to be or not to be, that is the question: " * 12)
+    flags: dict[str, Any] = {"data": "text", "data_dir": str(text), "task": "from-model", "multi_gpu": how}
+    flags |= {"model": f"{__name__}:picky", "num_workers": 0, "save_dir": str(tmp_path / "run")}
+    for dry in (True, False) if workers == 1 else (False,):
+        ended = run_training(workers, sets=["data.block=16"], dry_run=dry, **flags)
+        assert ended.kind == "RequestError"
+        for words in ("does not take the last validation batch", "out of bounds", "task.ignore_index=N"):
+            assert words in ended.error
+    assert not (tmp_path / "run").exists()
+    ended = run_training(
+        1, sets=["data.block=16", "task.ignore_index=-1"], dry_run=True, **flags | {"multi_gpu": "auto"}
+    )
+    assert "Target -1 is out of bounds" in ended.error, "as asked for"
+
+
+def test_a_network_that_returns_a_tuple_is_told_of_its_task(tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text("to be or not to be " * 30)
+    flags: dict[str, Any] = {"data": "text", "data_dir": str(text), "model": f"{__name__}:nano"}
+    flags["save_dir"] = str(tmp_path / "run")
+    ended = run_training(1, sets=["data.block=8"], **flags)
+    assert ended.kind == "RequestError"
+    assert "try: --task from-model" in ended.error

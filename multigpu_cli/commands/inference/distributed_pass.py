@@ -20,7 +20,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.run.build_task import build_task
 from multigpu_cli.runtime.choose_strategy_and_devices import count_cores
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.runtime.launch_env import LaunchEnv, refuse_srun_copies
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
 from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.torch_settings import set_threads_per_rank
@@ -68,6 +68,7 @@ def run_distributed(
         RequestError: the run can't be loaded, or has no such split; the same on every rank.
     """
     wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
+    refuse_srun_copies()
     placement = place_on_machine(wanted, LaunchEnv.current())
     if placement.num_processes_to_launch > 1:
         result: Result = run_in_workers(placement, run_distributed, request, work, needs_targets)[0]

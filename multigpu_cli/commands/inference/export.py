@@ -16,13 +16,13 @@ from multigpu_cli.checkpoint.trained_weights import TrainedWeights, load_trained
 from multigpu_cli.commands.inference.load_run import LoadedRun, load_run
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.config.schema import Config
+from multigpu_cli.data.batch_stream_protocol import first_batch
 from multigpu_cli.data.csv_reader import list_missing_words
 from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.table_features import TableFeatures
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.journal import dump_json
-from multigpu_cli.run.build_components import first_batch
 from multigpu_cli.tasks.open_data import FROM_MODEL, check_has_samples
 
 _SAMPLES = 9

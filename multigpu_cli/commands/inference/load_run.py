@@ -1,5 +1,6 @@
 """Rebuilds a trained network from a run folder: settings, dataset, model, weights."""
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -17,7 +18,9 @@ from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.vocabulary import deserialize_vocabulary
 from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.build_model import init_model
+from multigpu_cli.run.model_code import describe_code, name_changes
 from multigpu_cli.run.pretrained_base import check_base
 from multigpu_cli.runtime.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
 from multigpu_cli.tasks.open_data import open_data
@@ -50,7 +53,7 @@ def load_run(
     Args:
         changes: settings that differ from the run's, by key: where data or pretrained model are now, or other data.
         own_code: the code that the run names may be imported.
-        checks_base: whether this process reads the files of a pretrained model to see whether they are the run's.
+        checks_base: whether this process compares files of a pretrained model, and the network's code, with the run's.
         parts: those of the run that may be its own code, and are used.
 
     Raises:
@@ -71,7 +74,7 @@ def load_run(
             remedy="the run's own training data, together with other test data"
             + ("; other rows: --set data.test_file=FILE or data.new=FILE" if config.data.name == "csv" else ""),
         )
-    return _load_weights(config, source, weights)
+    return _load_weights(config, source, weights, warns=checks_base)
 
 
 def load_run_without_data(
@@ -120,9 +123,11 @@ def load_text_model_of_run(weights: TrainedWeights, run: LoadedRun) -> TextModel
     return model
 
 
-def _load_weights(config: Config, source: DataSource, weights: TrainedWeights) -> LoadedRun:
-    model = init_model(config, source)
+def _load_weights(config: Config, source: DataSource, weights: TrainedWeights, *, warns: bool = True) -> LoadedRun:
+    model = init_model(config, source, reference="reference" in weights.settings)
     weights.load_into(model)
+    if warns and (names := name_changes(weights.settings.get("code", {}), describe_code(model))):
+        Console("quiet", sys.stderr).warn(f"the model's {names} changed since {weights.origin} was written")
     return LoadedRun(config, source, model.eval())
 
 

@@ -22,6 +22,7 @@ from multigpu_cli.planning.speedup import Link, StepTimes, buckets
 from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.fit_batch_sizes_to_memory import fit_batch_sizes_to_memory
+from multigpu_cli.run.part import load_parts
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.run.profile_micro_batch import MicroBatchProfile, profile_micro_batch
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores
@@ -213,7 +214,7 @@ def build_probed(config: Config, placement: Placement, world: World, folder: str
     spec = prepare_spec(
         replace_settings(config, {"save_dir": folder, "resume": "never", "mirror": None}), placement, world
     )
-    components = build_components(spec, world)
+    components = build_components(spec, world, load_parts(spec, world))
     return components, "; ".join(fit_batch_sizes_to_memory(components))
 
 

@@ -225,7 +225,7 @@ def _collect_notes(
         yield "the global batch grows with the workers: fewer steps may not reach the same loss (--noise-scale)"
     if config.communication.grad_compression == "powersgd":
         yield "PowerSGD sends less than this: the forecast counts whole gradients, as in PowerSGD's first steps"
-    for at, text in enumerate(alone.components.plan.hooks, 1):
+    for at, text in enumerate(alone.components.plan.notes.get("hooks", ()), 1):
         yield f"hook {at} is not called here, and so in none of these times: {text}"
     end = find_scaling_limit(rows)
     if end < rows[-1].workers:

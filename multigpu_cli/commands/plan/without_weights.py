@@ -10,7 +10,7 @@ from torch import nn
 from multigpu_cli.config.adapter_rules import is_pretrained
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import build_model
+from multigpu_cli.models.build import build_model, find_adapter
 from multigpu_cli.models.fake_pass import count_kept_bytes
 from multigpu_cli.models.on_meta import build_on_meta
 from multigpu_cli.monitor.format import format_bytes
@@ -124,7 +124,7 @@ def _outline_model(config: Config) -> nn.Module:
         RequestError: it can't be built there.
     """
     offered = {"model_dir": config.model.dir, "seed": config.reproducibility.seed}
-    model, reason = build_on_meta(lambda: build_model(config.model, "pretrained", offered, adapter=config.adapter))
+    model, reason = build_on_meta(lambda: build_model(config.model, "pretrained", offered, adapt=find_adapter(config)))
     if model is None:
         raise RequestError(
             f"--model-dir {config.model.dir}: its size can't be told from config.json alone: {reason}",

@@ -1,16 +1,21 @@
 """report: one page about one run, or a comparison of any number; the journals' numbers as plots and tables."""
 
+import time
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from multigpu_cli.commands.output import writing_to
 from multigpu_cli.commands.ranking import choose_key, collect_figures, explain_order, order_runs
+from multigpu_cli.commands.report import tables
 from multigpu_cli.commands.report.data import RunData, load_runs
-from multigpu_cli.commands.report.html import render_page
-from multigpu_cli.commands.report.plots import draw_plots
-from multigpu_cli.commands.report.tables import tabulate_overview
+from multigpu_cli.commands.report.plots import Picture, draw_plots
 from multigpu_cli.commands.status import find_runs
+from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.monitor.plot_style import color_of_run
 
 _MOST_CURVES = 8  # colours that can be distinguished
 
@@ -44,7 +49,7 @@ def write_report(names: Sequence[str], out: str | None, sort_by: str | None = No
     loaded, order = _sort_runs(load_runs(runs), sort_by)
     folder = make_report_dir(runs, out)
     shown = loaded[:_MOST_CURVES]
-    overview = tabulate_overview(loaded, order) if len(loaded) > len(shown) else None
+    overview = tables.tabulate_overview(loaded, order) if len(loaded) > len(shown) else None
     plots = list(draw_plots(shown))
     page, files = folder / "report.html", [folder / f"{picture.name}.png" for picture in plots]
     with writing_to("--out", folder):
@@ -52,6 +57,32 @@ def write_report(names: Sequence[str], out: str | None, sort_by: str | None = No
             file.write_bytes(picture.png)
         page.write_text(render_page(shown, plots, overview), encoding="utf-8")
     return ReportFiles(page, files, [run.folder for run in loaded], order)
+
+
+def render_page(
+    runs: Sequence[RunData], pictures: Sequence[Picture], overview: tables.ReportTable | None = None
+) -> str:
+    """The page, page.html filled in: plots inside, no scripts, readable on a phone and on paper.
+
+    Args:
+        runs: those with curves.
+        overview: a table of all runs, where there are more.
+    """
+    folder = FileSystemLoader(Path(__file__).parent)
+    page = Environment(loader=folder, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    per_run = {"Samples": tables.tabulate_samples, "Classes": tables.tabulate_classes}
+    return page.get_template("page.html").render(
+        title=f"{len(overview.rows)} runs" if overview else ", ".join(run.name for run in runs),
+        contents=" · ".join(dict.fromkeys(str(run.history.plan.get("contents", "")) for run in runs)),
+        date=time.strftime("%Y-%m-%d %H:%M"),
+        runs=runs,
+        pictures=[{"says": each.says, "base64": b64encode(each.svg).decode()} for each in pictures],
+        overview=overview,
+        several="h3" if len(runs) > 1 else "",
+        per_run=[(name, [table for table in map(call, runs) if table.rows]) for name, call in per_run.items()],
+        tables=tables,
+        color_of_run=color_of_run,
+    )
 
 
 def _sort_runs(runs: list[RunData], sort_by: str | None) -> tuple[list[RunData], str]:
@@ -67,8 +98,10 @@ def make_report_dir(runs: Sequence[Path], out: str | None) -> Path:
     """Make the folder of a report.
 
     Raises:
-        RequestError: the folder can't be made.
+        RequestError: the folder can't be made, or the run has a link in it.
     """
+    if out is None and len(runs) == 1:
+        refuse_links(runs[0])
     folder = Path(out) if out is not None else runs[0] / "report" if len(runs) == 1 else Path("report")
     with writing_to("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)

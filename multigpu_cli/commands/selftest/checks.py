@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from multigpu_cli.commands.selftest.checksums import is_close
 from multigpu_cli.commands.selftest.process import Measured
 
-_ROUNDING = 1e-5  # of samples and module outputs
+_TELLING = 6  # so many samples do not come in the same order again by chance
 TOLERANCE = {"off": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 """Largest difference of a gradient by number format, relative to the gradient's largest entry.
 
@@ -80,22 +82,13 @@ def _check_samples(measurements: Measurements) -> CheckResult:
         f"sample {number} {difference}"
         for difference, samples in compared.items()
         for number, checksums in ways[first].items()
-        if not is_close(checksums, samples[number], _ROUNDING)
+        if not is_close(checksums, samples[number])
     ]
     if not faults:
         return CheckResult("", True, f"{len(ways[first])} samples, fetched in {len(ways)} ways and on every worker")
     cause = "the dataset (--data) has a random stream or state of its own"
     remedy = "in __getitem__, draw from torch's, NumPy's or Python's global generators: they are seeded for each sample"
     return CheckResult("", False, f"{faults[0]} ({len(faults)} such findings): {cause}", remedy)
-
-
-def is_close(one: list[float], other: list[float], tolerance: float) -> bool:
-    """Whether two lists of (size, sum) pairs are equal to rounding; NaN equals nothing."""
-    pairs = zip(one[::2], one[1::2], other[::2], other[1::2], strict=False)
-    return len(one) == len(other) and all(
-        abs(size - size_b) <= tolerance * size and abs(total - total_b) <= tolerance * max(size, size_b)
-        for size, total, size_b, total_b in pairs
-    )
 
 
 def _check_model(measurements: Measurements) -> CheckResult:
@@ -120,9 +113,37 @@ def _blame_model(problem: str, cause: str) -> CheckResult:
 def _find_difference(one: list[Any], other: list[Any]) -> str:
     """Where two passes through a model first differ, in words; empty where they don't."""
     for (name, kind, checksums), (name_b, _, checksums_b) in zip(one, other, strict=False):
-        if name != name_b or not is_close(checksums, checksums_b, _ROUNDING):
+        if name != name_b or not is_close(checksums, checksums_b):
             return f"first in {name} ({kind})"
     return "" if len(one) == len(other) else "in which modules run"
+
+
+def _check_mixing(measurements: Measurements) -> CheckResult:
+    found = measurements.alone["mixing"]
+    if reason := found.get("refused"):
+        return CheckResult("", None, f"not possible here: {reason}")
+    if not found["mixes"]:
+        return CheckResult("", True, "in evaluation mode, of 4 samples in a batch, only the changed one's output moves")
+    figures = (
+        f"it does, first in {found['mixes']}: the model (--model) takes the batch for something else, such as time"
+    )
+    return CheckResult("", False, figures, "batch_first=True: torch's attention and recurrent layers take time first")
+
+
+def _check_order(measurements: Measurements) -> CheckResult:
+    alone, parts = measurements.alone["resume"], measurements.of_workers("resume")
+    for number, one in enumerate(alone["samples"]):
+        if sorted(one) != sorted(chain(*(part["samples"][number] for part in parts))):
+            return CheckResult("", False, f"step {number + 1} takes other samples on several workers than on one")
+    if not alone["shuffled"]:
+        return CheckResult("", None, "not possible here: samples are drawn, or come from a stream of the task's own")
+    steps = alone["epoch"]
+    first, second = (list(chain(*alone["samples"][start : start + steps])) for start in (0, steps))
+    if again := [index for index, times in Counter(first).items() if times > 1]:
+        return CheckResult("", False, f"sample {again[0]} comes more than once in the first epoch")
+    if len(second) >= _TELLING and first[: len(second)] == second:
+        return CheckResult("", False, "the second epoch has the order of the first")
+    return CheckResult("", True, f"{len(first)} samples of the first epoch, {len(second)} of the second")
 
 
 def _check_unused(measurements: Measurements) -> CheckResult:
@@ -138,13 +159,10 @@ def _check_unused(measurements: Measurements) -> CheckResult:
     return CheckResult("", False, f"{len(names)} of {total} get none: {listed}", remedy)
 
 
-def _gradient_distances(measurements: Measurements, which: str) -> tuple[float, float]:
+def _gradient_distances(measurements: Measurements, which: str) -> list[float]:
     """Largest relative difference from the definition, of several workers and of one."""
-    reference = measurements.alone["reference"][which]["gradient"]
-    return (
-        relative_distance(measurements.workers[0]["gradients"][which], reference),
-        relative_distance(measurements.alone["gradients"][which], reference),
-    )
+    reference, sides = measurements.alone["reference"][which]["gradient"], (measurements.workers[0], measurements.alone)
+    return [relative_distance(side["gradients"][which]["gradient"], reference) for side in sides]
 
 
 def relative_distance(gradient: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
@@ -178,13 +196,29 @@ def _check_last_window(measurements: Measurements) -> CheckResult:
 
 def _check_clipping(measurements: Measurements) -> CheckResult:
     reference = measurements.alone["reference"]["first"]["gradient"]
-    norm = float(torch.stack([value.double().square().sum() for value in reference.values()]).sum().sqrt())
-    differences = []
-    for side in (measurements.workers[0]["gradients"], measurements.alone["gradients"]):
-        expected = {name: value * (side["limit"] / (norm + 1e-6)) for name, value in reference.items()}
-        differences += [relative_distance(side["clipped"], expected), abs(side["norm"] - norm) / (norm or 1.0)]
-    measured = measurements.workers[0]["gradients"]["norm"]
-    return _judge_distances(measurements, differences, f"; norm {measured:.4g} of {norm:.4g}")
+    sides = (measurements.workers[0]["gradients"], measurements.alone["gradients"])
+    differences = [difference for side in sides for difference in _compare_clipped(reference, side)]
+    found, norm = (side["clipped"]["norm"] for side in sides)
+    return _judge_distances(measurements, differences, f"; norm {found:.4g} of {norm:.4g}")
+
+
+def _compare_clipped(reference: dict[str, Tensor], measured: Measured) -> tuple[float, float]:
+    """Relative differences of the clipped gradient and of the norm from those of the whole gradient."""
+    clipped, doubles = measured["clipped"], [value.double() for value in reference.values()]
+    norm = float(torch.nn.utils.get_total_norm(doubles))
+    expected = {name: value * (measured["limit"] / (norm + 1e-6)) for name, value in reference.items()}
+    return relative_distance(clipped["gradient"], expected), abs(clipped["norm"] - norm) / (norm or 1.0)
+
+
+def _check_buffers(measurements: Measurements) -> CheckResult:
+    distance = _compare_buffers(measurements.alone["gradients"], measurements.workers[0]["gradients"])
+    return _judge_distances(measurements, [distance])
+
+
+def _compare_buffers(one: Measured, other: Measured) -> float:
+    """The relative difference of how they moved."""
+    moved = any(bool(move.any()) for side in (one, other) for move in side["buffers"].values())
+    return relative_distance(other["buffers"], one["buffers"]) if moved else 0.0
 
 
 def _check_evaluation(measurements: Measurements) -> CheckResult:
@@ -211,6 +245,8 @@ def _check_replicas(measurements: Measurements) -> CheckResult:
 
 def _check_resume(measurements: Measurements) -> CheckResult:
     sides = [measurements.alone["resume"], *measurements.of_workers("resume")]
+    if not all(side["in order"] for side in sides):
+        return CheckResult("", False, "in the middle of an epoch, it goes on with other samples")
     wrong = [side for side in sides if side["whole"] != side["resumed"]]
     if not wrong:
         return CheckResult("", True, "equal bits, on one worker and on several")
@@ -247,21 +283,25 @@ def _check_sharded(measurements: Measurements) -> CheckResult:
     reference, sharded = measurements.alone["reference"]["by rows"], measurements.workers[0]["sharded"]
     if reason := sharded.get("refused"):
         return CheckResult("", None, f"not possible here: {reason}")
-    differences = []
+    differences = [_compare_buffers(measurements.alone["gradients"], sharded)]
+    differences += _compare_clipped(reference["first"]["gradient"], sharded)
     for which in ("first", "last"):
         expected, found = reference[which], sharded[which]
         differences.append(relative_distance(found["gradient"], expected["gradient"]))
         differences.append(abs(found["loss"] - expected["loss"]) / (abs(expected["loss"]) or 1.0))
-    return _judge_distances(measurements, differences, ", in the first step and in an epoch's last")
+    return _judge_distances(measurements, differences, ", in two steps, with clipping and buffers")
 
 
 _CHECKS: list[tuple[str, str, Callable[[Measurements], CheckResult]]] = [
     ("a sample is the same in any order and process", "samples", _check_samples),
     ("the model says the same on every worker", "model", _check_model),
+    ("a sample's output does not depend on the others", "mixing", _check_mixing),
+    ("each epoch has each sample once, in its own order", "resume", _check_order),
     ("every parameter gets a gradient", "reference", _check_unused),
     ("the gradient of the first step is that of one worker", "gradients", _check_first_step),
     ("and that of an epoch's last short batch", "gradients", _check_last_window),
     ("clipping acts on the whole gradient, unscaled", "gradients", _check_clipping),
+    ("BatchNorm's and other buffers move as on one worker", "gradients", _check_buffers),
     ("an evaluation counts each sample once", "evaluation", _check_evaluation),
     ("replicas are identical after the last step", "resume", _check_replicas),
     ("a resumed run equals the uninterrupted one", "resume", _check_resume),

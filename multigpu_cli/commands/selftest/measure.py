@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.checkpoint.weights import fingerprint
-from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute_checksums, move_to_device, split_batch
+from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute_checksums, map_batch, split_batch
+from multigpu_cli.commands.selftest.mixing import measure_mixing
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, first_batch
 from multigpu_cli.commands.selftest.steps import (
     measure_exact,
@@ -70,7 +71,7 @@ def measure_model(process: SelftestProcess, stack: ExitStack) -> Measured:
     components = process.alone.components()
     state, batch = components.state, process.batch or first_batch(process)
     device = process.world.device
-    batch = replace(batch, inputs=move_to_device(batch.inputs, device), targets=move_to_device(batch.targets, device))
+    batch = map_batch(batch, lambda tensor: tensor.to(device))
     start = state.capture()
     twice = []
     for _ in range(2):
@@ -111,6 +112,7 @@ def measure_evaluation(process: SelftestProcess, stack: ExitStack) -> Measured:
 _PARTS: dict[str, Callable[[SelftestProcess, ExitStack], Measured]] = {
     "samples": measure_samples,
     "model": measure_model,
+    "mixing": measure_mixing,
     "reference": measure_reference,
     "gradients": measure_gradients,
     "evaluation": measure_evaluation,

@@ -15,6 +15,7 @@ from multigpu_cli.run.assemble_run import assemble_run
 from multigpu_cli.run.build_components import build_components
 from multigpu_cli.run.components import TrainComponents
 from multigpu_cli.run.fit_batch_sizes_to_memory import warm_up
+from multigpu_cli.run.part import load_parts
 from multigpu_cli.run.prepare_spec import prepare_spec
 from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores
@@ -59,7 +60,7 @@ class SelftestProcess:
         config = replace_settings(self.config, overrides)
         spec = prepare_spec(config, self.placement, self.world, source=self.source)
         set_threads_per_rank(self.workers, count_cores(), exact=config.reproducibility.exact)
-        components = build_components(spec, self.world)
+        components = build_components(spec, self.world, load_parts(spec, self.world))
         warm_up(components)
         return components
 

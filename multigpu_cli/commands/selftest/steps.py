@@ -1,5 +1,6 @@
 """The selftest's measurements of optimizer steps: gradients, a resumed run, a run with --exact, a sharded one."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from math import fsum
@@ -12,6 +13,7 @@ from multigpu_cli.checkpoint.serialize import deserialize, serialize
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.commands.selftest.checksums import hash_state, max_difference
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess
+from multigpu_cli.data.loader import Batch
 from multigpu_cli.engine import train_step
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.components import TrainComponents
@@ -22,6 +24,7 @@ from multigpu_cli.runtime.collectives import all_gather, broadcast_object
 from multigpu_cli.runtime.schedule_free import eval_weights
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.runtime.torch_settings import enable_determinism
+from multigpu_cli.tasks.base import Task
 
 _LOSS_SCALE = 1024.0  # fp16: large enough to keep small gradients, too small to overflow at once
 
@@ -55,14 +58,12 @@ def _compute_definition(components: TrainComponents, number: int) -> Measured:
     named = {name: p for name, p in components.state.model.named_parameters() if p.requires_grad}
     total = {name: torch.zeros_like(p) for name, p in named.items()}
     missing: set[str] = set()
-    samples = seen = 0
-    loss = 0.0
+    seen, loss = 0, 0.0
     layout, work = next(components.loaders.train.epoch(components.plan.batches, 0, number, 0, 1))
     whole = layout.samples * components.task.units_per_sample
     for batch in work:
         seed_micro_batch(seed, number, batch.micro_batch_index, components.world.device)
         loss += float(forward_backward(components, batch, whole, last=True))
-        samples += len(batch)
         seen += int(components.task.units(batch))
         for name, parameter in named.items():
             if parameter.grad is None:
@@ -71,34 +72,19 @@ def _compute_definition(components: TrainComponents, number: int) -> Measured:
                 total[name] += parameter.grad / scale
             parameter.grad = None
     gradient = {name: (value * (whole / seen)).cpu() for name, value in total.items()}  # divided by the units seen
-    return {"gradient": gradient, "loss": loss / max(1, seen), "missing": sorted(missing), "samples": samples}
+    return {"gradient": gradient, "loss": loss / max(1, seen), "missing": sorted(missing)}
 
 
 def measure_gradients(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """The gradients of an epoch's first step, of its last, and of the first with a norm limit that takes effect."""
+    """What `_measure_steps` says, and how the last step is divided."""
     run = process.run(stack, max_grad_norm="off")
-    start = run.state.capture()
     last = run.plan.batches.steps_per_epoch - 1
-    first_gradient, first = _capture_gradient(run, 0)
-    run.state.restore(start, "selftest")
-    last_gradient, _ = _capture_gradient(run, last)
-    run.state.restore(start, "selftest")
-    limit = float(first.grad_norm) / 2
-    limited = replace(run.config, optimizer=replace(run.config.optimizer, max_grad_norm=limit))
-    run.spec = replace(run.spec, config=limited)
-    clipped, outcome = _capture_gradient(run, 0)
-    tensors = {"first": first_gradient, "last": last_gradient, "clipped": clipped} if process.world.is_main else {}
     shares = [run.plan.batches.local_micro_batches(last, rank) for rank in range(run.plan.batches.workers)]
-    return tensors | {
-        "limit": limit,
-        "norm": float(outcome.grad_norm),
-        "left_over": run.plan.batches.num_samples(last),
-        "shares": [sum(stop - start for _, start, stop in share) for share in shares],
-    }
+    return _measure_steps(run) | {"shares": [sum(stop - start for _, start, stop in share) for share in shares]}
 
 
 def measure_sharded(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """Loss and gradients of an epoch's first step and of its last with --multi-gpu fsdp, from the same weights."""
+    """The same steps with --multi-gpu fsdp, from the same weights."""
     if process.world.size == 1:
         return {}
     torch.use_deterministic_algorithms(True, warn_only=True)  # the measurement with --exact has insisted
@@ -107,23 +93,36 @@ def measure_sharded(process: SelftestProcess, stack: ExitStack) -> Measured:
         run = sharded.run(stack, max_grad_norm="off")
     except RequestError as error:
         return {"refused": error.problem.splitlines()[0]}
-    start, measured = run.strategy.gather_state(run.state.state_dict()), {}
-    for which, number in {"first": 0, "last": run.plan.batches.steps_per_epoch - 1}.items():
-        run.state.restore(run.strategy.scatter_state(start), "selftest")
-        gradient, outcome = _capture_gradient(run, number)
-        measured[which] = {"gradient": gradient, "loss": _mean_loss(run, outcome)}
+    return _measure_steps(run)
+
+
+def _measure_steps(run: Run) -> Measured:
+    """An epoch's first step, its last, and the first with a norm limit that takes effect, all from the same start."""
+    strategy, state, last = run.strategy, run.state, run.plan.batches.steps_per_epoch - 1
+    start = strategy.gather_state(state.state_dict()) if strategy.sharded else state.capture()
+    measured: Measured = {"buffers": {}}
+    for which, number in {"first": 0, "last": last, "clipped": 0}.items():
+        if which == "clipped":
+            measured["limit"] = limit = measured["first"]["norm"] / 2
+            limited = replace(run.config, optimizer=replace(run.config.optimizer, max_grad_norm=limit))
+            run.spec = replace(run.spec, config=limited)
+        buffers = {name: (now, now.clone()) for name, now in state.model.named_buffers() if now.is_floating_point()}
+        measured[which] = _measure_step(run, number)
+        for name, (now, was) in buffers.items():  # constants may be infinite
+            measured["buffers"][f"{which} {name}"] = torch.where(now == was, 0.0, now - was).cpu()
+        state.restore(strategy.scatter_state(start) if strategy.sharded else start, "selftest")
     return measured
 
 
-def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], StepResult]:
-    """The gradient with which the optimizer is called in a step: reduced, unscaled, clipped; and the step's outcome.
+def _measure_step(run: Run, number: int) -> Measured:
+    """A step's loss and norm, and the gradient with which the optimizer is called: reduced, unscaled, clipped.
 
-    Where it is sharded, rank 0 has the whole of it and the others have nothing.
+    Rank 0 has the whole of it, also where it is sharded; the others have nothing.
     """
     _set_modest_scale(run)
     names = [name for name, p in run.state.model.named_parameters() if p.requires_grad]
     named = dict(zip(names, run.strategy.trained, strict=True))
-    seen: dict[str, Tensor] = {}
+    gradient: dict[str, Tensor] = {}
     optimizer = run.state.optimizer
 
     def record(*_: Any) -> None:
@@ -131,13 +130,13 @@ def _capture_gradient(run: Run, number: int) -> tuple[dict[str, Tensor], StepRes
         scale = getattr(optimizer, "grad_scale", None)  # what a fused kernel divides by, to clip
         divisor = 1.0 if scale is None else scale.cpu()
         whole = run.strategy.gather_state({"model": gradients}).get("model", {})
-        seen.update({name: gradient.cpu() / divisor for name, gradient in whole.items()})
+        gradient.update({name: part.cpu() / divisor for name, part in whole.items() if run.world.is_main})
 
     hook = optimizer.register_step_pre_hook(record)
     epoch = run.loaders.train.epoch(run.plan.batches, 0, number, run.world.rank, run.strategy.replicas_per_process)
     outcome = train_step(run, *next(epoch))
     hook.remove()
-    return seen, outcome
+    return {"gradient": gradient, "loss": _mean_loss(run, outcome), "norm": float(outcome.grad_norm)}
 
 
 def _mean_loss(run: Run, outcome: StepResult) -> float:
@@ -156,22 +155,27 @@ def _set_modest_scale(components: TrainComponents) -> float:
 
 
 def measure_resume(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """A run of some steps, and one that is captured half-way and goes on in newly built components."""
-    half = process.steps // 2
-    whole = process.run(stack)
-    advance(whole, half)
-    saved = deserialize(serialize(whole.state.capture()), "selftest")  # as a checkpoint would
-    state = broadcast_object(process.world, saved)
-    advance(whole, process.steps)
+    """A run of some steps, and one that goes on in newly built components from its state in the middle of an epoch."""
+    run, seen = process.run(stack), []
+    half, epoch = process.steps // 2, run.plan.batches.steps_per_epoch
+    half -= epoch > 1 and half % epoch == 0
+    for _, samples in advance(run, process.steps):
+        seen.append(samples)
+        if run.progress.step == half:
+            saved = deserialize(serialize(run.state.capture()), "selftest")  # as a checkpoint would
     again = process.run(stack)
-    again.state.restore(state, "selftest")
-    advance(again, process.steps)
-    ends = [run.state.capture() for run in (whole, again)]
+    again.state.restore(broadcast_object(process.world, saved), "selftest")
+    rest = [samples for _, samples in advance(again, process.steps)]
+    ends = [each.state.capture() for each in (run, again)]
     return {
         "whole": hash_state(ends[0]),
         "resumed": hash_state(ends[1]),
         "replica": fingerprint(ends[0]["model"]),
         "apart": max_difference(ends[0]["model"], ends[1]["model"]),
+        "samples": seen,
+        "in order": rest == seen[half:],
+        "epoch": epoch,
+        "shuffled": run.config.data.sample_weights is None and type(run.task).train_stream is Task.train_stream,
     }
 
 
@@ -182,7 +186,7 @@ def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
     enable_determinism()
     try:
         run = process.run(stack, exact=True)
-        losses = advance(run, process.steps)
+        losses = [loss for loss, _ in advance(run, process.steps)]
     except RequestError as error:
         return {"refused": error.problem}
     except RuntimeError as error:  # torch names an operator that has no deterministic kernel
@@ -204,15 +208,22 @@ def measure_sharded_exact(process: SelftestProcess, stack: ExitStack) -> Measure
     return measure_exact(replace(process, placement=process.placement._replace(strategy="fsdp")), stack)
 
 
-def advance(run: Run, until: int) -> list[float]:
-    """Optimizer steps up to number `until`; the mean loss of each."""
-    batches, progress, losses = run.plan.batches, run.progress, []
+def advance(run: Run, until: int) -> Iterator[tuple[float, list[int]]]:
+    """Optimizer steps up to number `until`: the mean loss of each, and this worker's samples in it."""
+    batches, progress = run.plan.batches, run.progress
     replicas = run.strategy.replicas_per_process
     while progress.step < until:
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
         for layout, work in run.loaders.train.epoch(batches, epoch, first, run.world.rank, replicas):
-            losses.append(_mean_loss(run, train_step(run, layout, work)))
+            samples: list[int] = []
+            loss = _mean_loss(run, train_step(run, layout, _list_samples(work, samples)))
             progress.step += 1
+            yield loss, samples
             if progress.step == until:
                 break
-    return losses
+
+
+def _list_samples(work: Iterator[Batch], into: list[int]) -> Iterator[Batch]:
+    for batch in work:
+        into += batch.sample_indices.tolist()
+        yield batch

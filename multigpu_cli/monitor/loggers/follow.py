@@ -29,7 +29,9 @@ def follow(request: dict[str, Any], ended: threading.Event, note: Callable[[str]
     if replay:
         ended.set()
     run, again, tries = Path(request["run"]), bool(request["again"]), 1 if replay else 3
-    senders = [Sender(run, name, ended, note, again=again, tries=tries) for name in request["loggers"]]
+    senders = [
+        Sender(run, name, ended, note, again=again, tries=tries, waits=not replay) for name in request["loggers"]
+    ]
     for sender in senders:
         sender.start()
     ended.wait()

@@ -35,6 +35,7 @@ class Sender(threading.Thread):
         note: gets a line for the user when the logger fails in another way than before.
         again: send from the beginning, whatever has arrived.
         tries: once the run has ended, give up after so many errors.
+        waits: also then, for a process that sends the run, as that of a killed attempt still may.
 
     Attributes:
         moved: time.monotonic of the last progress.
@@ -42,19 +43,26 @@ class Sender(threading.Thread):
     """
 
     def __init__(
-        self, run: Path, logger: str, ended: threading.Event, note: Note, *, again: bool = False, tries: int = 3
+        self,
+        run: Path,
+        logger: str,
+        ended: threading.Event,
+        note: Note,
+        *,
+        again: bool = False,
+        tries: int = 3,
+        waits: bool = True,
     ) -> None:
         super().__init__(name=f"logger {logger}", daemon=True)
         self._run, self._logger, self._ended, self._note, self._tries = run, logger, ended, note, tries
-        self._again = again
+        self._again, self._waits, self._said_waiting = again, waits, False
         self._position = read_position(run, logger)
         self.moved, self.arrived = time.monotonic(), False
 
     def run(self) -> None:
         """Send, and try again after an error, ever less often."""
-        with hold_lock(self._run, self._logger, self._ended.is_set) as held:
+        with hold_lock(self._run, self._logger, self._gives_up) as held:
             if not held:
-                self._note(f"logger {self._logger}: another process is sending this run")
                 return
             self._position = read_position(self._run, self._logger)  # the one before may have moved it
             self._position.sent = 0 if self._again else self._position.sent
@@ -71,6 +79,14 @@ class Sender(threading.Thread):
                         return
                     time.sleep(1.0) if self._ended.is_set() else self._ended.wait(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _gives_up(self) -> bool:
+        """Whether another process, which sends this run, is left to it; at the end of the run it is told of once."""
+        over = self._ended.is_set()
+        if over and not self._said_waiting:
+            self._said_waiting = True
+            self._note(f"logger {self._logger}: another process is sending this run{'; waiting' * self._waits}")
+        return over and not self._waits
 
     def _send_all(self, destination: Destination) -> None:
         while (identity := identify_run(self._run)) is None:

@@ -1,49 +1,53 @@
 """The built-in metrics, each exact: of whole counts, or of the whole split in one place."""
 
+from abc import ABC, abstractmethod
+from math import nan
+
 import torch
 from torch import Tensor
 
+from multigpu_cli.tasks.class_counts import count_classes
 
-class _Confusion:
-    """Counts of (true class, predicted class); outputs (n, classes) logits, targets (n,) int64."""
 
-    def __init__(self, num_classes: int) -> None:
-        self.classes = num_classes
+class _MacroMean(ABC):
+    """Of counts for each class; outputs (n, classes) logits, targets (n,) int64. NaN if an output is."""
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """(classes²,) int64."""
+        """(3 · classes,) int64."""
         _check_logits(outputs, targets)
-        return torch.bincount(targets * self.classes + outputs.argmax(1), minlength=self.classes**2)
+        return count_classes(outputs, targets).flatten()
 
-    def _count(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(classes,) each, float64: correct predictions, all predictions, samples."""
-        confusion = sums.view(self.classes, self.classes).double()
-        return confusion.diagonal(), confusion.sum(0), confusion.sum(1)
+    def compute(self, sums: Tensor) -> float:
+        """The mean over the classes that have a value."""
+        correct, predicted, support = sums.view(3, -1).double()
+        values = self._by_class(correct, predicted, support)
+        return float(values[~values.isnan()].mean()) if predicted.sum() == support.sum() else nan
+
+    @abstractmethod
+    def _by_class(self, correct: Tensor, predicted: Tensor, support: Tensor) -> Tensor:
+        """(classes,) float64, NaN without a value; from correct predictions, all predictions and samples."""
 
 
-class MacroAccuracy(_Confusion):
+class MacroAccuracy(_MacroMean):
     """The mean over classes of the share of their samples that is right, which is balanced accuracy."""
 
-    def compute(self, sums: Tensor) -> float:
-        """Over the classes that have samples."""
-        correct, _, support = self._count(sums)
-        return float((correct / support)[support > 0].mean())
+    def _by_class(self, correct: Tensor, predicted: Tensor, support: Tensor) -> Tensor:
+        return correct / support
 
 
-class MacroF1(_Confusion):
+class MacroF1(_MacroMean):
     """The mean over classes of F1, as scikit-learn's f1_score(average="macro")."""
 
-    def compute(self, sums: Tensor) -> float:
-        """Over the classes that have samples or predictions."""
-        correct, predicted, support = self._count(sums)
-        return float((2 * correct / (predicted + support))[predicted + support > 0].mean())
+    def _by_class(self, correct: Tensor, predicted: Tensor, support: Tensor) -> Tensor:
+        return 2 * correct / (predicted + support)
 
 
 def compute_top5(outputs: Tensor, targets: Tensor) -> Tensor:
-    """(n,) whether the true class is among the five likeliest."""
+    """(n,) float64: 1 where the true class is among the five likeliest, else 0; NaN where an output is."""
     _check_logits(outputs, targets)
     likeliest = outputs.topk(min(5, outputs.shape[1]), 1).indices
-    return (likeliest == targets.unsqueeze(1)).any(1)
+    found = (likeliest == targets.unsqueeze(1)).any(1).double()
+    return found.masked_fill(outputs.isnan().any(1), nan)
 
 
 class _WholeSplit:
@@ -65,7 +69,8 @@ class _WholeSplit:
 class AUROC(_WholeSplit):
     """The area under the ROC curve of two classes: how often a sample of class 1 scores above one of class 0.
 
-    Outputs (n, 2) logits, targets (n,); ties count half (Mann and Whitney 1947). NaN if one class has no sample.
+    Outputs (n, 2) logits, targets (n,); ties count half (Mann and Whitney 1947). NaN if one class has no sample, or if
+    an output is.
     """
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
@@ -76,16 +81,18 @@ class AUROC(_WholeSplit):
         """
         if outputs.ndim != 2 or outputs.shape[1] != 2 or targets.shape != outputs.shape[:1]:
             raise ValueError(f"outputs {tuple(outputs.shape)} for targets {tuple(targets.shape)}: two classes only")
-        super().update((outputs[:, 1] - outputs[:, 0]), targets)
+        super().update(outputs[:, 1].double() - outputs[:, 0].double(), targets)
 
     def compute(self) -> float:
-        """From the ranks of the scores, where equal scores share theirs."""
+        """From the ranks of the scores, where equal scores share theirs: doubled, so that they are whole numbers."""
         scores, targets = self._read()
-        _, place, counts = scores.unique(return_inverse=True, return_counts=True)
-        ranks = (counts.cumsum(0) - (counts - 1) / 2)[place]
         positive = targets > 0.5
         hits, others = int(positive.sum()), int((~positive).sum())
-        return float((ranks[positive].sum() - hits * (hits + 1) / 2) / (hits * others))
+        if not hits or not others or scores.isnan().any():
+            return nan
+        _, place, counts = scores.unique(return_inverse=True, return_counts=True)
+        doubled = (2 * counts.cumsum(0) - counts + 1)[place]
+        return (int(doubled[positive].sum()) - hits * (hits + 1)) / (2 * hits * others)
 
 
 class R2(_WholeSplit):

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import main_multi_gpu
 from multigpu_cli.commands.selftest import selftest
-from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, is_close, relative_distance, run_checks
-from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute_checksums, hash_state
+from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, relative_distance, run_checks
+from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute_checksums, hash_state, is_close
 from multigpu_cli.commands.selftest.selftest import Report, format_report, measure_as_worker, run_selftest
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
@@ -170,7 +170,7 @@ def failing(found: Finding) -> list[CheckResult]:
 def test_what_is_right_holds(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     found = outcome(monkeypatch, **settings)
     assert failing(found) == []
-    assert [verdict.holds for verdict in found.values()] == [True] * 12
+    assert [verdict.holds for verdict in found.values()] == [True] * 15
 
 
 def test_fine_tuning_on_conversations_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -267,55 +267,76 @@ def test_an_epoch_of_the_shortened_data_ends_in_a_short_batch() -> None:
 def evidence(**changes: Any) -> Measurements:
     """A side that agrees with itself, but for some changes on the workers'."""
     gradient = {"w": torch.tensor([3.0, 4.0])}
-    sharded = {"gradient": gradient, "loss": 1.0}
-    defined = sharded | {"missing": []}
+    step = {"gradient": gradient, "loss": 1.0, "norm": 5.0}
+    clipped = {"clipped": step | {"gradient": {"w": torch.tensor([1.5, 2.0])}}, "limit": 2.5}
+    steps = {"first": step, "last": step, "buffers": {"b": torch.tensor([0.1])}} | clipped
+    defined = step | {"missing": []}
     side: dict[str, Any] = {
         "samples": {"in one order": {5: [1.0, 0.5]}, "in another order": {5: [1.0, 0.5]}},
         "model": {"weights": "w", "outputs": [["loss", "Task", [1.0, 1.0]]], "again": [["loss", "Task", [1.0, 1.0]]]},
         "reference": {"first": defined, "last": defined, "by rows": {"first": defined, "last": defined}},
-        "gradients": {
-            "first": gradient,
-            "last": gradient,
-            "clipped": {"w": torch.tensor([1.5, 2.0])},
-            "limit": 2.5,
-            "norm": 5.0,
-            "shares": [4, 2],
-        },
+        "mixing": {"mixes": ""},
+        "gradients": steps | {"shares": [4, 2]},
         "evaluation": {"metrics": {"loss": 1.0}, "size": 4, "seen": [0, 1]},
-        "resume": {"whole": "a", "resumed": "a", "replica": "r", "apart": 0.0},
+        "resume": {
+            "whole": "a",
+            "resumed": "a",
+            "replica": "r",
+            "apart": 0.0,
+            "samples": [[0, 1, 2, 3, 4, 5], [6, 7], [5, 3, 1, 0, 2, 6]],
+            "in order": True,
+            "epoch": 2,
+            "shuffled": True,
+        },
         "exact": {"end": "e", "losses": [1.0, 0.5], "metrics": {"loss": 1.0}},
-        "sharded": {"first": sharded, "last": sharded},
+        "sharded": steps,
         "sharded exact": {"end": "e", "losses": [1.0, 0.5], "metrics": {"loss": 1.0}},
     }
-    workers = [side | {"evaluation": side["evaluation"] | {"seen": seen}} for seen in ([0, 1], [2, 3])]
+    shares = ([[0, 1, 2], [6], [5, 3, 1]], [[3, 4, 5], [7], [0, 2, 6]])
+    workers = [
+        side | {"evaluation": side["evaluation"] | {"seen": seen}, "resume": side["resume"] | {"samples": share}}
+        for seen, share in zip(([0, 1], [2, 3]), shares, strict=True)
+    ]
     for part, change in changes.items():
-        workers[0] = workers[0] | {part: workers[0][part] | change}
+        changed = side if part == "mixing" else workers[0]  # it is measured on one worker
+        changed[part] = changed[part] | change
     return Measurements(side, workers, "off", drop_last=False, finds_unused=False, no_exact="")
 
 
+def take_step(*gradient: float) -> dict[str, Any]:
+    return {"gradient": {"w": torch.tensor(gradient)}, "loss": 1.0, "norm": 5.0}
+
+
 def test_equal_sides_hold_throughout() -> None:
-    assert [verdict.holds for verdict in run_checks(evidence())] == [True] * 12
+    assert [verdict.holds for verdict in run_checks(evidence())] == [True] * 15
 
 
 @pytest.mark.parametrize(
     ("changes", "check", "said"),
     [
-        ({"gradients": {"first": {"w": torch.tensor([1.5, 2.0])}}}, "the gradient of the first step", "5.0e-01"),
-        ({"gradients": {"last": {"w": torch.tensor([1.5, 2.0])}}}, "and that of an epoch's last", "5.0e-01"),
-        ({"gradients": {"last": {}}}, "and that of an epoch's last", "1.0e+00"),
-        ({"gradients": {"first": {"w": torch.tensor([3.0, torch.nan])}}}, "the gradient of the first step", "nan"),
-        ({"gradients": {"norm": 2.5}}, "clipping acts", "norm 2.5 of 5"),
-        ({"gradients": {"clipped": {"w": torch.tensor([3.0, 4.0])}}}, "clipping acts", "1.0e+00"),
+        ({"mixing": {"mixes": "a (B)"}}, "a sample's output", "first in a (B)"),
+        ({"resume": {"samples": [[0, 1, 2], [6], [5, 3, 7]]}}, "each epoch", "step 3 takes other samples"),
+        ({"gradients": {"first": take_step(1.5, 2.0)}}, "the gradient of the first step", "5.0e-01"),
+        ({"gradients": {"last": take_step(1.5, 2.0)}}, "and that of an epoch's last", "5.0e-01"),
+        ({"gradients": {"last": {"gradient": {}}}}, "and that of an epoch's last", "1.0e+00"),
+        ({"gradients": {"first": take_step(3.0, torch.nan)}}, "the gradient of the first step", "nan"),
+        ({"gradients": {"clipped": take_step(1.5, 2.0) | {"norm": 2.5}}}, "clipping acts", "norm 2.5 of 5"),
+        ({"gradients": {"clipped": take_step(3.0, 4.0)}}, "clipping acts", "1.0e+00"),
+        ({"gradients": {"buffers": {"b": torch.tensor([0.0])}}}, "BatchNorm's", "1.0e+00"),
         ({"evaluation": {"seen": [0, 1, 1]}}, "an evaluation counts", "4 of 4 samples counted, at most 2×"),
         ({"evaluation": {"seen": [0]}}, "an evaluation counts", "3 of 4 samples counted"),
         ({"evaluation": {"metrics": {"loss": 1.1}}}, "an evaluation counts", "1.0e-01"),
         ({"resume": {"replica": "other"}}, "replicas are identical", "other on rank 0, r on rank 1"),
+        ({"resume": {"in order": False}}, "a resumed run equals", "with other samples"),
         ({"resume": {"resumed": "b", "apart": 0.25}}, "a resumed run equals", "2.5e-01 of the largest, on several"),
         ({"exact": {"end": "f", "losses": [1.0, 0.6]}}, "--exact gives", "the losses first differ at step 2"),
         ({"exact": {"end": "f"}}, "--exact gives", "the losses agree"),
         ({"sharded exact": {"end": "f"}}, "and together with --exact", "e on one worker, f on several"),
         ({"sharded": {"first": {"gradient": {}, "loss": 1.0}}}, "--multi-gpu fsdp has", "1.0e+00"),
-        ({"sharded": {"last": {"gradient": {"w": torch.tensor([3.0, 4.0])}, "loss": 1.5}}}, "--multi-gpu", "5.0e-01"),
+        ({"sharded": {"last": take_step(3.0, 4.0) | {"loss": 1.5}}}, "--multi-gpu", "5.0e-01"),
+        ({"sharded": {"clipped": take_step(3.0, 4.0)}}, "--multi-gpu", "1.0e+00"),
+        ({"sharded": {"clipped": take_step(1.5, 2.0) | {"norm": 2.5}}}, "--multi-gpu", "5.0e-01"),
+        ({"sharded": {"buffers": {"b": torch.tensor([0.0])}}}, "--multi-gpu", "1.0e+00"),
     ],
 )
 def test_each_check_can_fail(changes: dict[str, Any], check: str, said: str) -> None:
@@ -325,11 +346,35 @@ def test_each_check_can_fail(changes: dict[str, Any], check: str, said: str) -> 
 
 
 def test_what_was_not_tried_is_no_fault_and_says_why() -> None:
-    found = run_checks(evidence()._replace(drop_last=True, no_exact="--exact together with --x"))
-    assert [verdict.figures for verdict in found if verdict.holds is None] == [
+    unlike = evidence(mixing={"refused": "its reason"})._replace(drop_last=True, no_exact="--exact together with --x")
+    assert [verdict.figures for verdict in run_checks(unlike) if verdict.holds is None] == [
+        "not possible here: its reason",
         "left out of training by --drop-last",
         *["not possible here: --exact together with --x"] * 2,
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "holds", "said"),
+    [
+        ({"samples": [[0, 1, 2, 3, 4, 5], [6, 0], [5, 3, 1, 0, 2, 6]]}, False, "sample 0 comes more than once"),
+        ({"samples": [[0, 1, 2, 3, 4, 5], [6, 7], [0, 1, 2, 3, 4, 5]]}, False, "has the order of the first"),
+        ({"samples": [[0, 1, 2, 3, 4, 5], [6, 7], [0, 1, 2, 3, 4]]}, True, "5 of the second"),  # may be by chance
+        ({"samples": [[0, 0], [0, 0], [0, 0]], "shuffled": False}, None, "samples are drawn"),
+    ],
+)
+def test_the_order_of_one_worker_is_judged_too(change: dict[str, Any], holds: bool | None, said: str) -> None:
+    found = evidence()
+    found.alone["resume"] |= change
+    workers = [
+        worker | {"resume": worker["resume"] | {"samples": share}}
+        for worker, share in zip(found.workers, (found.alone["resume"]["samples"], [[], [], []]), strict=True)
+    ]
+    verdict = {each.check: each for each in run_checks(found._replace(workers=workers))}[
+        "each epoch has each sample once, in its own order"
+    ]
+    assert verdict.holds is holds
+    assert said in verdict.figures
 
 
 def test_what_the_workers_refuse_is_no_fault_either() -> None:
@@ -425,7 +470,7 @@ def test_a_planted_fault_is_exit_code_1(tmp_path: Path) -> None:
     result = command(tmp_path, "--model", f"{HERE}:branched")
     assert (result.returncode, result.stderr) == (1, "")
     assert "2 of 4 get none: branch.bias, branch.weight" in result.stdout
-    assert result.stdout.endswith("1 of 12 do not hold\n")
+    assert result.stdout.endswith("1 of 15 do not hold\n")
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weights
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import OptimizerConfig
-from multigpu_cli.optimizers.average import EMAModel
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.run.checkpointing import save_checkpoint
+from multigpu_cli.runtime.average import EMAModel
 from multigpu_cli.runtime.precision import Precision
 from tests.gpu.simulated.gpus import alone, train_on_gpus
 from tests.gpu.simulated.install import Simulated
@@ -32,9 +32,9 @@ def build_state(device: torch.device, optimizer: str, precision: str) -> TrainSt
 def train(live: TrainState) -> None:
     live.precision.backward(live.model(torch.randn(8, 3, device=live.precision.device)).square().mean())
     set_rate(live.optimizer, 0.05)
-    live.precision.clip_and_step(live.optimizer, list(live.model.parameters()), 1.0)
+    _, skipped = live.precision.clip_and_step(live.optimizer, list(live.model.parameters()), 1.0)
     assert live.average is not None
-    live.average.update_parameters(live.model)
+    live.average.update_parameters(live.model, skipped)
 
 
 def captures(sim: Simulated, live: TrainState) -> None:

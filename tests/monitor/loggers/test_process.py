@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,32 @@ def test_only_one_process_sends_and_the_next_goes_on_where_it_stopped(warnings: 
         assert not Path("rows.jsonl").exists()
     LoggerProcess(RUN, [OWN], 60, warnings.append, replay=True).close()
     assert [row["step"] for row in read_rows()] == [40, 40], "of the last five lines, one trains and one evaluates"
+
+
+@pytest.mark.parametrize("let_go", [True, False])
+def test_the_process_of_a_killed_attempt_is_waited_for_after_the_end_of_the_next(
+    let_go: bool, warnings: list[str]
+) -> None:
+    """The lock is let go of once the next has seen that its run has ended, or never."""
+    run_folder(RUN, [], seed=7)
+    with Journal(RUN / "journal.jsonl") as journal:
+        journal.write("start", plan={})
+        write_steps(journal, 1, 3)
+    with ExitStack() as killed:
+        killed.enter_context(hold_lock(RUN, OWN))
+
+        def warn(text: str) -> None:
+            warnings.append(text)
+            if let_go:
+                killed.close()
+
+        process = LoggerProcess(RUN, [OWN], 60 if let_go else 0.5, warn)
+        process({"event": "end", "time": 1.0, "status": "completed"})
+        process.close()
+    assert steps() == ([1, 2, 3] if let_go else [])
+    assert warnings[0] == f"logger {OWN}: another process is sending this run; waiting; the training goes on"
+    missing = f"logger {OWN}: 4 lines of run/journal.jsonl not sent; multigpu log run --to {OWN} sends them"
+    assert warnings[1:] == ([] if let_go else [missing])
 
 
 @pytest.mark.parametrize(("status", "most"), [("completed", 9.0), ("stopped", 5.0), ("failed", 0.0)])

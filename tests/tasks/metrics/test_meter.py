@@ -1,5 +1,6 @@
 """Each metric is exact: the same bits on any number of workers, and the number that another library finds."""
 
+from math import isnan, nan
 from typing import Any
 
 import numpy
@@ -72,10 +73,13 @@ class Real:
         return float(sums[1] / sums[0].abs())
 
 
-def make_task(count: int, names: tuple[str, ...] = NAMES) -> tuple[Task, Loader]:
+def make_samples(count: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(count)
-    inputs, targets = torch.randn(count, 7, generator=generator), torch.randint(7, (count,), generator=generator)
-    test = TensorDataset(inputs, targets)
+    return torch.randn(count, 7, generator=generator), torch.randint(7, (count,), generator=generator)
+
+
+def make_task(count: int, names: tuple[str, ...] = NAMES) -> tuple[Task, Loader]:
+    test = TensorDataset(*make_samples(count))
     source = DataSource(train=test, val=None, test=test, input_shape=(7,), num_classes=7)
     task = Classification(source, TaskConfig())
     task.own_metrics = load_metrics(MetricConfig(names=names), source, "classification")
@@ -136,11 +140,54 @@ def test_auroc_is_that_of_scikit_learn(samples: list[tuple[int, bool]], size: in
     assert metric.compute() == pytest.approx(expected, nan_ok=True)
 
 
+def test_auroc_keeps_its_digits_where_classes_are_rare() -> None:
+    """200,000 samples and five of the other class: in 32 bits their ranks are not."""
+    generator = torch.Generator().manual_seed(5)
+    targets = (torch.arange(200_005) < 200_000).long()
+    scores = torch.randn(len(targets), generator=generator, dtype=torch.float64)
+    metric = AUROC()
+    metric.update(torch.stack([-scores, 2 * scores], 1), targets)
+    assert metric.compute() == pytest.approx(reference.roc_auc_score(targets, scores), rel=1e-14)
+
+
+class Spoilt(nn.Linear):
+    """One sample's first output is not a number."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        outputs[(inputs == SPOILT).all(1), 0] = nan
+        return outputs
+
+
+SPOILT = make_samples(97)[0][90]
+
+
+def test_of_outputs_that_are_no_numbers_nothing_is_a_number() -> None:
+    """On one worker, and where only the last of three has such a sample."""
+
+    def work(world: World) -> dict[str, float]:
+        names = ("macro_f1", "macro_accuracy", "top5_accuracy", f"{HERE}:Halves")
+        task, loader = make_task(97, names)
+        torch.manual_seed(1)
+        return task.evaluate(Spoilt(7, 7), loader, world, Precision("off", CPU), 8).metrics
+
+    for found in (work(ALONE), *run_on_each_rank(3, work)):
+        assert found.keys() == {"loss", "accuracy", "macro_f1", "macro_accuracy", "top5_accuracy", "halves"}
+        assert all(map(isnan, found.values())), found
+
+
+class Halves(AUROC):
+    """Of the first two classes, against all others."""
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        super().update(outputs[:, :2], (targets > 3).long())
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_means_over_classes_are_those_of_scikit_learn(samples: list[tuple[int, int]]) -> None:
     predicted, targets = (torch.tensor(column) for column in zip(*samples, strict=True))
     outputs = nn.functional.one_hot(predicted, 4).float()
-    f1, accuracy = MacroF1(4), MacroAccuracy(4)
+    f1, accuracy = MacroF1(), MacroAccuracy()
     assert f1.compute(f1.sums(outputs, targets)) == pytest.approx(
         reference.f1_score(targets, predicted, average="macro")
     )
@@ -196,12 +243,22 @@ class Ragged(Real):
         return torch.ones(len(outputs), dtype=torch.int64)
 
 
+class Mixed(Real):
+    """Whole numbers for the last batch alone."""
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        found = super().sums(outputs, targets)
+        return found if len(outputs) == 8 else found.long()
+
+
 @pytest.mark.parametrize(
     ("name", "samples", "words"),
     [
         ("NoNumber", 21, r"compute returned a tensor \(2,\) float32"),
         ("Broken", 21, "update raised ValueError in test_meter.py"),
         ("Ragged", 13, "sums returned 5 numbers for some batches and 8 for others"),
+        ("Mixed", 13, "sums returned whole numbers for some batches only"),  # the second rank's
+        ("Mixed", 29, "sums returned whole numbers for some batches only"),  # the second rank has both kinds
     ],
 )
 def test_an_error_of_the_whole_is_known_to_all(name: str, samples: int, words: str) -> None:

@@ -1,8 +1,11 @@
+from copy import deepcopy
+from math import inf
+
 import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.optimizers.average import EMAModel
+from multigpu_cli.runtime.average import EMAModel
 from tests.support.awkward_models import Telling
 
 
@@ -54,6 +57,31 @@ def test_buffers_are_averaged_and_counters_copied() -> None:
     assert int(state["1.num_batches_tracked"]) == 3
     assert not torch.equal(state["1.running_mean"], own["1.running_mean"])
     assert float(state["1.running_mean"].norm()) > 0
+
+
+def test_what_is_infinite_is_adopted_and_has_no_average() -> None:
+    """Minus infinity in a mask less minus infinity would be NaN; the rest of that buffer has its average."""
+    model, mask = nn.Module(), torch.tensor([0.0, -inf, -inf, 4.0])
+    model.register_buffer("mask", mask)
+    shadow = EMAModel(model, 0.9)
+    for _ in range(2):
+        shadow.update_parameters(model)
+    mask.copy_(torch.tensor([0.0, -inf, 3.0, 2.0]))
+    shadow.update_parameters(model)
+    assert shadow.module.get_buffer("mask").tolist() == [0.0, -inf, 3.0, 2.5]
+
+
+def test_a_skipped_step_leaves_all_as_it_is() -> None:
+    model = Telling(3, 2, ["a"])
+    shadow = EMAModel(model, 0.9)
+    for skipped in (1.0, 0.0, 1.0):
+        before = {name: deepcopy(value) for name, value in shadow.state_dict().items()}
+        model.kept.append("b")
+        nn.init.uniform_(next(model.parameters()))
+        shadow.update_parameters(model, torch.tensor(skipped))
+        after = shadow.state_dict()
+        assert all(str(before[name]) == str(after[name]) for name in before) == bool(skipped)
+    assert int(shadow.n_averaged) == 1
 
 
 def test_the_average_takes_over_what_is_no_tensor() -> None:
