@@ -28,10 +28,10 @@ except ModuleNotFoundError as missing:  # started with another python than the e
 from multigpu_cli.commands import errors_text
 from multigpu_cli.commands.cli import app
 from multigpu_cli.commands.options import list_given_flags, with_train_options
+from multigpu_cli.distributed import attempts
+from multigpu_cli.distributed.processes import die_with_parent
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
 from multigpu_cli.faults.interpret_error import describe_unexpected_error, is_peer_failure
-from multigpu_cli.runtime import restart_records
-from multigpu_cli.runtime.parent_death import die_with_parent
 
 _INTERRUPTED = 130
 _GRACE = 3.0  # seconds; the agent ends all ranks as soon as one exits, so the rank with the root cause exits first
@@ -99,12 +99,12 @@ def _format_version() -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit code."""
-    if verdict := restart_records.find_binding_verdict(os.environ):
-        restart_records.write_error(os.environ, verdict.code, verdict.message)
+    if verdict := attempts.find_binding_verdict(os.environ):
+        attempts.write_error(os.environ, verdict.code, verdict.message)
         return verdict.code
     code, message = _run_command(argv)
     if message and code in (WRONG_REQUEST, STOPPED):
-        restart_records.record_verdict(os.environ, restart_records.FinalVerdict(code, message))
+        attempts.record_verdict(os.environ, attempts.FinalVerdict(code, message))
     return code
 
 
@@ -116,8 +116,8 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
         code = (call() if callable(call) else call) or 0
     except _UsageError as error:
         return _report_error(WRONG_REQUEST, errors_text.describe_usage_error(error), error, argv)
-    except restart_records.AttemptRefused as over:  # the first attempt has reported it
-        restart_records.write_error(os.environ, over.exit_code, over.problem)
+    except attempts.AttemptRefused as over:  # the first attempt has reported it
+        attempts.write_error(os.environ, over.exit_code, over.problem)
         return over.exit_code, ""
     except TrainingError as error:
         return _report_error(error.exit_code, errors_text.describe_known_error(error), error, argv)
@@ -128,7 +128,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
     except Exception as error:  # every error ends here, and none as a traceback
         return _report_error(FAILED, f"error: {describe_unexpected_error(error)}", error, argv)
     if code == STOPPED:
-        restart_records.write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
+        attempts.write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
     return code, "stopped by a signal" if code == STOPPED else ""
 
 
@@ -138,10 +138,10 @@ def _report_error(code: int, message: str, error: BaseException, argv: Sequence[
     follows = getattr(error, "caused_by_peer", False)
     lost = follows or ("RANK" in os.environ and is_peer_failure(error))
     if code == FAILED and not lost:
-        again = restart_records.record_failure(os.environ, message, getattr(error, "failed_at", None))
+        again = attempts.record_failure(os.environ, message, getattr(error, "failed_at", None))
         message = "\n".join(filter(None, [message, again]))
     foreseen = isinstance(error, (TrainingError, _UsageError, KeyboardInterrupt, typer.Abort))
-    restart_records.write_error(os.environ, code, message, message if foreseen or lost else whole)
+    attempts.write_error(os.environ, code, message, message if foreseen or lost else whole)
     rank = _read_rank()
     if not message or (rank and code == _INTERRUPTED):
         return code, message

@@ -22,17 +22,12 @@ from multigpu_cli import engine
 from multigpu_cli.commands import errors_text
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
+from multigpu_cli.distributed import attempts
+from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
+from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.distributed.processes import RankOutput
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console, reserve_stdout
-from multigpu_cli.runtime import restart_records
-from multigpu_cli.runtime.choose_strategy_and_devices import (
-    Placement,
-    choose_placement,
-    count_cores,
-    count_visible_gpus,
-)
-from multigpu_cli.runtime.launch_env import LaunchEnv, refuse_srun_copies
-from multigpu_cli.runtime.rank_output import RankOutput
 
 if TYPE_CHECKING:
     from multigpu_cli.api.public import *  # noqa: F403 - every name of that file is public
@@ -86,9 +81,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
     level = "silent" if launch_env and launch_env.rank else "normal" if screen == "json" else screen
     stream = reserve_stdout() if screen == "json" else None
     with ExitStack() as stack:
-        redirected = (
-            launch_env is not None and launch_env.rank > 0 and not restart_records.has_redirected_logs(os.environ)
-        )
+        redirected = launch_env is not None and launch_env.rank > 0 and not attempts.has_redirected_logs(os.environ)
         rank_output = stack.enter_context(RankOutput(launch_env.rank)) if launch_env and redirected else None
         console = Console(level, stream, json=screen == "json", rank_output=rank_output)  # type: ignore[arg-type]
         if warning := _explain_unseen_gpus(placement, os.environ):
@@ -119,9 +112,7 @@ def _print_last_error(rank_output: RankOutput | None, error: TrainingError) -> N
         rank_output.stop()
     message = errors_text.describe_known_error(error)
     again = (
-        ""
-        if error.caused_by_peer
-        else restart_records.record_failure(os.environ, message.splitlines()[0], error.failed_at)
+        "" if error.caused_by_peer else attempts.record_failure(os.environ, message.splitlines()[0], error.failed_at)
     )
-    restart_records.write_error(os.environ, error.exit_code, message)
+    attempts.write_error(os.environ, error.exit_code, message)
     Console("quiet", sys.stderr).error("\n".join(filter(None, [message, again])))

@@ -23,8 +23,8 @@ from benchmarks.paired_timing import BLOCKS, Row, Seconds, program
 from benchmarks.step_overhead import assemble_training, iterate_steps
 from benchmarks.workloads import MLP
 from multigpu_cli.checkpoint.manifest import list_checkpoint_folders, parse_step
-from multigpu_cli.checkpoint.mirror_state import read_state
-from multigpu_cli.monitor.loggers.position import read_position
+from multigpu_cli.loggers.sender import read_position
+from multigpu_cli.mirror.follower import read_state
 from multigpu_cli.run.run import Run
 
 _NAME = "benchmarks.companions:Hanging"

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.end_to_end import ready
 from benchmarks.paired_timing import ONE_THREAD, STRETCH, Row, Seconds, program
 from benchmarks.workloads import BATCH, MAX_NORM, MLP, PICTURES, SHAPE, adamw, against, mlp, one_step, shuffled, vectors
-from multigpu_cli.models.convnet import build
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.models.networks.convnet import build
 
 WORKERS = 2
 Rivals = dict[str, Callable[[], object]]

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import CommunicationConfig
+from multigpu_cli.distributed.world import World
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.distributed import Distributed
+from multigpu_cli.strategies.ddp import Distributed
 from multigpu_cli.strategies.exact import ExactReduction
 
 MICRO_BATCH, TOKENS, ACCUMULATION = 4, 32, 4

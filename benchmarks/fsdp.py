@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 from benchmarks.ddp import WORKERS, late, raced
 from benchmarks.paired_timing import STRETCH, Row, Seconds, program
 from benchmarks.workloads import LENGTH, MAX_NORM, VOCABULARY, adamw, against, one_step, shuffled, tokens
-from multigpu_cli.models.gpt import GPT, build
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.models.networks.gpt import GPT, build
 
 GLOBAL_BATCH = 16
 BLOCKS = 21  # short ones, since two processes that wait for each other are disturbed often

@@ -24,12 +24,11 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from benchmarks.gpu_workloads import GOAL, Job, jobs
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.monitor import journal
-from multigpu_cli.monitor.console import Console
-from multigpu_cli.monitor.progress import ProgressDisplay
+from multigpu_cli.monitor.console import Console, ProgressDisplay
 from multigpu_cli.run.train_log import peak_memory
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.torch_settings import enable_fast_kernels
+from multigpu_cli.runtime.seeding import enable_fast_kernels
 
 _NEVER = 1_000_000
 

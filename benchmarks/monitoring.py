@@ -19,9 +19,9 @@ from benchmarks.paired_timing import BLOCKS, Row, Seconds, program
 from benchmarks.step_overhead import assemble_training, iterate_steps
 from benchmarks.workloads import MLP, PICTURES
 from multigpu_cli.config.schema import Config
+from multigpu_cli.monitor.console import TqdmDisplay
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import StepTimer
-from multigpu_cli.monitor.progress import TqdmDisplay
 
 _ENDLESS = 1_000_000
 _JOBS = {

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 
 from benchmarks.paired_timing import STRETCH, Row, Seconds, alternate, program
 from benchmarks.workloads import BATCH, MLP, Rivals, adamw, against, hand_written, mlp, shuffled, vectors
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.distributed.launch_env import LaunchEnv
 
 Batch = tuple[Tensor, Tensor]
 

@@ -30,13 +30,13 @@ from torch.utils.data import TensorDataset
 from benchmarks.paired_timing import Clock, Row, Seconds, alternate, program
 from benchmarks.workloads import mlp
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.arrow_store import ArrowStore
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.json_store import JsonStore
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.row_store import RowStore
-from multigpu_cli.data.tar_store import TarStore
+from multigpu_cli.data.rows.arrow import ArrowStore
+from multigpu_cli.data.rows.jsonl import JsonStore
+from multigpu_cli.data.rows.store import RowStore
+from multigpu_cli.data.rows.tar import TarStore
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.planning.batch import plan_batches
 
 _AT_ONCE, _BATCH, _WIDTH = 128, 32, 3072

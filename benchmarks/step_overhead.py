@@ -17,18 +17,18 @@ from torch import Tensor
 
 from benchmarks.paired_timing import STRETCH, Row, Seconds, alternate, program
 from benchmarks.workloads import MAX_NORM, MLP, Arena, Rivals, against, hand_written
-from multigpu_cli.checkpoint.lock import lock_folder
+from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
 from multigpu_cli.engine import finish_step, train_step
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
-from multigpu_cli.run.assemble_run import assemble_run
-from multigpu_cli.run.build_components import build_components
+from multigpu_cli.run.assembly.assemble import build_components
+from multigpu_cli.run.open import assemble_run
 from multigpu_cli.run.part import load_parts
-from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.run import Run
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.world import World
 
 
 def measure(tiny: bool = False) -> list[Row]:

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.paired_timing import Row, Seconds, alternate, program
 from benchmarks.trading_loop import TradingLoop
-from multigpu_cli.environments.trading.environment import Trading
-from multigpu_cli.environments.trading.request import group
+from multigpu_cli.trading.environment import Trading
+from multigpu_cli.trading.request import group
 
 _COPIES, _DAYS = 64, 256
 _STEPS = 64  # of a turn: whatever comes now and then is in it

@@ -5,11 +5,11 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from multigpu_cli.environments.trading.market import Market
+from multigpu_cli.trading.market import Market
 
 
 class TradingLoop(gymnasium.Env[np.ndarray, np.ndarray]):
-    """One portfolio over the days first … last of a market; environments/trading/environment.py has the rules."""
+    """One portfolio over the days first … last of a market; trading/environment.py has the rules."""
 
     def __init__(
         self,

@@ -15,14 +15,12 @@ from torch.utils.data import Dataset, TensorDataset
 from benchmarks.paired_timing import STRETCH, Seconds
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.channel_transform import fit_standardised
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.image_augment import shift_and_mirror
-from multigpu_cli.models.resnet import ResNet
-from multigpu_cli.monitor.console import Console
-from multigpu_cli.monitor.progress import ProgressDisplay
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.launch_env import LaunchEnv
+from multigpu_cli.data.pixels import fit_standardised, shift_and_mirror
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.models.networks.resnet import ResNet
+from multigpu_cli.monitor.console import Console, ProgressDisplay
 
 FEATURES, CLASSES, BATCH = 3072, 10, 32
 MLP = {

@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from multigpu_cli.data.convert_to_arrow import convert_to_arrow
+from multigpu_cli.data.rows.convert import convert_to_arrow
 
 
 def write_rows(file: Path, count: int, shift: float) -> None:

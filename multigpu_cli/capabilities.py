@@ -4,26 +4,26 @@ from importlib import import_module
 from typing import Any
 
 PARTS = {
-    "model.unfreeze_at": "multigpu_cli.run.freezing:Unfreeze",
-    "metric best": "multigpu_cli.run.check_metrics:Metrics",
-    "adapter": "multigpu_cli.run.pretrained_base:Adapter",
-    "hook": "multigpu_cli.run.hooks:UserHooks",
-    "prompts": "multigpu_cli.run.prompt_samples:PromptSamples",
-    "logger": "multigpu_cli.run.loggers:Loggers",
-    "mirror": "multigpu_cli.run.mirroring:Mirroring",
+    "model.unfreeze_at": "multigpu_cli.freezing:Unfreeze",
+    "metric best": "multigpu_cli.metrics.load:Metrics",
+    "adapter": "multigpu_cli.language.adapter:Adapter",
+    "hook": "multigpu_cli.hooks.hooks:UserHooks",
+    "prompts": "multigpu_cli.language.prompts:PromptSamples",
+    "logger": "multigpu_cli.loggers.part:Loggers",
+    "mirror": "multigpu_cli.mirror.part:Mirroring",
 }
 """Settings, one of which is given → a `Part`: made and called in this order, on all ranks."""
 
-ADAPTERS = {"adapter": "multigpu_cli.models.adapter:choose_adapter"}
+ADAPTERS = {"adapter": "multigpu_cli.language.adapter:choose_adapter"}
 """Setting → what chooses what is made of a new network; also where nothing is trained."""
 
-CHECK_BASE = {"model_dir": "multigpu_cli.run.pretrained_base:check_base"}
+CHECK_BASE = {"model_dir": "multigpu_cli.language.adapter:check_base"}
 """Setting → what compares what it names with a checkpoint's record of it; rank 0 calls it."""
 
-BEFORE_LAUNCH = {"mirror": "multigpu_cli.run.restore_from_mirror:check_mirror_is_new"}
+BEFORE_LAUNCH = {"mirror": "multigpu_cli.mirror.restore:check_mirror_is_new"}
 """Setting → what checks it before a launcher chooses the run folder."""
 
-BEFORE_RESUME = {"mirror": "multigpu_cli.run.restore_from_mirror:restore_from_mirror"}
+BEFORE_RESUME = {"mirror": "multigpu_cli.mirror.restore:restore_from_mirror"}
 """Setting → what brings checkpoints that the run folder lacks, before one is chosen; rank 0 calls it."""
 
 PART_STATES = {"hooks": "--hook"}
@@ -56,3 +56,61 @@ def load_given(table: dict[str, str], config: Any) -> list[Any]:
     return [
         load(code) for keys, code in table.items() if any(config.get(key) != usual.get(key) for key in keys.split())
     ]
+
+
+DATASETS = {
+    "digits": "multigpu_cli.data.builtin.digits:load",
+    "har": "multigpu_cli.data.builtin.har:load",
+    "mnist": "multigpu_cli.data.builtin.mnist:mnist",
+    "fashion-mnist": "multigpu_cli.data.builtin.mnist:fashion_mnist",
+    "cifar10": "multigpu_cli.data.builtin.cifar10:load",
+    "synthetic": "multigpu_cli.data.builtin.synthetic:load",
+    "image-folder": "multigpu_cli.data.images.folder:load",
+    "csv": "multigpu_cli.data.tables.table:load",
+    "arrow": "multigpu_cli.data.rows.load:load",
+    "jsonl": "multigpu_cli.data.rows.load:load_json_rows",
+    "tar": "multigpu_cli.data.rows.load:load_tar_rows",
+    "mixture": "multigpu_cli.data.mixture:load",
+    "npz": "multigpu_cli.data.builtin.npz:load",
+    "text": "multigpu_cli.language.text:load",
+    "chat": "multigpu_cli.language.chat.chat:load",
+}
+
+TASKS = {
+    "classification": "multigpu_cli.tasks.classification:Classification",
+    "multi-label": "multigpu_cli.tasks.classification:MultiLabel",
+    "regression": "multigpu_cli.tasks.regression:Regression",
+    "language-model": "multigpu_cli.language.task:LanguageModel",
+    "dpo": "multigpu_cli.language.dpo:DPO",
+    "from-model": "multigpu_cli.tasks.from_model:FromModel",
+    "ppo": "multigpu_cli.rl.task:PPO",
+}
+
+MODELS = {
+    "mlp": "multigpu_cli.models.networks.mlp:build",
+    "convnet": "multigpu_cli.models.networks.convnet:build",
+    "resnet18": "multigpu_cli.models.networks.resnet:resnet18",
+    "har-convnet": "multigpu_cli.models.networks.convnet:build_har_convnet",
+    "transformers": "multigpu_cli.language.hugging_face:build",
+    "pretrained": "multigpu_cli.language.hugging_face:build_pretrained",
+    "timm/": "multigpu_cli.models.networks.timm:list_networks",
+    "torchvision/": "multigpu_cli.models.networks.torchvision:list_networks",
+    "gpt": "multigpu_cli.models.networks.gpt:build",
+    "actor-critic": "multigpu_cli.rl.policy:build",
+    "lstm-actor-critic": "multigpu_cli.rl.policy:build_lstm",
+    "clstm-actor-critic": "multigpu_cli.rl.policy:build_clstm",
+}
+
+ENVIRONMENTS = {
+    "gym": "multigpu_cli.environments.gym:group",
+    "trading": "multigpu_cli.trading.request:group",
+}
+"""`gym` takes a gymnasium id after a colon: gym:CartPole-v1."""
+
+METRICS = {
+    "macro_accuracy": "multigpu_cli.metrics.builtin:MacroAccuracy",
+    "macro_f1": "multigpu_cli.metrics.builtin:MacroF1",
+    "top5_accuracy": "multigpu_cli.metrics.builtin:compute_top5",
+    "auroc": "multigpu_cli.metrics.builtin:AUROC",
+    "r2": "multigpu_cli.metrics.builtin:R2",
+}

@@ -9,25 +9,25 @@ from torch import Tensor
 
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.out_of_memory import is_out_of_memory
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.batch import StepLayout
+from multigpu_cli.run.assembly.components import StepResult
+from multigpu_cli.run.batch_size import recover_from_out_of_memory
 from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.run.evaluation import evaluate_epoch
 from multigpu_cli.run.finalize import finish_run
-from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.run.lifecycle import open_run, resolve_request, try_request
-from multigpu_cli.run.oom_recovery import recover_from_out_of_memory
+from multigpu_cli.run.open import open_run, resolve_request, try_request
 from multigpu_cli.run.run import Run
-from multigpu_cli.run.step_result import StepResult
+from multigpu_cli.run.step import forward_backward
 from multigpu_cli.run.train_log import log_recovery, log_step
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.runtime.seeding import seed_micro_batch
 
 if TYPE_CHECKING:
-    from multigpu_cli.run.user_objects import UserObjects
+    from multigpu_cli.run.request.spec import UserObjects
 
 
 def run(

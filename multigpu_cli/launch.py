@@ -23,16 +23,14 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from multigpu_cli.capabilities import BEFORE_LAUNCH, load_given
 from multigpu_cli.checkpoint.run_folder import read_note, read_summary, resolve_folder
-from multigpu_cli.config.launcher_rules import OWN_RUN_ID
+from multigpu_cli.config.rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
+from multigpu_cli.distributed import attempts
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.processes import check_spawned_script, die_with_parent, quote_last_lines
 from multigpu_cli.errors import FAILED, TrainingError
 from multigpu_cli.faults.interpret_error import describe_unexpected_error, is_peer_failure
-from multigpu_cli.runtime import restart_records
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.parent_death import die_with_parent
-from multigpu_cli.runtime.rank_output import quote_last_lines
-from multigpu_cli.runtime.script_guard import check_spawned_script
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "multigpu"  # a spawned Python takes no multiprocessing.py of the user's folder
@@ -154,7 +152,7 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
         code, message = FAILED, describe_unexpected_error(error)
         if isinstance(error, TrainingError):
             code, message = error.exit_code, str(error)
-        restart_records.write_error(os.environ, code, message, traceback.format_exc())
+        attempts.write_error(os.environ, code, message, traceback.format_exc())
         raise SystemExit(code) from error
     if str(getattr(function, "__module__", "")).startswith("multigpu_cli."):
         # not for other functions, whose exit handlers must run

@@ -22,9 +22,9 @@ subprocess.run([sys.executable, "-c", "from multigpu_cli.config import schema"],
 
 def test_rooms_are_added_up_and_the_least_covered_comes_first() -> None:
     files = [
-        Lines(PurePath("multigpu_cli/data/data_source.py"), 10, 10),
+        Lines(PurePath("multigpu_cli/data/source.py"), 10, 10),
         Lines(PurePath("multigpu_cli/run/deep/inside.py"), 30, 15),
-        Lines(PurePath("multigpu_cli/data/npz.py"), 20, 14),
+        Lines(PurePath("multigpu_cli/data/builtin/npz.py"), 20, 14),
         Lines(PurePath("multigpu_cli/engine.py"), 40, 40),
         Lines(PurePath("multigpu_cli/__init__.py"), 0, 0),
     ]

@@ -97,7 +97,7 @@ def test_the_plan_says_what_was_tried(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_folder_in_which_a_run_is_at_work_and_one_that_is_complete(capfd: pytest.CaptureFixture[str]) -> None:
-    from multigpu_cli.checkpoint.lock import lock_folder
+    from multigpu_cli.checkpoint.files import lock_folder
 
     run_training(save_dir="run", model="mlp", epochs=1, num_workers=0)
     before = sorted(Path("run").rglob("*"))

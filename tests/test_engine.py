@@ -16,11 +16,11 @@ from multigpu_cli import engine
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.run import Run
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from tests.support.run_training import run_training
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

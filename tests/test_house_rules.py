@@ -30,7 +30,7 @@ ENVIRONMENT_READERS = {
     "main_multi_gpu.py",
     "train_multi_gpu.py",
     "multigpu_cli/launch.py",
-    "multigpu_cli/runtime/launch_env.py",
+    "multigpu_cli/distributed/launch_env.py",
 }
 GRAB_BAGS = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
 
@@ -240,7 +240,7 @@ HOME = "multigpu_cli/data/home.py"
 PLANTED: list[tuple[Rule, str, str]] = [
     (imports_point_down, "multigpu_cli/planning/batch.py", "from multigpu_cli.config.schema import Config"),
     (imports_point_down, HOME, "from multigpu_cli import engine"),
-    (imports_point_down, HOME, "import multigpu_cli.models.registry as models"),
+    (imports_point_down, HOME, "import multigpu_cli.capabilities as models"),
     (imports_point_down, HOME, "def late():\n    from multigpu_cli.tasks.base import Task"),
     (imports_point_down, HOME, "from ..strategies import base"),
     (imports_point_down, "multigpu_cli/optimizers/build.py", "import train_multi_gpu"),
@@ -248,7 +248,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (imports_point_down, "multigpu_cli/data/text/home.py", "from multigpu_cli.models.text import mlp"),
     (imports_point_down, "multigpu_cli/attic/home.py", ""),
     (no_imports_go_in_a_circle, HOME, "def late():\n    from multigpu_cli.data.home import of_another_file"),
-    (init_files_are_empty, "multigpu_cli/data/__init__.py", "from multigpu_cli.data.data_source import DataSource"),
+    (init_files_are_empty, "multigpu_cli/data/__init__.py", "from multigpu_cli.data.source import DataSource"),
     (no_grab_bags, "multigpu_cli/data/image_utils.py", ""),
     (no_grab_bags, "tests/helpers/home.py", ""),
     (low_floors_know_no_torch, "multigpu_cli/config/schema.py", "def late():\n    from torch import nn"),
@@ -278,7 +278,11 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (docstrings_name_what_is_there, HOME, 'class A:\n    """Adds.\n\n    Attributes:\n        sum: of all.\n    """'),
 ]
 ALLOWED: list[tuple[Rule, str, str]] = [
-    (imports_point_down, HOME, "from multigpu_cli.runtime import world\nfrom multigpu_cli.data import base\nimport os"),
+    (
+        imports_point_down,
+        HOME,
+        "from multigpu_cli.distributed import world\nfrom multigpu_cli.data import base\nimport os",
+    ),
     (imports_point_down, "multigpu_cli/commands/bench/home.py", "from multigpu_cli.commands.plan import measure"),
     (imports_point_down, "main_multi_gpu.py", "import train_multi_gpu\nfrom multigpu_cli.errors import RequestError"),
     (low_floors_know_no_torch, "main_multi_gpu.py", "def late():\n    import torch"),

@@ -14,13 +14,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from multigpu_cli import launch
 from multigpu_cli.checkpoint.run_folder import write_note
-from multigpu_cli.config import launcher_rules
+from multigpu_cli.config import rules
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.launch import WorkersFailed, run_cli, run_in_workers, self_launch
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from tests.support.fork import exit_code
 
 CPU, CUDA = torch.device("cpu"), (torch.device("cuda", 1), torch.device("cuda", 3))
@@ -95,7 +95,7 @@ def test_the_agent_is_told_how_many_and_that_they_are_ours(agent: Agent) -> None
     config = agent.config
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (1, 1, 2, 3)
     assert config.rdzv_endpoint == "localhost:0", "a free port"
-    assert launcher_rules.is_self_launched({"TORCHELASTIC_RUN_ID": config.run_id})
+    assert rules.is_self_launched({"TORCHELASTIC_RUN_ID": config.run_id})
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         assert name in config.signals_to_handle
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from examples.lesson.accumulation import Counter, micro_batches
 from examples.lesson.gradients import SAMPLES, data, difference, gradient, network
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.walkthrough import ROOT, Block, blocks
 from tests.test_readme import copy_project, run

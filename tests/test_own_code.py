@@ -16,8 +16,8 @@ from tests.support.run_training import run_training
 SYNTHETIC: dict[str, Any] = {"data": "synthetic", "model": "mlp", "batch_size": 8, "max_steps": 2}
 SMALL = ["data.args.shape=[6]", "data.args.classes=3", "data.args.train=24", "data.args.val=6", "data.args.test=6"]
 PLANTED = """open("ran", "w").close()
-from multigpu_cli.models.mlp import build as net
-from multigpu_cli.data.synthetic import load as tensors
+from multigpu_cli.models.networks.mlp import build as net
+from multigpu_cli.data.builtin.synthetic import load as tensors
 from multigpu_cli.tasks.classification import Classification
 """
 CHECKPOINT = "checkpoints/step_00000002"

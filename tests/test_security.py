@@ -14,7 +14,7 @@ import typer
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 import main_multi_gpu
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.test_house_rules import find_imports, product, whole_tree
 

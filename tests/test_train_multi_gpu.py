@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train_multi_gpu
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import gpu
 from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buckets, forecast
-from multigpu_cli.runtime.world import World
 from tests.support.fake_nvml import Nvml, a100
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import Points, loader, network

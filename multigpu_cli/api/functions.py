@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from multigpu_cli.api import gpu_info, scaling, training
-from multigpu_cli.api.input_check import check_inputs_differ
+from multigpu_cli.api import monitoring, training
+from multigpu_cli.api.inputs import check_inputs_differ
 from multigpu_cli.api.settings import TrainingMode
+from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
+from multigpu_cli.distributed.placement import check_gpus_exist, count_visible_gpus
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.choose_strategy_and_devices import check_gpus_exist, count_visible_gpus
-from multigpu_cli.runtime.launch_env import LaunchEnv, refuse_srun_copies
 
 
 class Functions:
@@ -24,15 +24,15 @@ class Functions:
         training_metrics: what was logged, by "epoch_N".
     """
 
-    get_gpu_info = staticmethod(gpu_info.get_gpu_info)
-    print_gpu_info = staticmethod(gpu_info.print_gpu_info)
-    clear_gpu_memory = staticmethod(gpu_info.clear_gpu_memory)
+    get_gpu_info = staticmethod(monitoring.get_gpu_info)
+    print_gpu_info = staticmethod(monitoring.print_gpu_info)
+    clear_gpu_memory = staticmethod(monitoring.clear_gpu_memory)
     train_with_multi_gpu = staticmethod(training.train_with_multi_gpu)
     evaluate_with_multi_gpu = staticmethod(training.evaluate_with_multi_gpu)
-    optimize_batch_size_for_multi_gpu = staticmethod(scaling.optimize_batch_size_for_multi_gpu)
-    launch_distributed_training = staticmethod(scaling.launch_distributed_training)
-    estimate_training_speedup = staticmethod(scaling.estimate_training_speedup)
-    print_training_speedup_estimates = staticmethod(scaling.print_training_speedup_estimates)
+    optimize_batch_size_for_multi_gpu = staticmethod(monitoring.optimize_batch_size_for_multi_gpu)
+    launch_distributed_training = staticmethod(monitoring.launch_distributed_training)
+    estimate_training_speedup = staticmethod(monitoring.estimate_training_speedup)
+    print_training_speedup_estimates = staticmethod(monitoring.print_training_speedup_estimates)
 
     def __init__(self) -> None:
         self.current_strategy: str | None = None
@@ -137,7 +137,7 @@ class Functions:
             model, wrapped = self.setup_distributed_data_parallel(
                 model, ddp_backend, ddp_init_method, device_ids=device_ids, same_inputs=same_inputs
             )
-        return model, wrapped, gpu_info.get_gpu_info()
+        return model, wrapped, monitoring.get_gpu_info()
 
     def cleanup_distributed(self) -> None:
         """Destroy this process's group, if there is one, and forget the strategy. Runs of the engine end their own."""
@@ -159,7 +159,7 @@ class Functions:
             gpu_utilization: per cent, by GPU; None asks NVML.
         """
         entry = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": learning_rate}
-        used = gpu_info.gpu_utilisation() if gpu_utilization is None else gpu_utilization
+        used = monitoring.gpu_utilisation() if gpu_utilization is None else gpu_utilization
         self.training_metrics[f"epoch_{epoch}"].append(
             entry | {"gpu_utilization": used, "strategy": self.current_strategy}
         )
@@ -167,7 +167,7 @@ class Functions:
     def get_multi_gpu_metrics(self) -> dict[str, Any]:
         """strategy (None before a setup), gpu_info, and training_metrics: lists of what was logged, by "epoch_N"."""
         metrics = {epoch: list(entries) for epoch, entries in self.training_metrics.items()}
-        return {"strategy": self.current_strategy, "gpu_info": gpu_info.get_gpu_info(), "training_metrics": metrics}
+        return {"strategy": self.current_strategy, "gpu_info": monitoring.get_gpu_info(), "training_metrics": metrics}
 
     def get_multi_gpu_status(self) -> dict[str, Any]:
         """multi_gpu_available, gpu_info, current_strategy, world_size, training_metrics, gpu_utilization, status."""
@@ -178,7 +178,7 @@ class Functions:
             "current_strategy": metrics["strategy"],
             "world_size": launch_env.size if launch_env else 1,
             "training_metrics": metrics["training_metrics"],
-            "gpu_utilization": gpu_info.gpu_utilisation(),
+            "gpu_utilization": monitoring.gpu_utilisation(),
             "status": "success",
         }
 

@@ -1,27 +1,40 @@
 """The user's model, data, loss and optimizer: checked, and turned into the engine's objects and settings."""
 
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import Dataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
 
-from multigpu_cli.api.loaders import SPLITS, CollatedDataset, index_stream
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
 from multigpu_cli.data.collate import Collate, SampleForm, count_declared_classes, get_tokens
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.dataloader_fetcher import SeededDataset
-from multigpu_cli.data.epoch_order import EVAL_EPOCH, SampleOrder
-from multigpu_cli.data.infer_shape import infer_source
+from multigpu_cli.data.fetcher import SeededDataset
+from multigpu_cli.data.load import choose_form, infer_source
+from multigpu_cli.data.order import EVAL_EPOCH, SampleOrder
+from multigpu_cli.data.source import DataSource, MaterializedIterable
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import refuse_torchscript
-from multigpu_cli.run.user_objects import UserObjects
+from multigpu_cli.planning.batch import make_key
+from multigpu_cli.run.request.spec import UserObjects
+from multigpu_cli.runtime.seeding import seed_host
 from multigpu_cli.tasks.base import Loss
-from multigpu_cli.tasks.open_data import choose_form
 
 
 @dataclass(frozen=True)
@@ -214,3 +227,169 @@ def _class_name(thing: Any) -> str:
 
         module = Path(getattr(__main__, "__file__", "__main__")).stem
     return f"{module}:{kind.__qualname__}"
+
+
+SPLITS = ("train", "val", "test")
+
+
+class CollatedDataset(Dataset[Any]):
+    """A dataset together with the collate_fn of its DataLoader."""
+
+    def __init__(self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate_fn = dataset, collate_fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+class SequentialOrder:
+    """Samples in the order of their indices, in every epoch (shuffle=False)."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __call__(self, epoch: int) -> Tensor:
+        return torch.arange(self.count)
+
+
+class SamplerOrder:
+    """The order of a user's sampler: drawn once per epoch on rank 0 and broadcast.
+
+    Before, all generators are seeded from (seed, epoch) and `set_epoch` is called if there is one, so that an epoch
+    that is repeated after a resume has the same order.
+    """
+
+    def __init__(self, sampler: Sampler[int], seed: int) -> None:
+        self.sampler, self.seed = sampler, seed
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+    def __call__(self, epoch: int) -> Tensor:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._broadcast_order(epoch)
+        return self._order
+
+    def _broadcast_order(self, epoch: int) -> Tensor:
+        if not dist.is_initialized():
+            return self._draw_order(epoch)
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        order = self._draw_order(epoch) if dist.get_rank() == 0 else torch.empty(len(self), dtype=torch.int64)
+        order = order.to(device)
+        dist.broadcast(order, src=0)
+        return order.cpu()
+
+    def _draw_order(self, epoch: int) -> Tensor:
+        number = make_key(self.seed, epoch)
+        seed_host(number)
+        if isinstance(generator := getattr(self.sampler, "generator", None), torch.Generator):
+            generator.manual_seed(number)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        order = torch.tensor(list(self.sampler), dtype=torch.int64)
+        if len(order) != len(self):
+            raise RequestError(f"sampler: its length is {len(self)}, but it drew {len(order)} samples")
+        return order
+
+
+def from_loader(
+    loader: DataLoader[Any], config: MultiGPUConfig
+) -> tuple[Dataset[Any], SampleOrder | None, MultiGPUConfig]:
+    """Dataset, order of samples (None: shuffled by seed), and the config with the loader's batch size and workers.
+
+    Raises:
+        RequestError: it is no DataLoader, or it does not batch single samples itself.
+    """
+    dataset = with_collate(loader, config.seed)
+    if loader.batch_size is None:
+        raise RequestError(
+            "train_loader: a batch_sampler, or batch_size=None, is not supported: only batches of single samples are "
+            "the same on any number of GPUs",
+            remedy="DataLoader(dataset, batch_size=…, sampler=…)",
+        )
+    settings = replace(
+        config,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        num_workers=loader.num_workers,
+        pin_memory=config.pin_memory or loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor,
+    )
+    count = len(dataset)  # type: ignore[arg-type]
+    stream = isinstance(loader.dataset, IterableDataset)
+    return dataset, SequentialOrder(count) if stream else _find_order(loader.sampler, count, config.seed), settings
+
+
+def with_collate(loader: DataLoader[Any], seed: int, split: str = "train") -> Dataset[Any]:
+    """The loader's dataset, with its collate_fn where that is not torch's own.
+
+    Raises:
+        RequestError: it is no DataLoader, or its IterableDataset does not end.
+    """
+    if not isinstance(loader, DataLoader):
+        raise RequestError(f"{split} loader: a {type(loader).__name__} is no DataLoader", remedy="DataLoader(dataset)")
+    dataset, own = index_stream(loader.dataset, seed, split), loader.collate_fn is not default_collate
+    return CollatedDataset(dataset, loader.collate_fn) if own else dataset
+
+
+def index_stream(dataset: Any, seed: int, split: str) -> Any:
+    """An IterableDataset is read once, so that its samples have indices; any other dataset is returned as it is."""
+    if not isinstance(dataset, IterableDataset):
+        return dataset
+    return MaterializedIterable(
+        dataset, f"{type(dataset).__name__}, split {split}", make_key(seed, SPLITS.index(split))
+    )
+
+
+def _find_order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> SampleOrder | None:
+    if isinstance(sampler, DistributedSampler):  # the engine divides the samples among the ranks
+        return None if sampler.shuffle else SequentialOrder(count)
+    if isinstance(sampler, SequentialSampler):
+        return SequentialOrder(count)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
+        return None
+    return SamplerOrder(sampler, seed)  # type: ignore[arg-type]
+
+
+def check_inputs_differ(model: nn.Module) -> None:
+    """Let the wrapped model's first forward pass for training compare its inputs over the ranks; later ones are free.
+
+    The pass is collective already: all ranks reach it. Inputs without tensors are not compared.
+
+    Raises:
+        RequestError: (from that pass, on all ranks) some ranks got equal inputs.
+    """
+
+    def compare_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        handle.remove()
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, _hash_tensors((args, kwargs)))
+        if None not in digests and len(set(digests)) < len(digests):
+            raise RequestError(
+                "the model's first batch is the same on several ranks: each rank trains on all samples, not on its "
+                "share",
+                remedy="DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset)), with "
+                "loader.sampler.set_epoch(epoch) before each epoch; or same_inputs=True where that is meant",
+            )
+
+    handle = model.register_forward_pre_hook(compare_inputs, with_kwargs=True)
+
+
+def _hash_tensors(inputs: Any) -> str | None:
+    """SHA-256 of all tensors' types, shapes and bytes; None without one."""
+    digest, found = hashlib.sha256(), False
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            found = True
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest() if found else None

@@ -1,16 +1,16 @@
 """The names of the Python API, all of which `train_multi_gpu` offers."""
 
-from multigpu_cli.api.fault_tolerance import FaultToleranceManager as FaultToleranceManager
-from multigpu_cli.api.gpu_info import clear_gpu_memory as clear_gpu_memory
-from multigpu_cli.api.gpu_info import get_gpu_info as get_gpu_info
-from multigpu_cli.api.gpu_info import print_gpu_info as print_gpu_info
+from multigpu_cli.api.manager import FaultToleranceManager as FaultToleranceManager
 from multigpu_cli.api.manager import MultiGPUTrainingManager as MultiGPUTrainingManager
-from multigpu_cli.api.metrics import MetricsCollector as MetricsCollector
-from multigpu_cli.api.metrics import PerformanceMonitor as PerformanceMonitor
-from multigpu_cli.api.scaling import estimate_training_speedup as estimate_training_speedup
-from multigpu_cli.api.scaling import launch_distributed_training as launch_distributed_training
-from multigpu_cli.api.scaling import optimize_batch_size_for_multi_gpu as optimize_batch_size_for_multi_gpu
-from multigpu_cli.api.scaling import print_training_speedup_estimates as print_training_speedup_estimates
+from multigpu_cli.api.monitoring import MetricsCollector as MetricsCollector
+from multigpu_cli.api.monitoring import PerformanceMonitor as PerformanceMonitor
+from multigpu_cli.api.monitoring import clear_gpu_memory as clear_gpu_memory
+from multigpu_cli.api.monitoring import estimate_training_speedup as estimate_training_speedup
+from multigpu_cli.api.monitoring import get_gpu_info as get_gpu_info
+from multigpu_cli.api.monitoring import launch_distributed_training as launch_distributed_training
+from multigpu_cli.api.monitoring import optimize_batch_size_for_multi_gpu as optimize_batch_size_for_multi_gpu
+from multigpu_cli.api.monitoring import print_gpu_info as print_gpu_info
+from multigpu_cli.api.monitoring import print_training_speedup_estimates as print_training_speedup_estimates
 from multigpu_cli.api.settings import MultiGPUConfig as MultiGPUConfig
 from multigpu_cli.api.settings import TrainingMode as TrainingMode
 from multigpu_cli.api.trainers import DataParallelTrainer as DataParallelTrainer

@@ -7,12 +7,12 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, Self
 
+from multigpu_cli.capabilities import METRICS
 from multigpu_cli.config import rules
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.data.data_source import LoaderOptions
+from multigpu_cli.data.source import LoaderOptions
 from multigpu_cli.errors import RequestError, combine_errors, did_you_mean
-from multigpu_cli.tasks.metrics.registry import METRICS
 
 _UNLIMITED = 10**6  # epochs: the user's own loop decides when training ends
 _NEVER = 999_999_999  # optimizer steps

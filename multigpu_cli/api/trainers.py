@@ -15,18 +15,16 @@ from torch.utils.data import Dataset
 from multigpu_cli import engine
 from multigpu_cli.api.functions import Functions
 from multigpu_cli.api.inputs import UserInputs
-from multigpu_cli.api.launch import find_launch_env, open_console, print_last_error, resolve_placement
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, to_python_error
-from multigpu_cli.api.training import prepare_run
+from multigpu_cli.api.training import find_launch_env, open_console, prepare_run, print_last_error, resolve_placement
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.distributed.collectives import all_reduce_sum
 from multigpu_cli.errors import STOPPED, RequestError
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.finalize import finish_run
-from multigpu_cli.run.lifecycle import record_failure
-from multigpu_cli.run.published_weights import use_published_weights
-from multigpu_cli.run.run import Run
-from multigpu_cli.runtime.collectives import all_reduce_sum
+from multigpu_cli.run.open import record_failure
+from multigpu_cli.run.run import Run, use_published_weights
 from multigpu_cli.tasks.base import Loss
 
 

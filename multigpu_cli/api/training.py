@@ -1,31 +1,48 @@
 """`train_with_multi_gpu` and `evaluate_with_multi_gpu`: whole runs of the engine on the user's model and loaders."""
 
+import gc
+import sys
 import time
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from multigpu_cli.api.gpu_info import get_gpu_info, gpu_utilisation
-from multigpu_cli.api.inputs import UserInputs, refuse_forgotten_scheduler
-from multigpu_cli.api.launch import find_launch_env, resolve_placement, run_here, run_in_processes
-from multigpu_cli.api.loaders import from_loader, with_collate
+from multigpu_cli import engine
+from multigpu_cli.api.inputs import UserInputs, from_loader, refuse_forgotten_scheduler, with_collate
+from multigpu_cli.api.monitoring import get_gpu_info, gpu_utilisation
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, to_python_error
+from multigpu_cli.capabilities import BEFORE_LAUNCH, load_given
+from multigpu_cli.checkpoint.run_folder import resolve_folder
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.errors import RequestError
+from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
+from multigpu_cli.distributed.placement import (
+    Placement,
+    check_gpus_exist,
+    choose_placement,
+    count_cores,
+    count_visible_gpus,
+)
+from multigpu_cli.distributed.process_group import process_group
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.launch import run_in_workers
 from multigpu_cli.models.build import is_of_transformers
-from multigpu_cli.run.build_model import adapt_live
-from multigpu_cli.run.build_task import build_task
-from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.assembly.assemble import build_task
+from multigpu_cli.run.assembly.model import adapt_live
+from multigpu_cli.run.request.spec import UserObjects, broadcast_weights
 from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.runtime.precision import Precision, agree_on_precision
-from multigpu_cli.runtime.process_group import process_group
 from multigpu_cli.tasks.base import Loss
 
 
@@ -189,3 +206,142 @@ def evaluate_with_multi_gpu(
         "evaluation_time": time.perf_counter() - began,
         "error": None,
     }
+
+
+def find_launch_env(config: MultiGPUConfig) -> LaunchEnv | None:
+    """Rank and world size of this process: from torchrun, an existing process group, or the config.
+
+    Raises:
+        RequestError: the config contradicts the launcher, or names a rank without MASTER_ADDR and MASTER_PORT; or srun
+            started several processes without one.
+    """
+    launch_env = LaunchEnv.current()
+    if launch_env is None and dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local = rank if config.local_rank is None else config.local_rank
+        launch_env = LaunchEnv(rank, size, local, size, "", 0, attempt=0, agent_store=False)
+    if launch_env is None and config.rank is not None and (config.world_size or 1) > 1:
+        launch_env = LaunchEnv.for_existing_group(config.rank, config.world_size or 1, config.local_rank)
+    if launch_env is None:
+        refuse_srun_copies()
+        return None
+    facts = {"world_size": launch_env.size, "rank": launch_env.rank, "local_rank": launch_env.local_rank}
+    for name, fact in facts.items():
+        if getattr(config, name) not in (None, fact):
+            raise RequestError(
+                f"{name}={getattr(config, name)}, but the launcher says {fact}",
+                remedy=f"leave {name} out: it is read from the environment",
+            )
+    return launch_env
+
+
+def resolve_placement(config: MultiGPUConfig, frozen: Config, launch_env: LaunchEnv | None) -> Placement:
+    """Choose strategy and devices.
+
+    Raises:
+        RequestError: a device does not exist, or does not support the backend.
+    """
+    device, gpus = frozen.device, count_visible_gpus()
+    if launch_env is None and config.rank is None and (config.world_size or 1) > 1:
+        device = replace(device, nproc_per_node=config.world_size)
+    try:
+        placement = choose_placement(
+            replace(device, gpu_ids=None) if launch_env else device,
+            gpus=gpus,
+            cpus=count_cores(),
+            launch_env=launch_env,
+        )
+    except RequestError as error:
+        raise to_python_error(error) from error
+    ids = config.device_ids
+    if launch_env and ids:
+        check_gpus_exist("device_ids", ids, gpus)
+        if gpus > 1 and launch_env.local_rank >= len(ids):
+            raise RequestError(f"device_ids {ids}: {launch_env.local_size} processes here need as many GPUs")
+        placement = placement._replace(devices=(torch.device("cuda", ids[launch_env.local_rank] if gpus > 1 else 0),))
+    if config.backend == "nccl" and placement.devices[0].type == "cpu":
+        raise RequestError("backend='nccl' needs GPUs, and none is visible", remedy="leave backend out: gloo on CPU")
+    seconds = config.timeout.total_seconds() if config.timeout else None
+    return placement._replace(backend=config.backend, timeout=seconds)
+
+
+def run_here(
+    config: Config, placement: Placement, launch_env: LaunchEnv | None, user_objects: UserObjects, screen: str
+) -> dict[str, Any]:
+    """The engine's `run` in this process; returns the summary."""
+    try:
+        return engine.run(
+            config,
+            placement,
+            launch_env,
+            open_console(screen, launch_env),
+            on_fatal_error=print_last_error,
+            user_objects=user_objects,
+        )
+    except RequestError as error:
+        raise to_python_error(error) from error
+    finally:
+        if launch_env:
+            gc.collect()  # ends gloo's threads, which a cycle keeps: at Python's exit they now and then abort
+
+
+def run_in_processes(config: Config, placement: Placement, user_objects: UserObjects, screen: str) -> dict[str, Any]:
+    """Run in `placement.launch` processes of this machine, on copies of the objects; the model gets their weights.
+
+    Raises:
+        RequestError: an object can't be pickled for another process.
+    """
+    for check in load_given(BEFORE_LAUNCH, config):
+        check(config)
+    config = resolve_folder(config)
+    try:
+        ForkingPickler.dumps(user_objects)
+    except Exception as error:  # the user's own classes raise anything: reported as what is wrong with the request
+        raise RequestError(
+            f"{placement.reason}: model, data, loss or optimizer can't be sent to other processes ({error})",
+            remedy="torchrun --nproc_per_node=N SCRIPT, where each process makes its own; or classes and functions at "
+            "the top of a module, no lambdas",
+        ) from error
+    answers = run_in_workers(
+        placement,
+        _worker,
+        config,
+        placement.backend,
+        placement.timeout,
+        user_objects,
+        screen,
+        max_restarts=config.fault.max_restarts,
+    )
+    summary, problem, remedy = answers[0]
+    if problem:
+        raise to_python_error(RequestError(problem, remedy=remedy))
+    if summary["status"] == "completed":
+        user_objects.load_weights(summary["save_dir"], World(torch.device("cpu")))
+    return dict(summary)
+
+
+def _worker(
+    config: Config, backend: str | None, timeout: float | None, user_objects: UserObjects, screen: str
+) -> tuple[dict[str, Any], str, str]:
+    """One worker process: returns the summary, or problem and remedy of a RequestError, which every rank raises."""
+    launch_env = LaunchEnv.current()
+    placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    for tensor in [*user_objects.model.parameters(), *user_objects.model.buffers()]:
+        tensor.data = tensor.data.clone()  # it arrived in memory that all processes share
+    if user_objects.optimizer:
+        user_objects.optimizer.load_state_dict(deepcopy(user_objects.optimizer.state_dict()))
+    try:
+        placement = placement._replace(backend=backend, timeout=timeout)
+        return run_here(config, placement, launch_env, user_objects, screen), "", ""
+    except RequestError as error:
+        return {}, error.problem, error.remedy
+
+
+def open_console(screen: str, launch_env: LaunchEnv | None) -> Console:
+    """A console that prints on rank 0 only."""
+    return Console("silent" if launch_env and launch_env.rank else screen)  # type: ignore[arg-type]
+
+
+def print_last_error(error: TrainingError) -> None:
+    """Print the error of a process that ends where no exception can be raised any more."""
+    Console("quiet", sys.stderr).error(f"error: {error}")

@@ -22,7 +22,7 @@ from multigpu_cli.checkpoint.weights import format_differences, format_shape, re
 from multigpu_cli.config.paths import find_weight_file
 from multigpu_cli.errors import RequestError, pluralize
 
-# Of DDP, torch.compile, Lightning, and our own models/hugging_face.py.
+# Of DDP, torch.compile, Lightning, and our own language/hugging_face.py.
 _PREFIXES = ("module.", "_orig_mod.", "model.", "network.")
 _OF_PEFT = (".modules_to_save.default.", ".default.")  # its files leave it out
 _LISTED = 4  # names in a line of the table; the journal has all

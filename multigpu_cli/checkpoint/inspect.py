@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from multigpu_cli.checkpoint.lock import is_locked
+from multigpu_cli.checkpoint.files import is_locked
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, parse_step, read_manifest
 from multigpu_cli.errors import RequestError
 

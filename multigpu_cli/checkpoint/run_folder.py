@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.lock import is_locked, locked_error, still_locked_error, wait_until_unlocked
+from multigpu_cli.checkpoint.files import is_locked, locked_error, publish, still_locked_error, wait_until_unlocked
 from multigpu_cli.checkpoint.manifest import (
     MANIFEST,
     FindDamage,

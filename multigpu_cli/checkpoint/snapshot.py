@@ -11,11 +11,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from multigpu_cli.capabilities import PART_STATES
 from multigpu_cli.checkpoint.initial_weights import WeightMatch
-from multigpu_cli.checkpoint.serialize import iterate_tensors
+from multigpu_cli.checkpoint.pieces import iterate_tensors
 from multigpu_cli.checkpoint.weights import check_fit, extra_state
-from multigpu_cli.runtime.average import EMAModel
+from multigpu_cli.optimizers.eval_weights import EMAModel, eval_weights, is_schedule_free
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.schedule_free import eval_weights, is_schedule_free
 
 
 @dataclass

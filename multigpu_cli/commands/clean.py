@@ -2,16 +2,19 @@
 
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
-from multigpu_cli.checkpoint.lock import is_locked, lock_folder
+from multigpu_cli.checkpoint.files import is_locked, lock_folder
+from multigpu_cli.checkpoint.inspect import CheckpointEntry
 from multigpu_cli.checkpoint.manifest import MANIFEST
-from multigpu_cli.commands.output import format_size
+from multigpu_cli.commands.options import format_size
 from multigpu_cli.commands.status import find_runs
 from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.config.recipes import find_recipes, read_description
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.history import load_summary
 
@@ -117,3 +120,52 @@ def _count_bytes(folders: Sequence[Path]) -> int:
 
 def _describe(checkpoints: int, size: int) -> str:
     return f"{pluralize(checkpoints, 'checkpoint')}, {format_size(size)}"
+
+
+def is_healthy(entries: list[CheckpointEntry]) -> bool:
+    """Whether a run could go on, and nothing in the folder is damaged."""
+    return any(entry.resumes for entry in entries) and all(entry.state != "damaged" for entry in entries)
+
+
+def format_checkpoints(run: str, entries: list[CheckpointEntry]) -> Iterator[str]:
+    """One line each."""
+    width = max((len(entry.name) for entry in entries), default=0)
+    now = time.time()
+    for entry in entries:
+        workers = "" if entry.world_size is None else pluralize(entry.world_size, "worker")
+        verdict = ": ".join(filter(None, (entry.state, entry.reason)))
+        if entry.resumes:
+            verdict = "whole, a run goes on from here"
+        size, age = format_size(entry.bytes), _format_age(now - entry.written)
+        yield f"{entry.name:<{width}}  {size:>9}  {age:>12}  {workers:<10}  {verdict}"
+    if not any(entry.resumes for entry in entries):
+        yield f"{run} has no checkpoint that a run could go on from"
+
+
+def _format_age(seconds: float) -> str:
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            return f"{pluralize(int(seconds / length), unit)} ago"
+    return "just now"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as the list shows it."""
+
+    name: str
+    description: str
+    path: str
+
+
+def list_recipes() -> list[Recipe]:
+    """All recipes, by name."""
+    return [Recipe(name, read_description(path), str(path)) for name, path in sorted(find_recipes().items())]
+
+
+def format_recipes(recipes: list[Recipe]) -> Iterator[str]:
+    """One line each."""
+    width = max((len(recipe.name) for recipe in recipes), default=0)
+    yield from (f"{recipe.name:<{width}}  {recipe.description}" for recipe in recipes)
+    if not recipes:
+        yield "no recipes found: they are looked up in ./configs"

@@ -7,9 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from multigpu_cli.commands.completion import run_argument
-from multigpu_cli.commands.options import Command, Group, reject_idle_flags, with_inference_options, with_train_options
-from multigpu_cli.commands.output import print_result
+from multigpu_cli.commands.options import (
+    Command,
+    Group,
+    print_result,
+    reject_idle_flags,
+    run_argument,
+    with_inference_options,
+    with_train_options,
+)
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import FAILED, RequestError
 
@@ -40,7 +46,7 @@ _Weights = Annotated[str, run_argument("RUN", "run folder, best.pt, last.pt, or 
 @app.command(cls=Command)
 def recipes(as_json: _Json = False) -> None:
     """List the recipes that --config takes by name."""
-    from multigpu_cli.commands.recipes import format_recipes, list_recipes
+    from multigpu_cli.commands.clean import format_recipes, list_recipes
 
     found = list_recipes()
     print_result(found, format_recipes(found), as_json=as_json)
@@ -81,7 +87,7 @@ def verify(
 def checkpoints(run: _Run, as_json: _Json = False) -> int:
     """List a run's checkpoints and verify them; exit code 0 if it could go on and nothing is damaged."""
     from multigpu_cli.checkpoint.inspect import list_checkpoints
-    from multigpu_cli.commands.checkpoints import format_checkpoints, is_healthy
+    from multigpu_cli.commands.clean import format_checkpoints, is_healthy
 
     entries = list_checkpoints(Path(run))
     healthy = is_healthy(entries)
@@ -106,7 +112,10 @@ def export(
     from multigpu_cli.commands.requests import parse_export_target
 
     target = parse_export_target(to, checkpoint, kind)
-    from multigpu_cli.commands.inference.export import export_run, format_export  # torch loads here
+    from multigpu_cli.commands.export import (
+        export_run,
+        format_export,  # torch loads here
+    )
 
     places = {"data_dir": data_dir, "model_dir": model_dir}
     written = export_run(checkpoint, target, format=kind, **places, own_code=own_code)
@@ -169,8 +178,8 @@ def bench(
     from multigpu_cli.config.types import integer
 
     config = _read_config(context, values)
-    from multigpu_cli.commands.bench import bench as benchmark
-    from multigpu_cli.commands.bench.loading import format_loading, measure_loading
+    from multigpu_cli.commands import bench as benchmark
+    from multigpu_cli.commands.bench_overlap import format_loading, measure_loading
 
     length = parse_option(integer(1), "--steps", steps)
     times = parse_option(integer(1), "--repetitions", repetitions)
@@ -197,7 +206,11 @@ def preview(
     from multigpu_cli.config.types import integer
 
     config, count = _read_config(context, values), parse_option(integer(1), "--samples", samples)
-    from multigpu_cli.commands.data_preview import choose_marks, format_preview, preview_data  # torch loads here
+    from multigpu_cli.commands.language.preview import (
+        choose_marks,
+        format_preview,
+        preview_data,  # torch loads here
+    )
 
     found = preview_data(config, count)
     print_result(found, format_preview(found, choose_marks(sys.stdout, context.obj)), as_json=values["json"])
@@ -210,7 +223,7 @@ def convert(
     as_json: _Json = False,
 ) -> None:
     """Write Parquet, CSV or JSON lines as Arrow files once, for --data arrow; a piece at a time, in little memory."""
-    from multigpu_cli.commands.data_convert import convert_data, format_conversion
+    from multigpu_cli.data.rows.convert import convert_data, format_conversion
 
     found = convert_data(source, to)
     print_result(found, format_conversion(found), as_json=as_json)
@@ -227,7 +240,7 @@ def _read_config(context: typer.Context, values: Mapping[str, Any], *, allow_lau
 
     command = str(context.info_name)
     config = build_config(reject_idle_flags(command, values), context.obj)
-    from multigpu_cli.runtime.launch_env import LaunchEnv
+    from multigpu_cli.distributed.launch_env import LaunchEnv
 
     if not allow_launcher and LaunchEnv.from_environment(context.obj):
         raise RequestError(f"{command} under torchrun", remedy=f"{command} without torchrun: it starts its own workers")
@@ -268,7 +281,7 @@ def mirror(
     as_json: _Json = False,
 ) -> None:
     """Copy the newest checkpoint and the weights of a run to a remote folder, as --mirror does while it trains."""
-    from multigpu_cli.commands.mirror import format_mirrored, mirror_run
+    from multigpu_cli.mirror.part import format_mirrored, mirror_run
 
     found = mirror_run(run, to)
     print_result(found, format_mirrored(found), as_json=as_json)
@@ -283,7 +296,7 @@ def log(
     as_json: _Json = False,
 ) -> None:
     """Send a run's journal to experiment loggers: what has not arrived; twice gives the same rows."""
-    from multigpu_cli.commands.log import format_sent, send_journal
+    from multigpu_cli.loggers.part import format_sent, send_journal
 
     sent = send_journal(run, to, again=again)
     print_result(sent, format_sent(sent), as_json=as_json)
@@ -309,7 +322,10 @@ def evaluate(run: _Weights, *, own_code: _OwnCode = False, as_json: _Json = Fals
     from multigpu_cli.commands.requests import parse_inference_request
 
     request = parse_inference_request(run, given, own_code=own_code)
-    from multigpu_cli.commands.inference.evaluate import evaluate_run, format_metrics  # torch loads here
+    from multigpu_cli.commands.inference import (
+        evaluate_run,
+        format_metrics,  # torch loads here
+    )
 
     if metrics := evaluate_run(request):
         print_result(metrics, format_metrics(metrics), as_json=as_json)
@@ -328,7 +344,10 @@ def predict(
     from multigpu_cli.commands.requests import parse_csv_target, parse_inference_request
 
     request, target = parse_inference_request(run, given, own_code=own_code), parse_csv_target(out)
-    from multigpu_cli.commands.inference.predict import format_prediction, predict_run  # torch loads here
+    from multigpu_cli.commands.inference import (
+        format_prediction,
+        predict_run,  # torch loads here
+    )
 
     if prediction := predict_run(request, target):
         print(format_prediction(prediction))
@@ -351,6 +370,9 @@ def sample(
 
     request = parse_inference_request(run, {"model_dir": model_dir}, own_code=own_code)
     sampling = parse_sampling(length, temperature, top_k, seed)
-    from multigpu_cli.commands.inference.sample import Sampling, generate_text  # torch loads here
+    from multigpu_cli.commands.language.sample import (
+        Sampling,
+        generate_text,  # torch loads here
+    )
 
     print(generate_text(request, prompt, Sampling(**sampling, raw=raw)))

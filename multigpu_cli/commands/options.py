@@ -1,17 +1,24 @@
 """The settings as command-line options, the same for training and for every command that needs a configuration."""
 
+import glob
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from multigpu_cli.commands import completion
+from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, METRICS, MODELS, TASKS
+from multigpu_cli.config.recipes import find_recipes
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.setting import Setting
 from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.loggers.base import LOGGERS
+from multigpu_cli.monitor.journal import dump_json
 
 _CALL = "This call"
 _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
@@ -163,10 +170,82 @@ def _build_option(name: str, kind: Any, metavar: str, help: str, panel: str) -> 
         help=help,
         rich_help_panel=panel,
         show_default=False,
-        autocompletion=completion.offer_for(name, metavar),
+        autocompletion=offer_for(name, metavar),
     )
     default = False if kind is bool else None
     annotation = bool if kind is bool else kind | None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option]
     )
+
+
+Offer = Callable[[str], list[str]]
+"""From an incomplete word (Typer calls the parameter by this name) to the words that complete it."""
+
+
+def offer_for(key: str, metavar: str) -> Offer | None:
+    """What an option offers; None leaves it to the shell, which offers files.
+
+    Args:
+        metavar: how help shows the value; the words in auto|on|off are offered.
+    """
+    offers: dict[str, Offer] = {
+        "data": _complete_from([*DATASETS, *ENVIRONMENTS]),
+        "model": _complete_from(MODELS),
+        "task": _complete_from(TASKS),
+        "metric": _complete_from(METRICS),
+        "logger": _complete_from(LOGGERS),
+        "config": lambda incomplete: _complete_from(find_recipes())(incomplete),  # late: reads folders
+        "set": _complete_from(f"{key}=" for key in SETTINGS),
+        "save_dir": complete_run_folders,
+        "resume": lambda incomplete: [
+            *_complete_from(("auto", "never"))(incomplete),
+            *complete_run_folders(incomplete),
+        ],
+    }
+    choices = [word for word in metavar.split("|") if re.fullmatch("[a-z][a-z0-9-]*", word)]
+    return offers.get(key) or (_complete_from(choices) if choices else None)
+
+
+def run_argument(metavar: str, help: str) -> Any:
+    """Declare the positional argument that is the folder of a run."""
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete_run_folders)
+
+
+def complete_run_folders(incomplete: str) -> list[str]:
+    """Run folders that continue the typed path, one level below it, or in checkpoints/ where runs go by default."""
+    head, slash, name = incomplete.rpartition("/")
+    place, begun = Path(head + slash or "."), glob.escape(name)
+    patterns = [f"{begun}*/journal.jsonl", f"{begun}*/*/journal.jsonl"]
+    if not slash and "checkpoints".startswith(name):
+        patterns.append("checkpoints/*/*/journal.jsonl")
+    folders = {file.parent.relative_to(place) for pattern in patterns for file in place.glob(pattern)}
+    return sorted(f"{head}{slash}{folder}" for folder in folders)
+
+
+def _complete_from(words: Iterable[str]) -> Offer:
+    known = sorted(words)
+    return lambda incomplete: [word for word in known if word.startswith(incomplete)]
+
+
+def print_result(result: Any, lines: Iterable[str], *, as_json: bool) -> None:
+    """Print a result: as JSON (plain data, dataclasses of it, paths), or else the lines that show it."""
+    print(dump_json(result, indent=2) if as_json else "\n".join(lines))
+
+
+def format_size(count: int) -> str:
+    """A number of bytes: '12.3 MB', '4.0 kB'."""
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
+@contextmanager
+def writing_to(flag: str, target: Path) -> Iterator[None]:
+    """Report a write that fails inside as a wrong value of the flag.
+
+    Raises:
+        RequestError: the file or folder that the flag names can't be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RequestError(f"{flag} {target}: {error.strerror or error}", remedy=f"another {flag}") from error

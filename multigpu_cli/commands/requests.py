@@ -6,19 +6,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, METRICS, MODELS, TASKS
 from multigpu_cli.config import rules
-from multigpu_cli.config.launcher_rules import is_self_launched
-from multigpu_cli.config.own_code import describe_origin
+from multigpu_cli.config.code_names import describe_origin
+from multigpu_cli.config.rules import is_self_launched
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import gather, resolve
 from multigpu_cli.config.types import ValueType, choice, integer, number
-from multigpu_cli.data.registry import DATASETS
-from multigpu_cli.environments.registry import ENVIRONMENTS
 from multigpu_cli.errors import RequestError, combine_errors
-from multigpu_cli.models.registry import MODELS
-from multigpu_cli.monitor.loggers.registry import PACKAGES
-from multigpu_cli.tasks.metrics.registry import METRICS
-from multigpu_cli.tasks.registry import TASKS
+from multigpu_cli.loggers.base import PACKAGES
 
 _DATA = {"data", "data.args", "data.inputs", "data_dir", "model_dir"}
 _EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {

@@ -1,13 +1,16 @@
 """Checks the files and folders that settings name, before torch is loaded."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from multigpu_cli.config.mirror_url import find_url_errors
+from multigpu_cli.config import types
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
+from multigpu_cli.mirror.rules import find_url_errors
 
 BEGAN = ".began_from"  # file in a run folder: the name of its older checkpoint that --resume restarted it from
 
@@ -145,3 +148,138 @@ def suggest_path(path: Path, words: tuple[str, ...] = (), *, folders: bool = Tru
         names |= {entry.name: str(path.parent / entry.name) for entry in there}
     close = get_close_matches(path.name, names, n=1)
     return f"did you mean {names[close[0]]!r}?" if close else ""
+
+
+FILES: dict[str, tuple[str, ...]] = {
+    "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
+    "npz": (".npz",),
+    "text": (".txt",),
+    "chat": (".jsonl",),
+    "arrow": (".arrow",),
+    "tar": (".tar",),
+    "jsonl": (),  # a .jsonl file is taken for a chat
+}
+"""The datasets that are files, and the suffixes by which one is recognized."""
+
+IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+
+_ARRAYS = ("train.bin", "train.npy")  # of tokens
+_ARROW = "dataset_dict.json"  # Hugging Face's list of parts
+_MAX_FOLDERS, _MAX_FILES = 1000, 100  # in which an image is looked for
+_SUPPORTED = (
+    ".csv or .tsv (also .gz), .jsonl, .npz, .txt, .arrow, .tar, a folder with one of these, or one with a folder of "
+    "images for each class; any other dataset needs --data NAME or --data module:factory"
+)
+
+
+def is_path(data: str) -> bool:
+    """Whether --data is a path, as table.csv or ./photos; the name of a dataset has neither dot nor slash."""
+    return ":" not in data and ("/" in data or "." in data)
+
+
+def parse_data_path(given: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """The settings that `--data PATH` means: the dataset recognized there, and PATH as --data-dir.
+
+    Args:
+        given: the settings of the same layer, by key.
+        label: how messages name the setting.
+
+    Raises:
+        RequestError: PATH does not exist, holds no known dataset, or --data-dir is given too.
+    """
+    try:
+        place = types.path.parse(given["data"])
+    except ValueError as error:
+        raise RequestError(f"{label} {error}") from error
+    if "data_dir" in given:
+        raise RequestError(f"{label} {place} together with --data-dir {given['data_dir']}", remedy="only one of them")
+    if not os.access(place, os.F_OK):
+        near = suggest_path(Path(place), folders=False) or f"give a path relative to {Path.cwd()}, or an absolute one"
+        raise RequestError(
+            f"{label} {place}: there is no such file or folder", remedy=f"{near} (or your own code as module:factory)"
+        )
+    return {"data": _recognize(Path(place), f"{label} {place}"), "data_dir": place}
+
+
+def find_datasets(place: Path) -> dict[str, str]:
+    """The datasets that a file or folder may be, by name, each with the reason."""
+    if not (os.access(place, os.F_OK) and place.is_dir()):  # a file, or a folder that can't be entered
+        endings = {ending: name for name, kinds in FILES.items() for ending in kinds}
+        fits = [ending for ending in endings if place.name.lower().endswith(ending)]
+        return {endings[fits[0]]: f"{place.name} is a {fits[0]} file"} if fits else {}
+    names = sorted(_list_names(place))
+    found = {name: [each for each in names if each.lower().endswith(kinds)] for name, kinds in FILES.items()}
+    if len(found["text"]) > 1 or found["csv"] or found["npz"]:
+        found["text"] = []  # a README.txt or license
+    found["text"] += [name for name in _ARRAYS if name in names]
+    found["arrow"] += [_ARROW] if _ARROW in names else []
+    kinds = {name: f"{place.name or place} holds {files[0]}" for name, files in found.items() if files}
+    if _holds_images(place):
+        kinds["image-folder"] = f"{place.name or place} holds folders of images"
+    if len(kinds) > 1:
+        kinds.pop("tar", None)  # the archive that the others come from
+    return kinds
+
+
+def explain_dataset(config: Config) -> str:
+    """The files at --data-dir by which its dataset is recognized, for the plan; empty if it is not."""
+    return find_datasets(Path(config.data.dir)).get(config.data.name, "") if config.data.dir else ""
+
+
+def find_data_errors(config: Config) -> Iterator[RequestError]:
+    """What is wrong with --data-dir, as far as its name and its list of files show."""
+    if (given := config.data.dir) is None:
+        return
+    place, name = Path(given), config.data.name
+    if not os.access(place, os.F_OK):
+        remedy = suggest_path(place) or suggest_path(place, folders=False)
+        remedy = remedy or f"give a path relative to {Path.cwd()}, or an absolute one"
+        yield RequestError(f"--data-dir {given}: there is no such file or folder", remedy=remedy)
+    elif not os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0)):
+        yield RequestError(f"--data-dir {given}: cannot be read", remedy="check its permissions")
+    elif "data" not in config.explicit:
+        if not _has_checkpoint(config):  # which names the dataset
+            try:
+                _recognize(place, f"--data-dir {given}")
+            except RequestError as error:
+                yield error
+    elif not place.is_dir() and ":" not in name and name not in FILES:
+        kinds = " or ".join(f"--data {kind}" for kind in find_datasets(place))
+        remedy = kinds or "name the folder with the unpacked data"
+        yield RequestError(f"--data-dir {given}: is a file; --data {name} needs a folder", remedy=remedy)
+
+
+def _recognize(place: Path, label: str) -> str:
+    kinds = find_datasets(place)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    if kinds:
+        apart = f" --data-dir {place}" if label.startswith("--data ") else ""  # the path stood in the name's place
+        flags = " or ".join(f"--data {name}{apart}" for name in kinds)
+        raise RequestError(f"{label} could be several datasets: {', '.join(kinds.values())}", remedy=f"add {flags}")
+    found = "no dataset is recognized in this folder" if place.is_dir() else "not a file of a known dataset"
+    lines = f"{place.stem}.jsonl, one record in each line (jq -c '.[]' {place.name} > {place.stem}.jsonl); or "
+    columns = f"multigpu data convert {place} --to {place.stem}, and --data arrow --data-dir {place.stem}; or "
+    remedy = {".json": lines, ".parquet": columns}.get(place.suffix.lower(), "") + _SUPPORTED
+    raise RequestError(f"{label}: {found}", remedy=remedy)
+
+
+def _has_checkpoint(config: Config) -> bool:
+    folder, resume = config.checkpoint.save_dir, config.checkpoint.resume
+    return resume not in ("auto", "never") or bool(folder and _list_names(Path(folder, "checkpoints")))
+
+
+def _holds_images(place: Path) -> bool:
+    """Whether a folder within this one, or within its train/, holds an image."""
+    root = place / "train" if (place / "train").is_dir() else place
+    classes = [root / name for name in _list_names(root, _MAX_FOLDERS) if not name.startswith(".")]
+    return any(name.lower().endswith(IMAGES) for folder in classes for name in _list_names(folder, _MAX_FILES))
+
+
+def _list_names(folder: Path, most: int | None = None) -> list[str]:
+    """Names in a folder, in no order; none if it can't be read, or is a file."""
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in islice(entries, most)]
+    except OSError:
+        return []

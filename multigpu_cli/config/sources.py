@@ -5,8 +5,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigpu_cli.config import data_place
-from multigpu_cli.config.flag_entries import PARTS, SettingEntry, from_flags
+from multigpu_cli.config import paths
+from multigpu_cli.config.command_line import PARTS, SettingEntry, from_flags
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
 from multigpu_cli.config.types import quote_value
@@ -123,9 +123,9 @@ def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken:
             continue
         values[key] = values.get(key, {}) | value if key.endswith(".args") else value
         labels[key] = entry.label
-    if data_place.is_path(values.get("data", "")):
+    if paths.is_path(values.get("data", "")):
         try:
-            values |= data_place.parse_data_path(values, labels["data"])
+            values |= paths.parse_data_path(values, labels["data"])
         except RequestError as error:
             faults.append(error)
             broken.add("data")
@@ -202,7 +202,7 @@ def _merge_layers(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:
 def _config(values: dict[str, Any], noted: Mapping[str, Any]) -> Config:
     """The settings; a dataset recognized at --data-dir is not explicit, so that a checkpoint's dataset is kept."""
     sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
-    found = list(data_place.find_datasets(Path(values["data_dir"]))) if values.keys() & _PLACE == {"data_dir"} else []
+    found = list(paths.find_datasets(Path(values["data_dir"]))) if values.keys() & _PLACE == {"data_dir"} else []
     implied = {"data": found[0]} if len(found) == 1 else {"data": "mixture"} if values.get("data.mix") else {}
     for key, value in (implied | values).items():
         sections[SETTINGS[key].section][SETTINGS[key].attribute] = value

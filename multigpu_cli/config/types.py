@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.errors import did_you_mean
-from multigpu_cli.planning.learning_rate import SHAPES
 from multigpu_cli.planning.optimizer_names import OPTIMIZERS, REFUSED
+from multigpu_cli.planning.schedule import SHAPES
 
 OWN_CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """'module:name', as settings name the user's own code."""

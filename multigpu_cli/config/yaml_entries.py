@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from multigpu_cli.config import recipes, yaml_text
-from multigpu_cli.config.flag_entries import PARTS, SettingEntry
+from multigpu_cli.config.command_line import PARTS, SettingEntry
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.yaml_text import UnreadableError
 from multigpu_cli.errors import RequestError, TrainingError

@@ -9,9 +9,9 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.config.types import ClassWeights
 from multigpu_cli.data.collate import IGNORED, PAIR, SampleForm, report_own_code, to_pair
-from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean
-from multigpu_cli.planning.rng_keys import make_key
+from multigpu_cli.planning.batch import make_key
 
 _WEIGHTED = 0x3E16  # keeps this stream of random numbers apart from the others'
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 
 DataFingerprint = tuple[Sequence[int], Sequence[float]]
@@ -42,7 +42,7 @@ def compute_fingerprint(source: DataSource, seed: int) -> DataFingerprint:
     if all(split is None or isinstance(split, TensorDataset | range) for split in splits):
         found = fingerprint_splits()
     else:
-        from multigpu_cli.data.dataloader_fetcher import run_in_process  # late: samples are fetched one by one
+        from multigpu_cli.data.fetcher import run_in_process  # late: samples are fetched one by one
 
         found = run_in_process(fingerprint_splits)
     digests, sums = zip(*found, strict=True)
@@ -85,7 +85,7 @@ def _values(split: Dataset[Any], seed: int) -> Iterator[Any]:
     if isinstance(split, TensorDataset):
         yield from (_rows(tensor) for tensor in split.tensors)
         return
-    from multigpu_cli.data.dataloader_fetcher import SeededDataset  # late: samples are fetched one by one
+    from multigpu_cli.data.fetcher import SeededDataset  # late: samples are fetched one by one
 
     keyed, count = SeededDataset(split, seed), len(split)  # type: ignore[arg-type]
     for index in sorted({number * count // _FEW for number in range(_FEW)}) if count else ():

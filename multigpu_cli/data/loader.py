@@ -3,24 +3,23 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.batch_transforms import BatchTransforms
 from multigpu_cli.data.class_weights import count_repeats, draw_samples, resolve_sample_weights
-from multigpu_cli.data.collate import to_pair
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.epoch_order import EVAL_EPOCH, OrderOfEpoch, shuffle_epoch
-from multigpu_cli.data.token_counts import TokenCounts
-from multigpu_cli.data.transfer import Fetched, move_batches, to_device
+from multigpu_cli.data.collate import Fetched, TokenCounts, move_batches, to_device, to_pair
+from multigpu_cli.data.images.transforms import BatchTransforms
+from multigpu_cli.data.order import EVAL_EPOCH, OrderOfEpoch, shuffle_epoch
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
 if TYPE_CHECKING:
-    from multigpu_cli.data.dataloader_fetcher import ItemFetcher
+    from multigpu_cli.data.fetcher import ItemFetcher
+
 
 _SHARE_OF_GPU = 0.25  # of its free memory, which a dataset may use with --data-on-device auto
 
@@ -81,9 +80,7 @@ class Loader:
         if isinstance(split, TensorDataset):
             self._fetch = _InMemoryFetcher(split, device, config, source)
         else:
-            from multigpu_cli.data.dataloader_fetcher import (
-                ItemFetcher,  # late: data in memory need no loader processes
-            )
+            from multigpu_cli.data.fetcher import ItemFetcher
 
             self._fetch = ItemFetcher(split, device, seed, config.num_workers, workers_here, source)
         self.data_location = self._fetch.data_location
@@ -218,3 +215,45 @@ def _select(part: Any, at: Tensor) -> Any:
     if isinstance(part, Tensor):
         return part.index_select(0, at)
     return part and tuple(each.index_select(0, at) for each in part)
+
+
+class BatchStream(Protocol):
+    """The micro-batches of one worker: a Loader yields those of a dataset; a task may define its own stream.
+
+    Attributes:
+        size: samples in an epoch.
+        data_location: where the samples are, for the journal.
+        resumable_only_at_epoch: a run can resume only at the end of an epoch, so checkpoints are written only there.
+    """
+
+    size: int
+    data_location: str
+    resumable_only_at_epoch: bool
+
+    def epoch(
+        self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
+    ) -> Iterator[StepWork]:
+        """The steps of an epoch from step `start` on: each with its layout and this worker's batches."""
+
+    def next_step(self, step: int, plan: BatchPlan) -> int:
+        """The step after this one, counted over the run; a collective call."""
+
+    def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
+        """Optimizer steps done up to this position in the schedule: fewer than `step` if some were skipped."""
+
+    def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
+        """Samples trained on in this number of steps."""
+
+    def sample_order(self, epoch: int) -> OrderOfEpoch:
+        """The index of the sample at each position of an epoch."""
+
+    def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
+        """This worker's part of one ordered pass; the first batch is also used to check model and task against it."""
+
+    def close(self) -> None:
+        """Release processes and files."""
+
+
+def first_batch(stream: BatchStream, size: int) -> Batch:
+    """The first `size` samples, or all if there are fewer, unshuffled: the same on every rank, and at every start."""
+    return next(stream.eval_batches(min(size, stream.size), 0, 1))

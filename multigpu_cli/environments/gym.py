@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup, StepReturn
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.rng_keys import make_key
+from multigpu_cli.planning.batch import make_key
 
 
 class GymGroup(EnvironmentGroup):

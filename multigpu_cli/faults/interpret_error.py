@@ -1,11 +1,17 @@
 """Interprets errors of torch, libraries and user code: whether a lost peer caused it, and the remedy."""
 
+import os
 import re
+import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from multigpu_cli.faults.stack_lines import is_library_file
+from multigpu_cli.distributed.out_of_memory import is_out_of_memory
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.runtime.factories import describe_place
 
 _LOST_CONNECTION = ("closed by peer", "reset by peer", "timeout caused pair closure", "remote process has terminated")
 _GROUP_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -67,3 +73,52 @@ def find_unused_parameters(error: BaseException, trained: Sequence[str]) -> list
     """
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     return [trained[int(index)] for index in found[1].split() if int(index) < len(trained)] if found else []
+
+
+def is_library_file(file: str) -> bool:
+    """Whether a source file belongs to Python itself or to an installed package."""
+    return "site-packages" in file or file.startswith((str(Path(os.__file__).parent), "<frozen"))
+
+
+def describe_innermost_line(stack: Sequence[traceback.FrameSummary]) -> str:
+    """File, line and function of the innermost frame outside of libraries; "" if there is none."""
+    own = [frame for frame in stack if not is_library_file(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def describe_main_thread_line() -> str:
+    """The same for what the main thread executes right now."""
+    return describe_innermost_line(_extract_main_thread_stack())
+
+
+def format_main_thread_stack() -> str:
+    """What the main thread executes right now, in the words of a traceback."""
+    return "".join(["Stack of the main thread:\n", *_extract_main_thread_stack().format()])
+
+
+def _extract_main_thread_stack() -> traceback.StackSummary:
+    return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+
+
+@contextmanager
+def name_own_code(call: str) -> Iterator[None]:
+    """Report an error inside as one of the user's own code; out of memory stays what it is.
+
+    Args:
+        call: the flag with its value, and what was called.
+
+    Raises:
+        TrainingError: says what was raised, and where.
+    """
+    try:
+        yield
+    except TrainingError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything, and sets no exit code
+        if is_out_of_memory(error):
+            raise
+        message = (str(error).splitlines() or [""])[0]
+        raise TrainingError(
+            f"{call} raised {type(error).__name__} in {describe_place(error)}: {message}",
+            remedy="--debug shows the traceback",
+        ) from error

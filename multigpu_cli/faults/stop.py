@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Self
 
-from multigpu_cli.runtime.collectives import all_reduce_max
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.collectives import all_reduce_max
+from multigpu_cli.distributed.world import World
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _INTERVAL = 0.5  # seconds between two votes

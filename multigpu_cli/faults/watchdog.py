@@ -15,13 +15,12 @@ from typing import Self
 
 from torch import Tensor
 
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.failure_messages import hang_error
+from multigpu_cli.faults.interpret_error import describe_main_thread_line
+from multigpu_cli.faults.rank_exits import RankExits
 from multigpu_cli.faults.rank_position import OwnProgress, RankPosition
-from multigpu_cli.faults.rank_status import RankExits
-from multigpu_cli.faults.root_cause import PATIENCE, RootCauseFinder
-from multigpu_cli.faults.stack_lines import describe_main_thread_line
-from multigpu_cli.runtime.world import World
+from multigpu_cli.faults.root_cause import PATIENCE, RootCauseFinder, hang_error
 
 STARTUP_TIMEOUT = 1800.0  # seconds; loading, compiling and the first step may take long
 _ANSWER = 2.0  # seconds for every rank to publish its position

@@ -6,9 +6,8 @@ from fnmatch import fnmatch
 
 from torch import nn
 
-from multigpu_cli.config.match_names import match_names
+from multigpu_cli.config.code_names import match_names
 from multigpu_cli.errors import pluralize
-from multigpu_cli.models.depth import find_blocks
 
 
 def find_blocks_to_wrap(model: nn.Module, patterns: Sequence[str] = ()) -> list[str]:
@@ -65,3 +64,51 @@ def _shares_weights(model: nn.Module, block: nn.Module) -> bool:
     own = {id(parameter) for parameter in block.parameters()}
     outside = (module for module in model.modules() if id(module) not in inside)
     return any(id(parameter) in own for module in outside for parameter in module.parameters(recurse=False))
+
+
+def measure_depths(model: nn.Module) -> dict[str, int]:
+    """The depth of each parameter by name, in the order in which modules are registered.
+
+    What comes before the first block has depth 0, the n-th block n, and what comes after the last one (norm, head) one
+    more than it. What lies between two blocks has the depth of the one before. 0 throughout where there is no block.
+    """
+    blocks = list(_find_prefixes(model, ""))
+    reached, depths = 0, {}
+    for name, _ in model.named_parameters():
+        inside = next((number for number, path in enumerate(blocks, 1) if name.startswith(path)), 0)
+        reached = inside or reached
+        depths[name] = reached + (blocks != [] and reached == len(blocks) and not inside)
+    return depths
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """The names of the blocks, in order."""
+    return [prefix.removesuffix(".") for prefix in _find_prefixes(model, "")]
+
+
+def _find_prefixes(module: nn.Module, path: str) -> Iterator[str]:
+    """How the names of each block's parameters begin."""
+    for name, child in _list_children(module):
+        inner = f"{path}{name}."
+        if not _is_row(module):
+            yield from _find_prefixes(child, inner)
+        elif stage := next((held for held in [("", child), *_list_children(child)] if _holds_blocks(held[1])), None):
+            yield from _find_prefixes(stage[1], f"{inner}{stage[0]}." if stage[0] else inner)
+        else:
+            yield inner
+
+
+def _is_row(module: nn.Module) -> bool:
+    kinds = [type(child) for _, child in _list_children(module)]
+    return isinstance(module, nn.ModuleList | nn.Sequential) and len(set(kinds)) < len(kinds)
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether it is a row of elements of one class that consist of modules."""
+    elements = [child for _, child in _list_children(module)]
+    return _is_row(module) and len({type(child) for child in elements}) == 1 and bool(_list_children(elements[0]))
+
+
+def _list_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Those with parameters."""
+    return [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]

@@ -8,9 +8,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from multigpu_cli.monitor.append_file import AppendFile, Warn
-from multigpu_cli.runtime.collectives import all_gather
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.collectives import all_gather
+from multigpu_cli.distributed.world import World
+from multigpu_cli.monitor.journal import AppendFile, Warn
 
 _NONE = -1
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from multigpu_cli.monitor.append_file import Warn
+from multigpu_cli.monitor.journal import Warn
 
 _SYSTEM = {
     *(

@@ -1,21 +1,21 @@
 """Builds the optimizer of a run: torch's by name, or the user's own class, over groups of parameters."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from multigpu_cli.config.code_names import match_names
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
+from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.optimizers.fused import SGD, AdamW, avoid_compiler
-from multigpu_cli.optimizers.groups import group_parameters
-from multigpu_cli.optimizers.load_state import StateLoader
 from multigpu_cli.optimizers.muon import Muon, find_hidden_matrices
 from multigpu_cli.planning.optimizer_names import OPTIMIZERS
 from multigpu_cli.runtime import factories
-from multigpu_cli.runtime.schedule_free import is_schedule_free
+from multigpu_cli.runtime.module_state import TensorPath, map_tensors
 
 _OURS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (AdamW, {}),
@@ -148,3 +148,111 @@ def base_rate(optimizer: torch.optim.Optimizer) -> float:
     """The rate that `set_rate` was given; the first group's rate in a user's own optimizer."""
     group = optimizer.param_groups[0]
     return float(group["lr"]) / float(group.get("rate_factor", 1.0))
+
+
+class GroupKey(NamedTuple):
+    """What the parameters of a group have in common.
+
+    Attributes:
+        factor: their share of the schedule's rate.
+        is_matrix: they have two dimensions or more.
+        weight_decay: of each step.
+        hidden: Muon moves them; None where there is one algorithm for all.
+    """
+
+    factor: float
+    is_matrix: bool
+    weight_decay: float
+    hidden: bool | None
+
+
+def group_parameters(
+    trained: Mapping[str, Tensor],
+    config: OptimizerConfig,
+    factors: Mapping[str, float],
+    hidden: Collection[str] | None,
+) -> list[dict[str, Any]]:
+    """Parameter groups by share of the rate, the full rate first, and matrices before the others.
+
+    Matrices and kernels decay, biases and norms do not, unless optimizer.groups says otherwise. Checkpoints hold the
+    optimizer's state in this order.
+
+    Args:
+        factors: name of a parameter → what its rate is multiplied by, where that is not 1.
+        hidden: the names of what Muon moves; None: one algorithm moves all.
+
+    Raises:
+        RequestError: a pattern matches nothing that learns.
+    """
+    decays = _compute_decays(trained, config)
+    groups: dict[GroupKey, list[Tensor]] = {}
+    if hidden is None:
+        groups = {GroupKey(1.0, matrix, config.weight_decay * matrix, None): [] for matrix in (True, False)}
+    for name, parameter in trained.items():
+        by_muon = None if hidden is None else name in hidden
+        key = GroupKey(factors.get(name, 1.0), parameter.ndim >= 2, decays[name], by_muon)
+        groups.setdefault(key, []).append(parameter)
+    return [
+        {"params": members, "weight_decay": key.weight_decay}
+        | ({"rate_factor": key.factor} if key.factor != 1 else {})
+        | ({} if key.hidden is None else {"hidden": key.hidden})
+        for key, members in groups.items()
+        if members
+    ]
+
+
+def _compute_decays(trained: Mapping[str, Tensor], config: OptimizerConfig) -> dict[str, float]:
+    """The weight decay of each parameter; of the groups that match one, the last that has any counts."""
+    decays = {name: config.weight_decay if parameter.ndim >= 2 else 0.0 for name, parameter in trained.items()}
+    for group in config.groups:
+        chosen = match_names(
+            list(trained), group["match"], f"optimizer.groups {group['match']!r}", "parameter that learns"
+        )
+        if "weight_decay" in group:
+            decays.update(dict.fromkeys(chosen, float(group["weight_decay"])))
+    return decays
+
+
+class StateLoader:
+    """What an optimizer's `load_state_dict` does beside torch's own.
+
+    torch gives every tensor but "step" the dtype of its parameter, so that counts would become fractions, and sums in
+    float64 lose their last bits; these get their own dtype again. Of a text it makes a generator (torch 2.13), so what
+    is no tensor is taken as it was saved. A checkpoint may also come from another device, so fused kernels and strides
+    become those of this one: fused kernels on CPU traverse weights and state in memory order.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._saved: dict[str, Any] = {}
+        optimizer.register_load_state_dict_pre_hook(self._keep)
+        optimizer.register_load_state_dict_post_hook(self._adapt)
+
+    def _keep(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        self._saved = state
+
+    def _adapt(self, optimizer: torch.optim.Optimizer) -> None:
+        numbers = [number for group in self._saved["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        states, self._saved = self._saved["state"], {}
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number in states:
+                optimizer.state[parameter] = _restore(optimizer.state[parameter], states[number], parameter)
+        if "fused" in optimizer.defaults:
+            for group in optimizer.param_groups:
+                group["fused"] = optimizer.defaults["fused"]
+
+
+def _restore(loaded: Any, saved: Any, parameter: Tensor) -> Any:
+    """A parameter's saved state on the device of the loaded one, with the parameter's strides."""
+
+    def restore(path: TensorPath, value: Tensor) -> Tensor:
+        found = loaded
+        for key in path:
+            found = found[key]
+        if found.dtype != value.dtype and path[-1:] != ("step",):
+            found = value.to(found.device, copy=True)
+        if found.shape == parameter.shape and found.stride() != parameter.stride():
+            found = torch.empty_like(parameter, dtype=found.dtype).copy_(found)
+        return found  # type: ignore[no-any-return]
+
+    return map_tensors(saved, restore)

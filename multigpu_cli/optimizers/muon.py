@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from multigpu_cli.config.match_names import match_names
+from multigpu_cli.config.code_names import match_names
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.fused import AdamW
 

@@ -1,6 +1,7 @@
 """The device memory of training, from measured parts, for any micro-batch size."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +43,107 @@ def fit_line(one: tuple[int, float], other: tuple[int, float]) -> tuple[float, f
     """Intercept and slope of a line through two measurements (batch size, value)."""
     slope = (other[1] - one[1]) / (other[0] - one[0])
     return max(0.0, one[1] - slope * one[0]), slope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How a model is sharded.
+
+    Attributes:
+        blocks: bytes of the weights of each.
+        rest: bytes of the weights in no block.
+        keeps_weights: gathered weights stay to the end of the step (--reshard step).
+        group_size: workers that share the weights, where other groups replicate these (--shard-size); None: all.
+        exact: each pass reduces, in the order of --exact.
+    """
+
+    blocks: Sequence[int]
+    rest: int
+    keeps_weights: bool = False
+    group_size: int | None = None
+    exact: bool = False
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Bytes of the weights that are gathered at once, of each group."""
+        return (*self.blocks, *([self.rest] if self.rest else []))
+
+    def split_workers(self, workers: int) -> tuple[int, int]:
+        """Workers of each group, and the number of groups; all in one where they can't be divided so."""
+        size = self.group_size if self.group_size and workers % self.group_size == 0 else workers
+        return size, workers // size
+
+    def gathers(self, passes: int) -> float:
+        """How often a step gathers the weights, by their bytes: for forward and backward passes."""
+        return self.gathers_for_forward(passes) + self.gathers_for_backward(passes)
+
+    def gathers_for_forward(self, passes: int) -> int:
+        return 1 if self.keeps_weights else passes
+
+    def gathers_for_backward(self, passes: int) -> float:
+        return 0.0 if self.keeps_weights else passes * sum(self.blocks) / sum(self.groups)
+
+    def reductions(self, passes: int) -> int:
+        """How often a step reduces the gradients."""
+        return passes if self.exact else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedRow:
+    """The forecast for one number of workers.
+
+    Attributes:
+        passes: micro-batches of a step on each worker.
+        memory: on each of them.
+        sent: bytes that each worker sends in a step. sent_by_ddp: the same with --multi-gpu ddp.
+    """
+
+    workers: int
+    passes: int
+    memory: Memory
+    sent: float
+    sent_by_ddp: float
+
+
+def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: int) -> ShardedRow:
+    """The memory and the traffic of each of so many workers.
+
+    Args:
+        memory: of one worker with the whole model.
+        passes: micro-batches of a step on each worker.
+    """
+    share = (workers - 1) / workers
+    size, replicas = sharding.split_workers(workers)
+    gradients = sharding.reductions(passes) * memory.gradients
+    if sharding.exact:
+        gradients += _divide(memory.gradients, workers)  # each whole tensor goes to one worker, for its norm
+    sent = (size - 1) / size * (sharding.gathers(passes) * sum(sharding.groups) + gradients)
+    sent += 2 * (replicas - 1) / replicas * memory.gradients / size  # the groups' sums are reduced as those of ddp
+    sharded = shard_memory(memory, sharding, workers, passes) if workers > 1 else memory
+    return ShardedRow(
+        workers=workers, passes=passes, memory=sharded, sent=sent, sent_by_ddp=2 * share * memory.gradients
+    )
+
+
+def shard_memory(memory: Memory, sharding: Sharding, workers: int, passes: int) -> Memory:
+    """The memory of each of several workers; see the head of this file."""
+    whole, (size, _) = sum(sharding.groups), sharding.split_workers(workers)
+    weights = whole if sharding.keeps_weights else sharding.rest + 2 * max(sharding.blocks, default=0)
+    divided = passes == 1 or sharding.exact
+    waiting = sharding.rest if divided else 0
+    parts = 1
+    if sharding.exact:
+        parts += max((done * workers).bit_count() for done in range(1, passes + 1))  # sums without a buddy yet
+        waiting += max(sharding.groups, default=0)
+    return replace(
+        memory,
+        weights=memory.weights - whole + _divide(whole, size),  # each worker has all buffers
+        gradients=parts * _divide(memory.gradients, size) if divided else memory.gradients,
+        optimizer=_divide(memory.optimizer, size),
+        unsharded=weights + waiting,
+        in_turn=passes == 1,
+    )
+
+
+def _divide(size: int, workers: int) -> int:
+    return -(-size // workers)

@@ -7,7 +7,7 @@ from typing import Any
 from multigpu_cli.capabilities import PLAN_NOTES
 from multigpu_cli.errors import pluralize
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.planning.learning_rate import Rate, Schedule
+from multigpu_cli.planning.schedule import Rate, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 
 from multigpu_cli.capabilities import PART_STATES
-from multigpu_cli.checkpoint.best import BestWeights
-from multigpu_cli.checkpoint.lock import check_owner
+from multigpu_cli.checkpoint.files import check_owner
 from multigpu_cli.checkpoint.pieces import Rows
 from multigpu_cli.checkpoint.snapshot import Snapshot
+from multigpu_cli.checkpoint.store import BestWeights
 from multigpu_cli.checkpoint.weights import save_weights
+from multigpu_cli.distributed.collectives import all_reduce_max, run_on_all_ranks
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.run.run import Run
-from multigpu_cli.run.sharded_save import ShardedSave
-from multigpu_cli.runtime.collectives import all_reduce_max
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
+from multigpu_cli.strategies.fsdp.save import ShardedSave
 
 _ROWS = "rows"  # where a snapshot has the rows that this rank writes
 

@@ -1,22 +1,28 @@
 """Ends a run: final weights, the evaluation of the test split, and the summary."""
 
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from multigpu_cli.checkpoint.best import restore_file
-from multigpu_cli.checkpoint.lock import check_owner, fail_on_write_error
+from multigpu_cli.checkpoint.files import check_owner, fail_on_write_error, publish
 from multigpu_cli.checkpoint.manifest import BEST
-from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
+from multigpu_cli.checkpoint.run_folder import write_summary
+from multigpu_cli.checkpoint.store import find_content, read_best, restore_file
+from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weights, save_weights
+from multigpu_cli.config.resume_rules import flatten_settings
+from multigpu_cli.distributed.collectives import all_gather_object, run_on_all_ranks, run_on_main_rank
+from multigpu_cli.distributed.processes import find_ranks_with_output, log_path
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.interpret_error import find_unused_parameters
+from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.optimizers.eval_weights import eval_weights, use_eval_weights
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.run import Run
-from multigpu_cli.run.summary import build_summary, write_run_end
 from multigpu_cli.run.train_log import peak_memory
-from multigpu_cli.runtime.collectives import all_gather_object
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
-from multigpu_cli.runtime.schedule_free import use_eval_weights
 
 
 def finish_run(run: Run, status: str) -> dict[str, Any]:
@@ -84,3 +90,122 @@ def finish_failed(run: Run, error: BaseException) -> dict[str, Any]:
     summary = build_summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
     write_run_end(run, summary)
     return summary
+
+
+def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
+    """The content of summary.json: every rank computes it, rank 0 writes it.
+
+    Args:
+        ending: more entries: fingerprint and details of a completed run, or the error of a failed one.
+    """
+    progress, batches, train, timer = run.progress, run.plan.batches, run.loaders.train, run.observer.timer
+    names = ("train_loss", "val_loss", "val_accuracy", "test_loss", "test_accuracy")
+    return {
+        "status": status,
+        "strategy": run.plan.strategy,
+        "world_size": run.world.size,
+        "devices": batches.workers,
+        "device": run.plan.device,
+        "precision": run.plan.precision,
+        "epochs": progress.step // batches.steps_per_epoch,
+        "steps": train.optimizer_steps_done_at(progress.step, batches),
+        "samples": train.samples_seen_at(progress.step, batches),
+        "global_batch_size": batches.global_batch,
+        "train_seconds": progress.train_seconds + timer.seconds,
+        "startup_seconds": progress.startup_seconds,
+        "samples_per_second": timer.samples_per_second if timer.steps else None,
+        "step_ms": timer.step_ms() if timer.steps else {"p50": None, "p95": None},
+        "final": {name: progress.last.get(name) for name in names} | progress.last,
+        "best": progress.best,
+        "peak_memory_bytes": [peak_memory(run.world.device)],
+        "fingerprint": None,
+        "save_dir": str(run.folder),
+        "resumed_from": run.spec.resume_point.checkpoint,
+        "faults": progress.faults,
+    } | ending
+
+
+def write_run_end(run: Run, summary: dict[str, Any]) -> None:
+    """Write summary.json and the journal's last line, however the run ended."""
+    if run.world.is_main:
+        logs = run.folder / "logs"
+        if ranks := find_ranks_with_output(logs, run.world.size):
+            run.log.console.note(f"output of rank {', '.join(map(str, ranks))}: {log_path(logs, ranks[0])}")
+        _write_summary(run, summary)
+        if summary["status"] == "completed":
+            with fail_on_write_error(run.folder):
+                for name, content in run.task.plots(summary).items():
+                    publish(run.folder / name, content)
+            if run.log.tensorboard:
+                run.log.tensorboard.hyperparameters(flatten_settings(run.spec.user_config), summary["final"])
+    run.log.journal.write("end", status=summary["status"], step=run.progress.step, fingerprint=summary["fingerprint"])
+    run.control.summary_written = True
+    for tell in run.moments.end:
+        tell(run, summary)
+
+
+def _write_summary(run: Run, summary: dict[str, Any]) -> None:
+    try:
+        with fail_on_write_error(run.folder):
+            check_owner(run.folder)
+            write_summary(run.folder, dump_json(summary, indent=1))
+    except TrainingError as error:
+        if summary["status"] != "failed":
+            raise
+        run.log.console.warn(error.problem)  # the reason of the failure is reported, not this one
+
+
+def restore_best_file(run: Run) -> str:
+    """Restore the best.pt that belongs to the checkpoint: the file in the folder may be of a later step, or missing.
+
+    Returns:
+        A warning if the best weights are lost, and the next evaluation is taken as the best; else "".
+    """
+    point, best, file = run.spec.resume_point, run.progress.best, run.folder / "best.pt"
+    if not point.checkpoint:
+        return ""
+    sent = None
+    if point.checkpoint_rank:
+        sent = run_on_main_rank(run.world, lambda: _to_tensor(_read_best(run)), by=point.checkpoint_rank)
+    is_best = bool(best) and best["step"] == run.progress.step
+    own = _copy_published_weights(run) if is_best else {}
+
+    def restore() -> bool:
+        content = _read_best(run) if not point.checkpoint_rank else None if sent is None else sent.numpy().tobytes()
+        checkpointer = run.checkpointer
+        with fail_on_write_error(run.folder):
+            if content is not None:
+                checkpointer.best_sha256 = sha256(content).hexdigest()
+                if find_content([file], checkpointer.best_sha256) is None:
+                    publish(file, content)
+            elif is_best:  # an old checkpoint, whose own state is the best
+                checkpointer.best_sha256 = save_weights(file, own["model"], run.spec.weights_metadata(), best)
+            elif file.is_file():
+                file.replace(run.folder / "replaced_best.pt")
+            return file.is_file()
+
+    if run_on_main_rank(run.world, restore) or not best:
+        return ""
+    run.progress.best, run.progress.score, run.progress.stale_epochs = {}, [], 0
+    return f"the best weights so far, of step {best['step']}, are lost: those of the next evaluation replace them"
+
+
+def _copy_published_weights(run: Run) -> dict[str, Any]:
+    """The weights that are evaluated and published, whole on the host of rank 0; all ranks call it together."""
+    with eval_weights(run.state.optimizer):
+        own = run.strategy.gather_state({"model": run.state.eval_model().state_dict()})
+        return own if run.strategy.sharded else dict(copy_to_host(own))
+
+
+def _read_best(run: Run) -> bytes | None:
+    """The best weights that belong to the checkpoint, read on the node that has it."""
+    point, best = run.spec.resume_point, run.progress.best
+    if not best or not point.checkpoint or not point.manifest:
+        return None
+    checkpoint = Path(point.checkpoint)
+    with fail_on_write_error(checkpoint):
+        return read_best(checkpoint, point.manifest, int(best["step"]))
+
+
+def _to_tensor(content: bytes | None) -> Tensor | None:
+    return None if content is None else torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -8,14 +8,13 @@ from typing import Any
 from torch import nn
 
 from multigpu_cli.capabilities import PARTS, load_given
+from multigpu_cli.distributed.world import World
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Event
-from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.assembly.components import StepResult, TrainComponents
+from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.run.run import Moments, Run
-from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.run.step_result import StepResult
-from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Task
 
 

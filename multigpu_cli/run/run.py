@@ -1,29 +1,183 @@
 """Run: the components of a training, with what observes, saves, logs and ends it."""
 
+import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from multigpu_cli.checkpoint.snapshot import Progress
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import CheckpointConfig
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.distributed.attempts import PreviousAttempt
+from multigpu_cli.distributed.collectives import all_reduce_sum
+from multigpu_cli.distributed.world import World
+from multigpu_cli.faults.skipped_steps import SkippedStepLimit
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
-from multigpu_cli.monitor.console import Console
+from multigpu_cli.faults.watchdog import Watchdog
+from multigpu_cli.monitor.console import Console, ProgressDisplay
 from multigpu_cli.monitor.journal import Journal
-from multigpu_cli.monitor.progress import ProgressDisplay
-from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.step_observer import StepObserver
-from multigpu_cli.run.step_result import StepResult
-from multigpu_cli.runtime.restart_records import PreviousAttempt
+from multigpu_cli.monitor.meters import NoiseMeter, StepTimer
+from multigpu_cli.monitor.sample_trace import SampleTrace
+from multigpu_cli.optimizers.eval_weights import eval_weights, is_schedule_free
+from multigpu_cli.planning.batch import StepLayout
+from multigpu_cli.run.assembly.components import StepResult, TrainComponents
 
 if TYPE_CHECKING:
-    from multigpu_cli.monitor.gpu_sampler import Sampler
+    from multigpu_cli.monitor.gpu import Sampler
     from multigpu_cli.monitor.tensorboard import TensorBoard
+
+
+_MAX_UNPACKED = 1000  # losses are packed into one tensor when more of them wait to be reduced
+
+
+class LossMeter:
+    """Keeps the losses of steps on the device until they are reduced, so that no step waits.
+
+    A step's micro-batches are added without rounding, and the steps in their order, so that the means depend neither on
+    the number of workers nor on when losses are reduced. A step whose loss is not finite was skipped: it is left out.
+
+    Args:
+        progress: the sums are in its `line_losses` and `epoch_losses`, and so in checkpoints.
+
+    Attributes:
+        last: mean loss of the last step that was reduced.
+    """
+
+    def __init__(self, world: World, progress: Progress, steps_per_epoch: int) -> None:
+        self._world, self._progress, self._steps_per_epoch = world, progress, steps_per_epoch
+        self.last = math.nan
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps: list[tuple[int, int]] = []  # number, and micro-batches over all workers
+        self._units: list[Tensor | int] = []
+        self._places: list[int] = []  # of this worker's losses among the micro-batches of all steps
+        self._unpacked: list[Tensor] = []  # () each
+        self._packed: list[Tensor] = []  # (n,) each
+        self._count = 0
+
+    def add(self, step: int, micro_batches: int, losses: Mapping[int, Tensor], units: Tensor | int) -> None:
+        """Add a step: its number from 0, the micro-batches and units of all workers, and this worker's loss sums.
+
+        Args:
+            losses: () each, by the number of the micro-batch in the step.
+        """
+        self._steps.append((step, micro_batches))
+        self._units.append(units)
+        self._places += [self._count + number for number in losses]
+        self._unpacked += losses.values()
+        self._count += micro_batches
+        if len(self._unpacked) > _MAX_UNPACKED:
+            self._pack()
+
+    def _pack(self) -> None:
+        if self._unpacked:
+            self._packed.append(torch.stack([loss.reshape(()) for loss in self._unpacked]).double())
+            self._unpacked = []
+
+    def all_reduce_pending(self) -> None:
+        """Reduce the steps since the last call; all workers call it together, and wait for their devices."""
+        if not self._steps:
+            return
+        self._pack()
+        slots = torch.zeros(self._count, dtype=torch.float64, device=self._world.device)
+        if self._packed:
+            slots[torch.tensor(self._places, device=slots.device)] = torch.cat(self._packed)
+        values = iter(all_reduce_sum(self._world, slots).tolist())
+        units = torch.stack([torch.as_tensor(count) for count in self._units]).tolist()
+        for (step, micro_batches), count in zip(self._steps, units, strict=True):
+            self._count_step(step, _sum([next(values) for _ in range(micro_batches)]), count)
+        self._reset()
+
+    def _count_step(self, step: int, loss: float, units: int) -> None:
+        line, epoch, progress = self._progress.line_losses, step // self._steps_per_epoch, self._progress
+        self.last = loss / max(1, units)
+        if progress.epoch_losses[0] != epoch:
+            progress.epoch_losses = [epoch, 0.0, 0]
+        if math.isfinite(loss):
+            line[0], line[1] = line[0] + loss, line[1] + units
+            progress.epoch_losses[1] += loss
+            progress.epoch_losses[2] += units
+        progress.last["train_loss"] = _mean(*progress.epoch_losses[1:])
+
+    def pop_mean_since_log(self) -> float:
+        """The mean over all samples, or tokens, of the steps reduced since the last call; NaN if there is none."""
+        mean, self._progress.line_losses = _mean(*self._progress.line_losses), [0.0, 0]
+        return mean
+
+
+def _mean(loss: float, units: float) -> float:
+    return loss / units if units else math.nan
+
+
+def _sum(losses: list[float]) -> float:
+    """Without rounding; NaN where infinities of both signs meet."""
+    try:
+        return math.fsum(losses)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+@dataclass
+class StepObserver:
+    """Hang watchdog, clocks, gradient noise scale, skipped steps, loss, sample trace.
+
+    A step calls four verbs: `fetch`, `phase`, `backward_done` and `step_done`.
+    """
+
+    watchdog: Watchdog
+    timer: StepTimer
+    noise: NoiseMeter
+    nonfinite: SkippedStepLimit
+    loss: LossMeter
+    trace: SampleTrace | None
+    _tokens: tuple[int, int] = field(init=False, default=(0, 0))  # without and with padding, since they were asked for
+    _layout: StepLayout = field(init=False)
+    _indices: list[Tensor] = field(init=False)  # of this step's batches so far
+
+    def fetch(self, layout: StepLayout, work: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
+        """Yield this worker's micro-batches, and whether each is its last in the step; measures the wait for each."""
+        self._layout, self._indices = layout, []
+        for left in range(len(layout.passes) - 1, -1, -1):
+            self.phase("fetching data")
+            with self.timer.measure_wait("data_wait"):
+                batch = next(work)
+            self._indices.append(batch.sample_indices)
+            if batch.tokens:
+                real, places = self._tokens
+                self._tokens = real + batch.tokens.real, places + batch.tokens.places
+            yield batch, left == 0
+
+    def take_tokens(self) -> tuple[int, int]:
+        """This worker's tokens since the last call, without and with padding; none where nobody counts them."""
+        tokens, self._tokens = self._tokens, (0, 0)
+        return tokens
+
+    def phase(self, name: str, batch: Batch | None = None) -> None:
+        """Report this rank's position to the watchdog."""
+        self.watchdog.set_position(self._layout.step, name, None if batch is None else batch.sample_indices)
+
+    def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
+        """The gradients, which the function lists, are the sum of this worker's micro-batches so far."""
+        if self.noise.is_due(self._layout.step + 1, len(self._layout.passes), len(self._indices)):
+            self.noise.record_gradient(gradients())
+
+    def step_done(self, outcome: StepResult, units: Tensor | int) -> None:
+        """The optimizer has stepped, or skipped the step; `units` is the step's loss units over all workers."""
+        step = self._layout.step
+        counted = isinstance(units, int) or units > 0  # a step without units is skipped too, and no fault
+        self.nonfinite.record(step, outcome.skipped if counted is True else outcome.skipped * counted)
+        self.loss.add(step, outcome.micro_batches, outcome.losses, units)
+        if self.trace:
+            self.trace.write(step + 1, self._indices)
 
 
 class CheckpointSchedule:
@@ -196,3 +350,15 @@ class Run(TrainComponents):
         wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue())
         stopping, overdue = self.control.consensus.vote(end.step, wishes) if end.savable else (False, False)
         return stopping, overdue
+
+
+@contextmanager
+def use_published_weights(run: Run) -> Iterator[None]:
+    """The model has the weights that are evaluated and published; those of a schedule-free optimizer are others.
+
+    A checkpoint in flight copies the weights that take steps first.
+    """
+    if is_schedule_free(run.state.optimizer):
+        run.checkpointer.writer.wait_for_staging()
+    with eval_weights(run.state.optimizer):
+        yield

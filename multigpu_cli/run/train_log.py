@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.errors import pluralize
-from multigpu_cli.monitor.noise_scale import Norms
+from multigpu_cli.distributed.collectives import all_gather
+from multigpu_cli.errors import TrainingError, pluralize
+from multigpu_cli.monitor.meters import Norms
 from multigpu_cli.optimizers.build import base_rate
-from multigpu_cli.planning.peak_flops import peak_flops
+from multigpu_cli.planning.speedup import peak_flops
+from multigpu_cli.run.assembly.components import StepResult
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
-from multigpu_cli.run.report_skipped_steps import report_skipped_steps
 from multigpu_cli.run.run import Run
-from multigpu_cli.run.step_result import StepResult
-from multigpu_cli.runtime.collectives import all_gather
 from multigpu_cli.tasks.base import divide
 
 _GPU_FIELDS = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")
@@ -189,3 +188,37 @@ def log_recovery(run: Run) -> None:
         seconds = max(0.0, time.time() - last.last_progress_time)
         run.log.journal.write("recovery", step=run.progress.step, seconds=seconds, lost_steps=lost, cause=last.cause)
         run.log.console.note(f"recovered in {seconds:.1f} s, {pluralize(lost, 'step')} repeated")
+
+
+def report_skipped_steps(run: Run) -> None:
+    """Journal the steps that were skipped since the last call.
+
+    Raises:
+        TrainingError: too many, or any with --nonfinite stop; or workers ran different blocks of a sharded model.
+    """
+    skipped = run.observer.nonfinite.read()
+    if not skipped:
+        return
+    run.strategy.check_passes()
+    samples = _list_samples(run, skipped[-1])
+    last = f"last in step {skipped[-1] + 1}, of samples {_first_samples(samples)}"
+    text = f"{pluralize(len(skipped), 'step')} skipped: the gradient was NaN or infinite, {last}"
+    run.log_fault("nonfinite", text, samples=samples)
+    try:
+        run.observer.nonfinite.check_may_continue(skipped)
+    except TrainingError as error:
+        error.problem += f", of samples {_first_samples(samples)}"
+        raise
+
+
+def _list_samples(run: Run, step: int) -> list[int]:
+    """The sample numbers of a step's global batch: the same on every rank, without communication."""
+    batches = run.plan.batches
+    epoch, in_epoch = divmod(step, batches.steps_per_epoch)
+    order = run.loaders.train.sample_order(epoch)
+    first = in_epoch * batches.global_batch
+    return [int(number) for number in order[first : first + batches.num_samples(in_epoch)]]
+
+
+def _first_samples(samples: list[int]) -> str:
+    return ", ".join(map(str, samples[:8])) + (" …" if len(samples) > 8 else "")

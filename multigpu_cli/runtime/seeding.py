@@ -1,11 +1,12 @@
 """Seeds random generators as a function of (seed, step, micro-batch)."""
 
+import os
 import random
 
 import numpy
 import torch
 
-from multigpu_cli.planning.rng_keys import make_key
+from multigpu_cli.planning.batch import make_key
 
 _INIT = 0x1417  # separates the random stream of the initial weights from the others
 _OPTIMIZER = 1 << 40  # in place of the number of a micro-batch, which is never so large
@@ -50,3 +51,32 @@ def seed_micro_batch(seed: int, step: int, index: int, *devices: torch.device) -
 def seed_optimizer_step(seed: int, step: int, *devices: torch.device) -> None:
     """Seed the generators for a step of an optimizer that may draw random numbers, the same on every worker."""
     seed_micro_batch(seed, step, _OPTIMIZER, *devices)
+
+
+def enable_determinism() -> None:
+    """Use deterministic kernels only; an operator without one raises an error that names it."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
+def enable_fast_kernels(device: torch.device) -> None:
+    """On CUDA, use TF32 for fp32 matrix products, and let cuDNN benchmark its kernels for each new shape.
+
+    The fastest kernel, and with it the last bits, may differ between runs, so --exact does not use this.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+
+
+def set_threads_per_rank(workers_here: int, cpus: int, *, exact: bool) -> int:
+    """Divide the cores among the workers of this machine; returns the number of threads of each.
+
+    A single worker uses the user's OMP_NUM_THREADS; torchrun sets that to 1 for several. With --exact it is always 1,
+    since the number of threads changes the order in which a kernel sums.
+    """
+    threads = 1 if exact else min(torch.get_num_threads(), cpus) if workers_here == 1 else max(1, cpus // workers_here)
+    torch.set_num_threads(threads)
+    return threads

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from multigpu_cli.runtime.collectives import all_reduce_sum, broadcast_object
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
-from multigpu_cli.runtime.tensor_tree import map_tensors, name_tensor
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.collectives import all_reduce_sum, broadcast_object, run_on_all_ranks
+from multigpu_cli.distributed.world import World
+from multigpu_cli.runtime.module_state import map_tensors, name_tensor
 from multigpu_cli.strategies.buffers import StepBuffers
 
 
@@ -194,3 +193,25 @@ class Strategy(ABC):
     def abort_step(self) -> None:
         """Discard a step that could not be finished."""
         self._buffers.abort_step()
+
+
+class Single(Strategy):
+    """One process, one device."""
+
+    name = "single"
+
+
+class DataParallel(Strategy):
+    """Each forward pass takes one micro-batch for every device; BatchNorm's buffers are those of the first replica.
+
+    Args:
+        model: on the first device.
+        devices: CUDA devices, the first one gathers.
+    """
+
+    name = "dp"
+
+    def __init__(self, model: nn.Module, devices: tuple[torch.device, ...]) -> None:
+        super().__init__(model)
+        self.replicas_per_process = len(devices)
+        self.callable = nn.DataParallel(model, device_ids=[device.index for device in devices])

@@ -5,16 +5,16 @@ the buffers. Accumulating in `.grad` would be another tree, ((g0+g1)+g2)+g3, and
 more than two ranks; here all arithmetic is `a + b` on this device, and communication only moves bytes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.comm_wait import CommWait
-from multigpu_cli.strategies.reduction_tree import ReductionTree, cover
+from multigpu_cli.strategies.ddp import CommWait
 
 Sum = list[Tensor]  # one tensor for each parameter, and for each number format of floating buffers
 
@@ -173,3 +173,48 @@ def _by_dtype(tensors: Sum) -> Iterable[list[int]]:
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.dtype, []).append(place)
     return places.values()
+
+
+Value = TypeVar("Value")
+
+
+class Node(NamedTuple, Generic[Value]):
+    """The sum of the leaves number·2^level … (number+1)·2^level - 1."""
+
+    level: int
+    number: int
+    value: Value
+
+
+class ReductionTree(Generic[Value]):
+    """A binary counter: leaves or nodes arrive from left to right, buddies merge at once.
+
+    Args:
+        add: left, right → sum; may reuse its left argument.
+    """
+
+    def __init__(self, add: Callable[[Value, Value], Value]) -> None:
+        self._add = add
+        self.nodes: list[Node[Value]] = []
+
+    def push(self, level: int, number: int, value: Value) -> None:
+        """Append the next node and merge it with its buddies, as far as they are here."""
+        while number & 1 and self.nodes and self.nodes[-1][:2] == (level, number - 1):
+            value = self._add(self.nodes.pop().value, value)
+            level, number = level + 1, number >> 1
+        self.nodes.append(Node(level, number, value))
+
+    def total(self) -> Value:
+        """The sum of everything, what has no buddy added from the right; the tree is empty afterwards."""
+        value = self.nodes.pop().value
+        while self.nodes:
+            value = self._add(self.nodes.pop().value, value)
+        return value
+
+
+def cover(first: int, stop: int) -> list[tuple[int, int]]:
+    """(level, number) of the nodes that a worker is left with after summing leaves first … stop-1, from the left."""
+    tree: ReductionTree[None] = ReductionTree(lambda left, right: None)
+    for leaf in range(first, stop):
+        tree.push(0, leaf, None)
+    return [(node.level, node.number) for node in tree.nodes]

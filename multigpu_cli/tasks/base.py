@@ -10,19 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.batch_stream_protocol import BatchStream
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.epoch_order import EVAL_EPOCH
-from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.loader import Batch, BatchStream, Loader
+from multigpu_cli.data.order import EVAL_EPOCH
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.collectives import all_reduce_max, all_reduce_sum, run_on_all_ranks
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.collectives import all_reduce_max, all_reduce_sum
+from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.preserve_module_state import eval_mode
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks
 from multigpu_cli.runtime.seeding import seed_micro_batch
-from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.metrics.base import Metric
-from multigpu_cli.tasks.metrics.meter import MetricMeter
+from multigpu_cli.tasks.metric import Metric, MetricMeter
 
 Loss = Callable[[Any, Any], Tensor]
 """A user's own loss: outputs and targets → a mean, or one loss for each sample."""
@@ -295,3 +292,59 @@ def _all_reduce_counts(world: World, counts: Tensor | None) -> Tensor:
     if counts is None:
         counts = torch.zeros(size, dtype=torch.int64, device=world.device)
     return all_reduce_sum(world, counts).cpu()
+
+
+class LossNormalizer:
+    """Counts the units of each step on the device, and rescales its gradient to the mean over them.
+
+    The number is known only when all workers have fetched their samples, so losses are divided by the expected number,
+    and gradients are corrected once they are reduced. With samples as units there is nothing to correct.
+
+    Attributes:
+        last: units of the last step, over all workers.
+    """
+
+    def __init__(self, task: Task, world: World) -> None:
+        self._task, self._world = task, world
+        self.last: Tensor | int = 0
+        self._seen, self._samples = torch.zeros((), dtype=torch.int64, device=world.device), 0
+
+    def divisor(self, samples: int) -> int:
+        """The expected number of units, by which a step's loss is divided before backward."""
+        return samples * self._task.units_per_sample
+
+    def rescale_gradients(self, counted: Iterable[Tensor | int], samples: int, parameters: Iterable[Tensor]) -> None:
+        """At the end of a step: correct the reduced gradient to the real number of units.
+
+        The mean over no unit is NaN, so that the optimizer skips a step without any: momentum and decay would move the
+        weights.
+
+        Args:
+            counted: units of this worker's micro-batches; there may be none.
+            samples: of the step, over all workers.
+        """
+        self.last = samples
+        if self._task.unit == "sample":
+            return
+        local = torch.zeros((), dtype=torch.int64, device=self._world.device)
+        for count in counted:
+            local += count
+        self.last = all_reduce_sum(self._world, local)
+        self._seen, self._samples = self._seen + self.last, self._samples + samples
+        factor = self.divisor(samples) / self.last.double()
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for number in {gradient.dtype for gradient in gradients}:  # a kernel takes tensors and factor of one dtype
+            same = [gradient for gradient in gradients if gradient.dtype == number]
+            torch._foreach_mul_(same, factor.to(torch.promote_types(number, torch.float32)))
+
+    def get_step_norm(self, norm: Tensor) -> Tensor:
+        """The gradient norm () of the last step, for people: 0 where it had no unit."""
+        return norm if isinstance(self.last, int) else torch.where(self.last > 0, norm, 0.0)
+
+    def rate(self, samples_per_second: float) -> dict[str, float]:
+        """For example `tokens_per_second` since the last call; {} if units are samples."""
+        if self._task.unit == "sample" or not self._samples:
+            return {}
+        per_sample = float(self._seen) / self._samples
+        self._seen, self._samples = torch.zeros_like(self._seen), 0
+        return {f"{self._task.unit}s_per_second": samples_per_second * per_sample}

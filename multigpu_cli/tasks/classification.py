@@ -1,22 +1,21 @@
 """Classification: one class for each sample, by cross-entropy."""
 
 from collections.abc import Callable
-from math import nan
+from math import isnan, nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.class_weights import resolve_class_weights
 from multigpu_cli.data.collate import describe_shapes, get_sample, to_pair
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, per_class_rows
-from multigpu_cli.tasks.class_counts import count_classes
+from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, divide, per_class_rows
 
 
 class Classification(Task):
@@ -113,3 +112,87 @@ def _check_labels(name: str, split: Any, source: DataSource) -> None:
             f"--data: {name} labels range from {int(labels.min())} to {int(labels.max())} with {classes} classes",
             remedy="labels must be 0 … classes-1",
         )
+
+
+class MultiLabel(Task):
+    """Targets (n, k) of 0 and 1, model outputs (n, k) logits; the better result has the higher F1 over all labels.
+
+    The loss of a sample is the mean over its labels. `accuracy` is the share of samples with every label right.
+    """
+
+    expected_shapes = "targets (n, labels) of 0 and 1; outputs (n, labels) logits"
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        logits, targets = _match_shapes(model(batch.inputs), batch.targets)
+        targets = targets * (1 - self.config.label_smoothing) + self.config.label_smoothing / 2
+        return binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1).sum()
+
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
+        logits, targets = _match_shapes(model(batch.inputs), batch.targets)
+        loss = binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="none").mean(1).sum()
+        predicted, true = logits > 0, targets > 0.5
+        counts = [(predicted & true).sum(0), (predicted & ~true).sum(0), (~predicted & true).sum(0)]
+        return BatchMetrics(loss, torch.cat([*counts, count_right((predicted == true).all(1), logits)]))
+
+    def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
+        logits, targets = _match_shapes(model(batch.inputs), batch.targets)
+        names = self.class_names(logits.shape[1])
+        truth = {f"target {name}": column.int().tolist() for name, column in zip(names, targets.T, strict=True)}
+        probabilities = logits.double().sigmoid().T
+        return truth | {
+            f"probability {name}": column.tolist() for name, column in zip(names, probabilities, strict=True)
+        }
+
+    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
+        hit, wrong, missed = (int(row.sum()) for row in counts[:-2].view(3, -1))
+        accuracy = compute_accuracy(counts[-2:], units)
+        return {"accuracy": accuracy, "f1": nan if isnan(accuracy) else divide(2 * hit, 2 * hit + wrong + missed)}
+
+    def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
+        return (metrics["f1"], -metrics["loss"])
+
+    def details(self, counts: Tensor) -> dict[str, Any]:
+        rows = counts[:-2].view(3, -1).T.tolist()
+        table = [(hit, hit + wrong, hit + missed) for hit, wrong, missed in rows]
+        return {"per_class": per_class_rows(self.class_names(len(rows)), table)}
+
+
+def _match_shapes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if logits.shape != targets.shape or logits.ndim != 2:
+        raise ValueError(f"outputs {tuple(logits.shape)} for targets {tuple(targets.shape)}")
+    logits = at_least_float32(logits)
+    return logits, targets.to(logits.dtype)
+
+
+LARGEST_TABLE = 256
+"""Classes of which predictions are counted for each true class apart."""
+
+
+def count_classes(outputs: Tensor, targets: Tensor, *, table: bool = False) -> Tensor:
+    """(3, classes) int64 of a batch: correct predictions, all predictions, and samples of each class.
+
+    Args:
+        outputs: (n, classes) logits.
+        targets: (n,) int64 class numbers.
+        table: a confusion table comes below, (classes, classes): row = true class, column = predicted; none of more
+            than LARGEST_TABLE classes.
+    """
+    classes, known = outputs.shape[1], ~outputs.isnan().any(1)
+    predicted, true = outputs.argmax(1)[known], targets[known]
+    counts = torch.stack(
+        [torch.bincount(each, minlength=classes) for each in (true[predicted == true], predicted, targets)]
+    )
+    if not table or classes > LARGEST_TABLE:
+        return counts
+    confusion = torch.bincount(true * classes + predicted, minlength=classes**2)
+    return torch.cat([counts, confusion.view(classes, classes)])
+
+
+def count_right(right: Tensor, judged: Tensor) -> Tensor:
+    """(2,) int64: how many are right, and how many of the numbers that were judged are NaN."""
+    return torch.stack([right.sum(), judged.isnan().sum()])
+
+
+def compute_accuracy(counts: Tensor, units: int) -> float:
+    """The share that is right, from the sum of `count_right`."""
+    return nan if int(counts[1]) else int(counts[0]) / units

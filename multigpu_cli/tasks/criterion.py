@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.out_of_memory import is_out_of_memory
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.out_of_memory import is_out_of_memory
 from multigpu_cli.tasks.base import BatchMetrics, Loss, Task, at_least_float32
-from multigpu_cli.tasks.class_counts import compute_accuracy, count_right
+from multigpu_cli.tasks.classification import compute_accuracy, count_right
 
 
 class Criterion(Task):

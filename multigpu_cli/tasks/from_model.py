@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.collate import Collate, get_sample
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.runtime.model_call import IGNORED, TARGETS, Labelled
-from multigpu_cli.runtime.preserve_module_state import loss_mode
+from multigpu_cli.runtime.module_state import loss_mode
 from multigpu_cli.tasks.base import BatchMetrics, Task
 
 

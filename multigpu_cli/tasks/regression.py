@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import huber_loss, l1_loss, mse_loss
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
 

@@ -6,8 +6,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from train_multi_gpu import setup_multi_gpu_training
 

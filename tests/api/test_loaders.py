@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from multigpu_cli.api.loaders import from_loader, with_collate
+from multigpu_cli.api.inputs import from_loader, with_collate
 from multigpu_cli.api.settings import MultiGPUConfig
 from multigpu_cli.errors import RequestError
 from tests.support.user_inputs import network

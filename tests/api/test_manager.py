@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.meters import StepTimer
-from multigpu_cli.runtime.world import World
 from tests.monitor.test_meters import Clock
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import Points, network, weights

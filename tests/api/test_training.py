@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.world import World
 from tests.support.optimizers import Manifold, Noisy, ScheduleFreeSGD
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import Points, loader, network, weights

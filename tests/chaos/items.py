@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.data import digits as in_memory
+from multigpu_cli.data.builtin import digits as in_memory
 
 
 class Items(Dataset[tuple[Tensor, int]]):

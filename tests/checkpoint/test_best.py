@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.checkpoint.best import BestWeights, read_best, restore_file
 from multigpu_cli.checkpoint.manifest import BEST, read_manifest
-from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.store import BestWeights, Store, read_best, restore_file
 
 STATE: dict[str, Any] = {"progress": {}}
 

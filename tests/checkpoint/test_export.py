@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint import export
-from multigpu_cli.checkpoint.export import export_network, export_weights
+from multigpu_cli.capabilities import MODELS
+from multigpu_cli.commands import export
+from multigpu_cli.commands.export import export_network, export_weights
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.models.build import adapt_model
-from multigpu_cli.models.registry import MODELS
 from multigpu_cli.runtime import factories
 
 STATE = {"w": torch.arange(6.0).view(2, 3), "count": torch.tensor(7), "half": torch.ones(3, dtype=torch.bfloat16)}

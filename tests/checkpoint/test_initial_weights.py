@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint.export import export_weights
 from multigpu_cli.checkpoint.initial_weights import load_initial_weights, match_weights, read_initial_weights
-from multigpu_cli.checkpoint.serialize import serialize
+from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint, save_weights
+from multigpu_cli.commands.export import export_weights
 from multigpu_cli.config.paths import find_weight_file
 from multigpu_cli.errors import RequestError
 from tests.support.awkward_models import Note

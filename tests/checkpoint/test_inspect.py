@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.checkpoint.inspect import CheckpointEntry, list_checkpoints
-from multigpu_cli.checkpoint.lock import lock_folder
 from multigpu_cli.checkpoint.manifest import MANIFEST
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.checkpoint.lock import check_owner, fail_on_write_error, is_locked, lock_folder, wait_until_unlocked
+from multigpu_cli.checkpoint.files import check_owner, fail_on_write_error, is_locked, lock_folder, wait_until_unlocked
 from multigpu_cli.errors import RequestError, TrainingError
 from tests.support.fork import exit_code
 

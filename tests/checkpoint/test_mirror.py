@@ -9,7 +9,7 @@ import pytest
 
 from multigpu_cli.checkpoint.files import PIECE, ignore_progress
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, sign_manifest
-from multigpu_cli.checkpoint.mirror import Mirror, MirrorError
+from multigpu_cli.mirror.remote import Mirror, MirrorError
 from tests.support.mirrors import CutMirror, s3_server, write_checkpoint
 
 

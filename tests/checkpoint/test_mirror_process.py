@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.checkpoint import mirror_process as module
-from multigpu_cli.checkpoint.mirror import Mirror, MirrorError
-from multigpu_cli.checkpoint.mirror_process import Follower
-from multigpu_cli.checkpoint.mirror_state import read_state
+from multigpu_cli.mirror import follower as module
+from multigpu_cli.mirror.follower import Follower, read_state
+from multigpu_cli.mirror.remote import Mirror, MirrorError
 from tests.support.mirrors import read_mirrored_steps, write_checkpoint
 
 

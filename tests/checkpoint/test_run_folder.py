@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint import manifest
-from multigpu_cli.checkpoint.files import compute_sha256
-from multigpu_cli.checkpoint.lock import lock_folder
+from multigpu_cli.checkpoint.files import compute_sha256, lock_folder
 from multigpu_cli.checkpoint.run_folder import (
     ResumePoint,
     choose_resume_point,

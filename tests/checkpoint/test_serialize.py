@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.serialize import count_tensor_bytes, deserialize, serialize, serialize_to_file
+from multigpu_cli.checkpoint.pieces import count_tensor_bytes, deserialize, serialize, serialize_to_file
 from multigpu_cli.errors import RequestError
 from tests.support.malicious_files import Evil
 

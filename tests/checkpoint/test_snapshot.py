@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint.serialize import deserialize, serialize
+from multigpu_cli.checkpoint.pieces import deserialize, serialize
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
-from multigpu_cli.runtime.average import EMAModel
+from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.runtime.precision import Precision
 from tests.support.world import CPU
 

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.pieces import Pieces
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.checkpoint.trained_weights import load_trained_weights
-from multigpu_cli.checkpoint.weights import save_weights
+from multigpu_cli.checkpoint.weights import load_trained_weights, save_weights
 from multigpu_cli.errors import RequestError
 from tests.support.malicious_files import poison, poison_and_sign
 from tests.support.pieces import save_in_pieces

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from multigpu_cli.checkpoint.initial_weights import load_initial_weights
-from multigpu_cli.checkpoint.serialize import serialize
+from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.weights import (
     check_extra_state,
     check_fit,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import main_multi_gpu
-from multigpu_cli.checkpoint.lock import lock_folder
+from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.checkpoint.store import Store
 from tests.commands.runs import SUMMARY, run_folder
 from tests.support.run_training import run_training

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.commands.completion import complete_run_folders, offer_for
+from multigpu_cli.commands.options import complete_run_folders, offer_for
 
 PROGRAM = """
 import sys

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.monitor.loggers.position import hold_lock
+from multigpu_cli.loggers.sender import hold_lock
 from tests.commands.runs import interrupted_run
 from tests.support.fork import exit_code
 from tests.support.recording_logger import read_rows

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.checkpoint.lock import lock_folder
-from multigpu_cli.checkpoint.mirror import Mirror, MirrorError
-from multigpu_cli.checkpoint.mirror_process import lock_mirror
-from multigpu_cli.commands import mirror as command
-from multigpu_cli.commands.mirror import format_mirrored, mirror_run
+from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.mirror import part as command
+from multigpu_cli.mirror.follower import lock_mirror
+from multigpu_cli.mirror.part import format_mirrored, mirror_run
+from multigpu_cli.mirror.remote import Mirror, MirrorError
 from tests.support.mirrors import read_mirrored_steps, write_checkpoint
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.commands.ranking import choose_key, collect_figures, explain_order, order_runs, read_figures
+from multigpu_cli.commands.status import choose_key, collect_figures, explain_order, order_runs, read_figures
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.history import History
 from tests.commands.runs import PLAN, event, interrupted_run, lines, run_folder

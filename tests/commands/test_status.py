@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.checkpoint.lock import lock_folder
-from multigpu_cli.checkpoint.mirror_state import MirrorState, write_state
+from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.commands.status import find_runs, format_statuses, read_status, watch_runs
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.loggers.position import Position, write_position
+from multigpu_cli.loggers.sender import Position, write_position
+from multigpu_cli.mirror.follower import MirrorState, write_state
 from tests.commands.runs import interrupted_run, run_folder
 
 PLAN = {"total_steps": 100, "strategy": "ddp", "workers": 2, "device": "cpu"}

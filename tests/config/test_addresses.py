@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multigpu_cli.config.addresses import has_password, hide_passwords
+from multigpu_cli.config.code_names import has_password, hide_passwords
 
 WORDS = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=8, max_size=12)
 

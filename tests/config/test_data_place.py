@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.config.data_place import explain_dataset, find_data_errors, find_datasets, is_path
+from multigpu_cli.config.paths import explain_dataset, find_data_errors, find_datasets, is_path
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import dump, explicit_dump, resolve
 from multigpu_cli.errors import RequestError

@@ -2,10 +2,10 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.config import logger_rules
-from multigpu_cli.config.logger_rules import find_logger_errors
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
+from multigpu_cli.loggers import rules
+from multigpu_cli.loggers.rules import find_logger_errors
 
 PACKAGES = {"mlflow": "mlflow", "wandb": "wandb"}
 
@@ -17,7 +17,7 @@ def errors(flags: dict[str, Any], *sets: str) -> str:
 def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logger_rules, "find_spec", lambda name: None if name == "wandb" else object())
+    monkeypatch.setattr(rules, "find_spec", lambda name: None if name == "wandb" else object())
     told = errors({"logger": ["mlflow", "wandb", "my_file:Log"]})
     assert told == "--logger wandb needs the package wandb\n  try: pip install 'multigpu-cli[wandb]'"
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from multigpu_cli.config import mirror_url
-from multigpu_cli.config.mirror_url import find_url_errors, make_absolute
+from multigpu_cli.mirror import rules
+from multigpu_cli.mirror.rules import find_url_errors, make_absolute
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "file:/mnt/run", "file:///mnt/run", "file:run"])
@@ -26,7 +26,7 @@ def test_a_folder_is_taken(url: str) -> None:
     ],
 )
 def test_anything_else_is_refused_without_its_password(url: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_url, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
     (error,) = find_url_errors(url)
     assert str(error).startswith(told)
     assert "hush" not in str(error)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from multigpu_cli.config.own_code import check_code
+from multigpu_cli.config.code_names import check_code
 from multigpu_cli.config.rules import RuleContext, find_rule_errors
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve

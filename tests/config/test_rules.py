@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.config.launcher_rules import OWN_RUN_ID
-from multigpu_cli.config.rules import RuleContext, drop_launcher_settings, find_rule_errors
+from multigpu_cli.config.rules import OWN_RUN_ID, RuleContext, drop_launcher_settings, find_rule_errors
 from multigpu_cli.config.sources import gather, resolve
 
 TORCHRUN = {

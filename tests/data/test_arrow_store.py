@@ -3,8 +3,7 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from multigpu_cli.data.arrow_files import find_arrow_files
-from multigpu_cli.data.arrow_store import ArrowStore
+from multigpu_cli.data.rows.arrow import ArrowStore, find_arrow_files
 from multigpu_cli.errors import RequestError
 from tests.support.row_files import ROWS, write_arrow
 

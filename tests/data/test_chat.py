@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.chat_prompts import PromptReader
-from multigpu_cli.data.chat_samples import Chats, Packs, pad_samples
 from multigpu_cli.data.collate import IGNORED, to_pair
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.model_folder import describe_tokenizer, load_text_model
+from multigpu_cli.language.chat.samples import Chats, Packs, pad_samples
+from multigpu_cli.language.model_folder import describe_tokenizer, load_text_model
+from multigpu_cli.language.prompts import PromptReader
 from tests.support.tiny_language_models import CHATML, make_model_folder, make_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

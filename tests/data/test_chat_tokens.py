@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.data.chat_tokens import ChatEncoder
-from multigpu_cli.data.conversations import Conversation, read_conversation
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.chat.conversations import Conversation, read_conversation
+from multigpu_cli.language.chat.encoder import ChatEncoder
 from tests.support.tiny_language_models import CHATML, make_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

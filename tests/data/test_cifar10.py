@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from multigpu_cli.data.cifar10 import load
-from multigpu_cli.data.keyed_random import KeyedRandom
+from multigpu_cli.data.builtin.cifar10 import load
+from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.errors import RequestError
 
 FILES = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]

@@ -18,9 +18,9 @@ from multigpu_cli.data.class_weights import (
     resolve_class_weights,
     resolve_sample_weights,
 )
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.keyed_random import KeyedRandom
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.order import KeyedRandom
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
 from tests.support.uneven_classes import SHARES, Items, tensors

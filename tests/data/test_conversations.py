@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.data.conversations import FORMS, Conversation, detect_form, read_conversation
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.chat.conversations import FORMS, Conversation, detect_form, read_conversation
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
 SYSTEM = {"role": "system", "content": "Be brief."}

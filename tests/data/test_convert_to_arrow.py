@@ -7,10 +7,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from multigpu_cli.data import convert_to_arrow as module
-from multigpu_cli.data.arrow_files import find_arrow_files
-from multigpu_cli.data.arrow_store import ArrowStore
-from multigpu_cli.data.convert_to_arrow import convert_to_arrow
+from multigpu_cli.data.rows import convert as module
+from multigpu_cli.data.rows.arrow import ArrowStore, find_arrow_files
+from multigpu_cli.data.rows.convert import convert_to_arrow
 from multigpu_cli.errors import RequestError
 from tests.support.row_files import ROWS, write_jsonl
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.data.csv_reader import CsvFormat, CsvTable, read_csv
+from multigpu_cli.data.tables.csv import CsvFormat, CsvTable, read_csv
 from multigpu_cli.errors import RequestError
 
 

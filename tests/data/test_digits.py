@@ -2,8 +2,8 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.data.digits import load
-from multigpu_cli.data.keyed_random import KeyedRandom
+from multigpu_cli.data.builtin.digits import load
+from multigpu_cli.data.order import KeyedRandom
 
 
 def test_the_1797_digits_are_split_by_seed_and_stay_bytes():

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.epoch_order import BlockOrder, epoch_order
 from multigpu_cli.data.loader import Loader
+from multigpu_cli.data.order import BlockOrder, epoch_order
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.planning.batch import plan_batches
 
 

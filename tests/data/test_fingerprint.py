@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import compute_fingerprint
-from multigpu_cli.run.check_ranks_agree_on_data_and_machine import group_ranks
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.run.request.checks import group_ranks
 
 
 def source(inputs: torch.Tensor, targets: torch.Tensor, **more: Any) -> DataSource:

@@ -5,8 +5,8 @@ from itertools import groupby
 
 import pytest
 
-from multigpu_cli.data.chat_tokens import TODAY, ChatEncoder
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.chat.encoder import TODAY, ChatEncoder
 from tests.support.golden_masks import (
     GOLDEN,
     describe_masks,

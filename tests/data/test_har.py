@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from multigpu_cli.data.har import SIGNALS, load
-from multigpu_cli.data.keyed_random import KeyedRandom
+from multigpu_cli.data.builtin.har import SIGNALS, load
+from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.errors import RequestError
 
 REAL = (
@@ -85,7 +85,7 @@ def test_modes_and_statistics_of_the_training_part_alone(folder, mode, shape):
 
 
 def test_augmentation_turns_all_three_sensors_alike_and_keeps_lengths():
-    from multigpu_cli.data.har import _rotate_and_scale
+    from multigpu_cli.data.builtin.har import _rotate_and_scale
 
     signals = torch.randn(40, 9, 16, generator=torch.Generator().manual_seed(0))
     turned = _rotate_and_scale(signals, KeyedRandom(1, 0, torch.arange(40)), rotation=30.0, scaling=0.0)

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Loader
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 

@@ -11,7 +11,7 @@ _BUILD = """
 import os, signal, sys, time
 from pathlib import Path
 import numpy as np
-from multigpu_cli.data.index_file import open_index
+from multigpu_cli.data.rows.store import open_index
 
 def build(write):
     with open(sys.argv[1] + ".builds", "a") as builds:

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data import infer_shape
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.dataloader_fetcher import SeededDataset
-from multigpu_cli.data.epoch_order import EVAL_EPOCH
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data import load as infer_shape
+from multigpu_cli.data.fetcher import SeededDataset
+from multigpu_cli.data.load import load_data_source
+from multigpu_cli.data.order import EVAL_EPOCH
+from multigpu_cli.data.source import DataSource
 
 SIZE = 100
 LABELS = [index % 4 for index in range(SIZE)]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.data.json_lines import JsonLines
+from multigpu_cli.data.files import JsonLines
 from multigpu_cli.errors import RequestError
 
 

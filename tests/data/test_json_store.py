@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.data.json_store import JsonStore
+from multigpu_cli.data.rows.jsonl import JsonStore
 from multigpu_cli.errors import RequestError
 from tests.support.row_files import ROWS, write_jsonl
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
 from multigpu_cli.errors import RequestError
 
 RECORDS: list[dict[str, Any]] = [

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from multigpu_cli.data.keyed_random import KeyedRandom
-from multigpu_cli.planning.rng_keys import mix_bits
+from multigpu_cli.data.order import KeyedRandom
+from multigpu_cli.planning.batch import mix_bits
 
 
 def numbers(seed=1, epoch=0, indices=range(2000), stream=0, count=1):
@@ -30,7 +30,7 @@ def test_they_are_uniform():
 
 
 def test_the_mixing_is_that_of_planning_keys():
-    from multigpu_cli.data.keyed_random import _mix_bits
+    from multigpu_cli.data.order import _mix_bits
 
     words = [0, 1, -1, 2**62, 123456789, -(2**63)]
     assert [number % 2**64 for number in _mix_bits(torch.tensor(words)).tolist()] == [

@@ -7,8 +7,8 @@ import pytest
 from torch.utils.data import Subset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 
 MODULE = """

@@ -16,11 +16,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.collate import SampleForm
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.dataloader_fetcher import SeededDataset
-from multigpu_cli.data.epoch_order import EVAL_EPOCH, epoch_order
-from multigpu_cli.data.keyed_random import KeyedRandom
+from multigpu_cli.data.fetcher import SeededDataset
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.order import EVAL_EPOCH, KeyedRandom, epoch_order
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
 from tests.support.world import CPU

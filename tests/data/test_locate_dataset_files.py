@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multigpu_cli.data.locate_dataset_files import DatasetFiles
+from multigpu_cli.data.files import DatasetFiles
 from multigpu_cli.errors import RequestError
 
 SHELLS = DatasetFiles(name="shells", address="https://sea.example", folders=(".", "inner"), layout="    shells.bin")

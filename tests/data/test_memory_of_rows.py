@@ -16,7 +16,7 @@ import sys
 import torch
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.fingerprint import compute_fingerprint
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.planning.batch import plan_batches
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigpu_cli.data.keyed_random import KeyedRandom
-from multigpu_cli.data.mix_samples import SampleMixer
+from multigpu_cli.data.images.transforms import SampleMixer
+from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.errors import RequestError
 
 COUNT = 4000

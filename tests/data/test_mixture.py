@@ -6,9 +6,9 @@ import torch
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Loader
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import plan_batches
 from tests.support.row_files import ROWS, write_arrow

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multigpu_cli.data import mixture_order
-from multigpu_cli.data.mixture_order import MixtureOrder
+from multigpu_cli.data import mixture
+from multigpu_cli.data.mixture import MixtureOrder
 
 
 @settings(deadline=None, max_examples=40)
@@ -43,7 +43,7 @@ def test_a_position_does_not_depend_on_what_was_asked_before() -> None:
 
 
 def test_periods_have_the_same_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixture_order, "PERIOD", 20)
+    monkeypatch.setattr(mixture, "PERIOD", 20)
     order = MixtureOrder([1000, 1000], [3, 1], 95, 0, [None, None], 1)
     epoch = order(1)
     for first in range(0, 80, 20):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.keyed_random import KeyedRandom
-from multigpu_cli.data.mnist import fashion_mnist, mnist
+from multigpu_cli.data.builtin.mnist import fashion_mnist, mnist
+from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.errors import RequestError
 
 REAL = Path(os.environ.get("MULTIGPU_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "fashion-mnist"

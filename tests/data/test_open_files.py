@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.data import open_files
-from multigpu_cli.data.open_files import OpenFiles
+from multigpu_cli.data import files as open_files
+from multigpu_cli.data.files import OpenFiles
 
 
 def count_open() -> int:

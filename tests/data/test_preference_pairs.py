@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.chat_tokens import ChatEncoder
 from multigpu_cli.data.collate import IGNORED, to_pair
-from multigpu_cli.data.conversations import Conversation
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.load_data_source import load_data_source
-from multigpu_cli.data.preference_pairs import Pairs, encode_pair
+from multigpu_cli.data.load import load_data_source
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.chat.conversations import Conversation
+from multigpu_cli.language.chat.encoder import ChatEncoder
+from multigpu_cli.language.chat.samples import Pairs, encode_pair
 from tests.support.tiny_language_models import make_model_folder, make_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.data.conversations import Conversation, detect_form, read_conversation
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.chat.conversations import Conversation, detect_form, read_conversation
 
 ASKED = {"role": "user", "content": "What is 2 + 2?"}
 FOUR = {"role": "assistant", "content": "4"}

@@ -12,10 +12,10 @@ from torchvision.transforms import v2
 
 import main_multi_gpu
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.keyed_random import KeyedRandom
+from multigpu_cli.data.images.augment import RandAugment
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.data.rand_augment import RandAugment
+from multigpu_cli.data.order import KeyedRandom
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
 from tests.models.test_torchvision_networks import forget_packages
@@ -113,7 +113,7 @@ def test_without_torchvision_it_names_the_setting_and_the_extra(
 ) -> None:
     with forget_packages(), monkeypatch.context() as patch:
         patch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-        patch.delitem(sys.modules, "multigpu_cli.data.rand_augment")
+        patch.delitem(sys.modules, "multigpu_cli.data.images.augment")
         assert main_multi_gpu.run(["--set", "data.rand_augment=9", "--dry-run"]) == 2
     error, remedy = capsys.readouterr().err.splitlines()
     assert error == "error: data.rand_augment 9: the package torchvision is not installed"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import plan_batches
@@ -173,7 +173,7 @@ def test_parts_of_their_own(tmp_path: Path) -> None:
 
 
 def test_many_rows_are_shuffled_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("multigpu_cli.data.row_source.LARGE", 40)
+    monkeypatch.setattr("multigpu_cli.data.rows.source.LARGE", 40)
     assert load("arrow", write_arrow(tmp_path), target="label", ignore="kind").shuffle_block == 4096
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multigpu_cli.data.split import shuffle_indices, split_by_group, split_by_sample
+from multigpu_cli.data.order import shuffle_indices, split_by_group, split_by_sample
 from multigpu_cli.errors import RequestError
 
 

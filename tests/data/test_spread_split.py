@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multigpu_cli.data.spread_split import RowSelection, divide_rows
+from multigpu_cli.data.order import RowSelection, divide_rows
 from multigpu_cli.errors import RequestError
 
 

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.data.synthetic import load
+from multigpu_cli.data.builtin.synthetic import load
 from multigpu_cli.errors import RequestError
 
 SMALL = {"train": 500, "val": 100, "test": 300}

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.data.tar_store import TarStore
+from multigpu_cli.data.rows.tar import TarStore
 from multigpu_cli.errors import RequestError
 from tests.support.row_files import make_samples, write_tar
 

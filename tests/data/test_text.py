@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.data.text import IGNORED, Windows
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.text import IGNORED, Windows
 
 TEXT = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=1000))
 

@@ -11,10 +11,10 @@ from threading import Thread
 
 import pytest
 
-from multigpu_cli.data import token_file
-from multigpu_cli.data.chat_tokens import ChatTokens
-from multigpu_cli.data.token_file import TokenFile, open_tokens
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.chat import records
+from multigpu_cli.language.chat.encoder import ChatTokens
+from multigpu_cli.language.chat.records import TokenFile, open_tokens
 from tests.conftest import ROOT
 from tests.support.fork import exit_code
 from tests.support.tiny_language_models import make_model_folder
@@ -94,7 +94,7 @@ def test_a_record_that_cant_be_read_is_no_full_disk(tmp_path: Path) -> None:
 def test_waiting_for_another_process_is_said_once_with_the_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(token_file, "_PATIENCE", 0.1)
+    monkeypatch.setattr(records, "_PATIENCE", 0.1)
     with (tmp_path / "key.lock").open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         waiting = Thread(target=open_tokens, args=(tmp_path, "key", COUNT, encode))
@@ -107,7 +107,7 @@ def test_waiting_for_another_process_is_said_once_with_the_path(
         f"waiting for another process, which encodes the same data: it holds {tmp_path / 'key.lock'}"
     ]
     caplog.clear()
-    monkeypatch.setattr(token_file, "_PATIENCE", 60.0)
+    monkeypatch.setattr(records, "_PATIENCE", 60.0)
     check(open_tokens(tmp_path, "key", COUNT, encode))
     assert not caplog.messages
 
@@ -135,7 +135,7 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
 
 def measure(file):
     source = load_data_source(DataConfig(name="chat", dir=file), 42, model_dir="model")

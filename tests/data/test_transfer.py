@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from multigpu_cli.data.transfer import Fetched, move_batches
+from multigpu_cli.data.collate import Fetched, move_batches
 
 
 class Pair(NamedTuple):

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data._utils import signal_handling
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data import worker_context
-from multigpu_cli.data.dataloader_fetcher import run_in_process
+from multigpu_cli.data import fetcher
+from multigpu_cli.data.fetcher import run_in_process
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from tests.data.test_loader import PLAN, Noisy, epoch, source
@@ -83,7 +83,7 @@ def long_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_loader_processes_work_with_a_long_tmpdir(long_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        monkeypatch.setattr(worker_context, "_SHORT", (short,))
+        monkeypatch.setattr(fetcher, "_SHORT", (short,))
         served = loader()
         try:
             (sockets,) = Path(short).iterdir()

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.collate import Collate
-from multigpu_cli.data.wrap_unlabeled import wrap_unlabeled
+from multigpu_cli.data.source import wrap_unlabeled
 
 
 class Listed(Dataset[Any]):

@@ -75,7 +75,7 @@ def test_the_nodes_meet_at_the_first_one_and_the_trainer_gets_its_words(job: Job
     assert "--nnodes=2 --nproc-per-node=gpu --rdzv-id=4711" in agent
     assert "--rdzv-endpoint=alpha07:24711" in agent
     assert agent.endswith("-m main_multi_gpu --config har --save-dir my runs/har")
-    assert srun.startswith("srun --kill-on-bad-exit=1 python -m multigpu_cli.runtime.torchrun")
+    assert srun.startswith("srun --kill-on-bad-exit=1 python -m multigpu_cli.distributed.torchrun")
 
 
 SAVES = (

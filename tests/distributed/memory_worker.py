@@ -21,16 +21,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.batch_stream_protocol import first_batch
-from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.loader import first_batch
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.process_group import process_group
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.run.build_components import build_components
-from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.run.prepare_spec import prepare_spec
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.process_group import process_group
+from multigpu_cli.run.assembly.assemble import build_components
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.step import forward_backward
 
 VOCABULARY, LENGTH = 16384, 32
 CPU = torch.device("cpu")

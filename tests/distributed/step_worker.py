@@ -17,18 +17,18 @@ from torch import Tensor
 
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.collectives import all_reduce_sum
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.process_group import process_group
+from multigpu_cli.distributed.world import World
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.assemble_run import assemble_run
-from multigpu_cli.run.build_components import build_components
-from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.run.assembly.assemble import build_components
+from multigpu_cli.run.open import assemble_run
+from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.run import Run
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.collectives import all_reduce_sum
-from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.process_group import process_group
-from multigpu_cli.runtime.world import World
 from tests.distributed.steps import CASES, SHAPES, WORKERS, Case
 
 

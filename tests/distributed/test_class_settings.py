@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.run import device_and_data_rules
+from multigpu_cli.run.request import checks
 from tests.support.run_training import run_training
 
 ALL = (
@@ -83,5 +83,5 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
 def test_a_run_from_before_a_setting_was_refused_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = UNEVEN | {"label_smoothing": 0.1, "save_dir": str(tmp_path)}
     assert run_training(epochs=1, **flags).error == ""
-    monkeypatch.setattr(device_and_data_rules, "_SMOOTHED", ("multi-label",))
+    monkeypatch.setattr(checks, "_SMOOTHED", ("multi-label",))
     assert run_training(epochs=2, **flags).summary["epochs"] == 2

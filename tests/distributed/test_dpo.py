@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import main_multi_gpu
 from multigpu_cli.checkpoint.weights import read_weights
 from multigpu_cli.config.schema import AdapterConfig
-from multigpu_cli.models.adapter import add_adapter
+from multigpu_cli.language.adapter import add_adapter
 from multigpu_cli.monitor.journal import read_events
 from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
 from tests.support.run_training import run_training

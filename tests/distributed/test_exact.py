@@ -22,28 +22,27 @@ import torch
 from torch.utils.data import TensorDataset
 
 import main_multi_gpu
-from multigpu_cli.checkpoint.lock import is_locked
-from multigpu_cli.commands.selftest.checksums import hash_state
+from multigpu_cli.checkpoint.files import is_locked
+from multigpu_cli.commands.selftest.process import hash_state
 from multigpu_cli.commands.verify import compare_runs
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
 from multigpu_cli.engine import fit
 from multigpu_cli.engine import run as engine_run
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.assemble_run import assemble_run
-from multigpu_cli.run.build_components import build_components
+from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.finalize import finish_completed
-from multigpu_cli.run.prepare_spec import prepare_spec
-from multigpu_cli.run.start_run import start_run
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.torch_settings import enable_determinism
-from multigpu_cli.runtime.world import World
+from multigpu_cli.run.open import assemble_run, start_run
+from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.runtime.seeding import enable_determinism
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank
 from tests.support.wait_until import wait_until

@@ -9,7 +9,7 @@ import torch
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.inspect import list_checkpoints
-from multigpu_cli.commands.inference.export import export_run
+from multigpu_cli.commands.export import export_run
 from multigpu_cli.monitor import journal
 from tests.support.run_training import run_training
 

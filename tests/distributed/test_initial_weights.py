@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.commands.inference.export import export_run
+from multigpu_cli.commands.export import export_run
 from multigpu_cli.monitor import journal
 from tests.support.run_training import run_training
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.trained_weights import load_trained_weights
+from multigpu_cli.checkpoint.weights import load_trained_weights
 from tests.support.run_training import Ended, run_training
 
 OWN = "tests.support.optimizers:"

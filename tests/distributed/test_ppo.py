@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.device_and_data_rules import check_device
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.world import World
+from multigpu_cli.run.request.checks import check_device
 from tests.support.run_training import run_training
 from tests.tasks.ppo.test_env_source import request
 

@@ -13,11 +13,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main_multi_gpu
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.models.generate import answer_prompt
+from multigpu_cli.distributed.world import World
+from multigpu_cli.language import prompts as prompt_samples
+from multigpu_cli.language.generate import answer_prompt
+from multigpu_cli.language.prompts import PromptSamples, format_sample
 from multigpu_cli.monitor.journal import read_events
-from multigpu_cli.run import prompt_samples
-from multigpu_cli.run.prompt_samples import PromptSamples, format_sample
-from multigpu_cli.runtime.world import World
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder
 

@@ -20,9 +20,10 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.monitor import journal
 from multigpu_cli.planning.batch import StepLayout
-from multigpu_cli.run import assemble_run, device_and_data_rules, train_log
+from multigpu_cli.run import open, train_log
+from multigpu_cli.run.assembly.components import StepResult
+from multigpu_cli.run.request import checks
 from multigpu_cli.run.run import Run
-from multigpu_cli.run.step_result import StepResult
 from multigpu_cli.runtime import precision
 from multigpu_cli.runtime.precision import PrecisionChoice
 from multigpu_cli.tasks.base import Evaluation
@@ -323,7 +324,7 @@ def test_the_table_of_rates_speaks_of_whole_parameters(capfd: pytest.CaptureFixt
 
 
 def allow_fp16_on_cpu() -> None:
-    for module in (precision, device_and_data_rules):
+    for module in (precision, checks):
         module.choose_precision = lambda wanted, device: PrecisionChoice("fp16", "a test")  # type: ignore[attr-defined]
     torch.amp.GradScaler = partial(torch.amp.GradScaler, init_scale=2.0**23)  # type: ignore[misc, assignment]
 
@@ -345,7 +346,7 @@ def test_a_loss_scale_that_is_too_high_skips_the_same_steps_as_in_one_process() 
 
 def know_the_peak() -> None:
     """Of this CPU, and of nothing else, a peak rate of 1 TFLOP/s."""
-    for module in (assemble_run, train_log):
+    for module in (open, train_log):
         module.peak_flops = lambda device, precision: 1e12  # type: ignore[attr-defined]
 
 

@@ -19,10 +19,9 @@ from multigpu_cli.checkpoint.files import compute_sha256
 from multigpu_cli.checkpoint.inspect import list_checkpoints
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint, Store
-from multigpu_cli.checkpoint.trained_weights import load_trained_weights
-from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.checkpoint.weights import fingerprint, load_trained_weights
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import sharded_save
+from multigpu_cli.strategies.fsdp import save as sharded_save
 from tests.chaos.mischief import fill
 from tests.support.pieces import flip_byte
 from tests.support.run_training import Ended, run_training

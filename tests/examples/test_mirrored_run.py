@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from multigpu_cli.checkpoint.manifest import MANIFEST
-from multigpu_cli.checkpoint.mirror_state import read_state
+from multigpu_cli.mirror.follower import read_state
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "mirrored_run.sh"

@@ -1,9 +1,9 @@
 from dataclasses import replace
 from pathlib import Path
 
-from multigpu_cli.faults.failure_messages import full_report, hang_error, lost_peer_error, summary_line
+from multigpu_cli.faults.rank_exits import RankExit
 from multigpu_cli.faults.rank_position import RankPosition
-from multigpu_cli.faults.rank_status import RankExit
+from multigpu_cli.faults.root_cause import full_report, hang_error, lost_peer_error, summary_line
 
 GUILTY = RankExit(
     2, "forward, 12 steps done", "ValueError: bad\nin own.py:3 in f", "stack of 2\n", False, samples=[5, 7]

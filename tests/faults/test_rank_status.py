@@ -3,9 +3,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from multigpu_cli.faults.rank_status import RankExit, RankExits, read_previous_cause
-from multigpu_cli.runtime.restart_records import PreviousAttempt, read_previous_attempt
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.attempts import PreviousAttempt, read_previous_attempt
+from multigpu_cli.distributed.world import World
+from multigpu_cli.faults.rank_exits import RankExit, RankExits, read_previous_cause
 from tests.support.world import CPU
 
 END = RankExit(0, "forward, 3 steps done", "ValueError: bad", "stack", False, samples=[])

@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.optimizers.build import build_optimizer
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies.sharded import Sharded
+from multigpu_cli.strategies.fsdp.fsdp import Sharded
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 

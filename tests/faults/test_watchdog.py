@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults import deadline_store
-from multigpu_cli.faults.rank_status import RankExit, RankExits
+from multigpu_cli.faults import rank_exits
+from multigpu_cli.faults.rank_exits import RankExit, RankExits
 from multigpu_cli.faults.watchdog import Watchdog
-from multigpu_cli.runtime.world import World
 from tests.distributed.launcher import run_command, torchrun
 from tests.support.fork import exit_code
 from tests.support.run_training import run_training
@@ -224,7 +224,7 @@ class Unplugged(dist.Store):
 
 
 def test_who_is_cut_off_from_the_store_ends_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadline_store, "_TIMEOUT", 0.2)
+    monkeypatch.setattr(rank_exits, "_TIMEOUT", 0.2)
     words = tmp_path / "words"
 
     def waits() -> None:

@@ -8,9 +8,9 @@ import torch
 
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.launch_env import LaunchEnv
 
 GPU = torch.device("cuda", 0)
 ONE = Placement("single", (GPU,), 0, "one GPU")

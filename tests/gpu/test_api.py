@@ -5,13 +5,13 @@ import re
 import pytest
 import torch
 
-from multigpu_cli.api import gpu_info
-from multigpu_cli.api.fault_tolerance import FaultToleranceManager
-from multigpu_cli.api.launch import resolve_placement
+from multigpu_cli.api import monitoring
+from multigpu_cli.api.manager import FaultToleranceManager
 from multigpu_cli.api.settings import MultiGPUConfig
+from multigpu_cli.api.training import resolve_placement
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.launch_env import LaunchEnv
 from tests.gpu.simulated.gpus import alone
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import GIB, Gpu, Machine
@@ -21,8 +21,8 @@ UNLIKE = Machine((Gpu("NVIDIA H100 80GB HBM3", 80 * GIB), Gpu("NVIDIA A100-SXM4-
 
 def test_unlike_gpus_are_listed_with_what_each_has(capfd: pytest.CaptureFixture[str]) -> None:
     def work(sim: Simulated) -> dict[str, object]:
-        gpu_info.print_gpu_info()
-        return gpu_info.get_gpu_info()
+        monitoring.print_gpu_info()
+        return monitoring.get_gpu_info()
 
     found = alone(work, UNLIKE)
     assert (found["cuda_available"], found["gpu_count"], found["total_memory_gb"]) == (True, 2, 120.0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import fit_batch_sizes_to_memory
+from multigpu_cli.run import batch_size
 from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Gpu, Machine
@@ -36,7 +36,7 @@ def noting(folder: Path) -> Callable[[Simulated], None]:
     """Each rank writes down its trials."""
 
     def prepare(sim: Simulated) -> None:
-        real = fit_batch_sizes_to_memory._run_micro_batch
+        real = batch_size._run_micro_batch
 
         def run(components: Any, size: int) -> None:
             fits = False
@@ -48,7 +48,7 @@ def noting(folder: Path) -> Callable[[Simulated], None]:
                 with (folder / f"{device}.txt").open("a") as file:
                     print(size, int(fits), sim.device.memory(device)["peak"], file=file)
 
-        fit_batch_sizes_to_memory._run_micro_batch = run
+        batch_size._run_micro_batch = run
 
     return prepare
 

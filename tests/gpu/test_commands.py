@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import main_multi_gpu
-from multigpu_cli.commands.bench import loading
-from multigpu_cli.commands.doctor.allreduce import check_host_to_device
-from multigpu_cli.commands.doctor.model import check_model
-from multigpu_cli.commands.plan import step_times
+from multigpu_cli.commands import bench_overlap
+from multigpu_cli.commands.doctor.bandwidth import check_host_to_device
+from multigpu_cli.commands.doctor.doctor import check_model
+from multigpu_cli.commands.plan import measure
 from multigpu_cli.config.sources import resolve
 from tests.gpu.simulated.gpus import alone, front_door
 from tests.gpu.simulated.install import Simulated
@@ -80,7 +80,7 @@ def test_doctor_says_what_a_micro_batch_takes() -> None:
 
 def test_plan_rests_on_the_gpu_and_knows_what_its_memory_takes(capsys: pytest.CaptureFixture[str]) -> None:
     def work(sim: Simulated) -> list[tuple[int, str]]:
-        step_times._SECONDS = 0
+        measure._SECONDS = 0
         words = ["plan", "--workers", "1,2", "--interconnect", "pcie4", "--model", "mlp"]
         return [(main_multi_gpu.run([*words, *more]), capsys.readouterr().out) for more in (["--json"], [])]
 
@@ -100,12 +100,12 @@ def test_bench_measures_the_loading_onto_a_gpu() -> None:
 
     def work(sim: Simulated) -> tuple[list[float], set[str]]:
         with sim.record.watching() as events:
-            rates = loading.measure_loading(config, 1).rates[0]
+            rates = bench_overlap.measure_loading(config, 1).rates[0]
         return rates, {event.place.split(":")[0] for event in events if event.kind == "sync"}
 
     (rate,), waits = alone(work, Machine.of(1))
     assert rate > 0
-    assert "multigpu_cli/commands/bench/loading.py" in waits
+    assert "multigpu_cli/commands/bench_overlap.py" in waits
 
 
 @pytest.mark.slow

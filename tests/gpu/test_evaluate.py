@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
 from tests.commands.several import outputs
 from tests.gpu.simulated.gpus import alone, each_rank
 from tests.gpu.simulated.install import Simulated, install

@@ -10,7 +10,7 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 
 from multigpu_cli import engine
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import fit_batch_sizes_to_memory
+from multigpu_cli.run import batch_size
 from multigpu_cli.tasks.base import Task
 from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
@@ -40,7 +40,7 @@ def exhaust_memory_at(place: str, rank: int = 0) -> Callable[[Simulated], None]:
                 sim.device.fail_allocation(run.world.local_rank, 0, 1)
 
         if place in ("trial", "evaluation"):
-            owner, name = (fit_batch_sizes_to_memory, "_run_micro_batch") if place == "trial" else (Task, "evaluate")
+            owner, name = (batch_size, "_run_micro_batch") if place == "trial" else (Task, "evaluate")
             _before(owner, name, lambda *given: fail(given[0] if place == "trial" else _Place(given[3])))
         else:
             _before(

@@ -13,10 +13,10 @@ import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import nn
 
+from multigpu_cli.distributed.world import World
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.models.on_meta import build_on_meta
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies.sharded import Sharded
+from multigpu_cli.models.meta import build_on_meta
+from multigpu_cli.strategies.fsdp.fsdp import Sharded
 from tests.gpu.simulated.gpus import each_rank, front_door, train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine

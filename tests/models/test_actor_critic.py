@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from multigpu_cli.environments.base import Box, Discrete
-from multigpu_cli.models.actor_critic import build, build_lstm, unroll_lstm
+from multigpu_cli.rl.policy import build, build_lstm, unroll_lstm
 
 
 def test_outputs_for_discrete_and_real_actions() -> None:

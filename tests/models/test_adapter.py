@@ -10,15 +10,10 @@ from torch import Tensor, nn
 from multigpu_cli.checkpoint.initial_weights import load_initial_weights
 from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.adapter import (
-    adapter_weights,
-    as_reference,
-    has_adapter,
-    merge_adapter,
-)
+from multigpu_cli.language.adapter import adapter_weights, as_reference, has_adapter, merge_adapter
 from multigpu_cli.models.build import build_model, find_adapter
-from multigpu_cli.models.on_meta import build_on_meta, find_unsaved_tensors
-from multigpu_cli.runtime.average import EMAModel, list_unsaved_parameters
+from multigpu_cli.models.meta import build_on_meta, find_unsaved_tensors
+from multigpu_cli.optimizers.eval_weights import EMAModel, list_unsaved_parameters
 from tests.support.tiny_language_models import SIZES, make_model_folder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

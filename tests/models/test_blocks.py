@@ -2,8 +2,8 @@ import pytest
 from torch import nn
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models import convnet, gpt, resnet
 from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
+from multigpu_cli.models.networks import convnet, gpt, resnet
 
 
 def small_gpt() -> nn.Module:

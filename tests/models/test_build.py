@@ -12,7 +12,7 @@ from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model, checkpoint_activations, find_frozen
-from multigpu_cli.runtime.average import EMAModel
+from multigpu_cli.optimizers.eval_weights import EMAModel
 
 OFFERED = {"input_shape": (1, 8, 8), "num_classes": 10, "mode": "flatten", "seed": 42}
 MODULE = """

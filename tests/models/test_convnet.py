@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.convnet import build
+from multigpu_cli.models.networks.convnet import build
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (1, 28, 28), (3, 32, 32), (2, 4, 4), (4, 5, 9), (1, 40, 6)])

@@ -4,8 +4,8 @@ from collections import OrderedDict
 
 from torch import nn
 
-from multigpu_cli.models import gpt, mlp, resnet
-from multigpu_cli.models.depth import measure_depths
+from multigpu_cli.models.blocks import measure_depths
+from multigpu_cli.models.networks import gpt, mlp, resnet
 
 
 def by_part(model: nn.Module, words: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.factory import call_model_factory, find_model_factory, suggest_outputs
+from multigpu_cli.models.build import call_model_factory, find_model_factory, suggest_outputs
 
 OFFERED = {"input_shape": (3, 8, 8), "num_classes": 7, "task": "classification", "mode": "flatten", "seed": 1}
 HERE = "tests.models.test_factory"

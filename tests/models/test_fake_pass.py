@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from multigpu_cli.commands.plan.without_weights import count_kept_bytes
 from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
+from multigpu_cli.language.token_losses import TokenTargets
 from multigpu_cli.models.build import build_model, find_adapter
-from multigpu_cli.models.fake_pass import count_kept_bytes
-from multigpu_cli.models.on_meta import build_on_meta
-from multigpu_cli.models.token_losses import TokenTargets
+from multigpu_cli.models.meta import build_on_meta
 from tests.support.tiny_language_models import make_model_folder
 
 pytest.importorskip("transformers", reason="transformers is not installed")

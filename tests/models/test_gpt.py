@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.gpt import build
+from multigpu_cli.models.networks.gpt import build
 
 
 def test_the_smallest_gpt2_has_its_124_million_parameters() -> None:

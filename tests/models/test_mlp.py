@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from multigpu_cli.models.mlp import build
+from multigpu_cli.models.networks.mlp import build
 
 
 def test_samples_of_any_shape_are_flattened():

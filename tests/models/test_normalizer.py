@@ -2,7 +2,7 @@
 
 import torch
 
-from multigpu_cli.models.normalizer import Normalizer
+from multigpu_cli.models.networks.mlp import Normalizer
 
 
 def test_it_changes_nothing_before_it_has_statistics_and_keeps_them_with_the_weights() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.monitor import append_file
-from multigpu_cli.monitor.append_file import AppendFile
+from multigpu_cli.monitor import journal
+from multigpu_cli.monitor.journal import AppendFile
 from tests.support.fork import exit_code
 
 
@@ -82,7 +82,7 @@ def test_a_full_disk_and_a_kill_leave_whole_lines_only(tmp_path: Path) -> None:
 
 
 def test_memory_is_not_filled_instead(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(append_file, "_MOST", 20)
+    monkeypatch.setattr(journal, "_MOST", 20)
     said: list[str] = []
     file = AppendFile(tmp_path / "a", said.append)
     for number in range(100):

@@ -6,8 +6,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from multigpu_cli.monitor.equity_plot import draw_equity
-from multigpu_cli.monitor.plot_style import color_of_run
+from multigpu_cli.monitor.plot_style import color_of_run, draw_equity
 
 
 def curves(days):

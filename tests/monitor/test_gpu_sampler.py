@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.monitor.gpu_sampler import Sampler
+from multigpu_cli.monitor.gpu import Sampler
 from tests.support.fake_nvml import GIB, Nvml, a100
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigpu_cli.monitor.noise_scale import NoiseMeter, Norms, ratio
+from multigpu_cli.monitor.meters import NoiseMeter, Norms, ratio
 
 DIM, SIGMA, LENGTH = 50, 2.0, 4.0
 KNOWN = DIM * SIGMA**2 / LENGTH**2  # tr(Σ)/|G|² = 12.5 samples

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from multigpu_cli.monitor.progress import ProgressDisplay, TqdmDisplay
+from multigpu_cli.monitor.console import ProgressDisplay, TqdmDisplay
 
 
 class Screen(io.StringIO):

@@ -145,7 +145,7 @@ def _room(mutation: Mutation) -> str:
 
 
 def own_tests(file: str) -> str:
-    """multigpu_cli/run/forward_backward.py → tests/run/test_profile_micro_batch.py"""
+    """multigpu_cli/run/step.py → tests/run/test_profile_micro_batch.py"""
     path = Path("tests", *Path(file).parts[1:])
     return path.with_name(f"test_{path.name}").as_posix()
 

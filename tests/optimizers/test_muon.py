@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from multigpu_cli.capabilities import MODELS
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.registry import MODELS
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.optimizers.muon import find_hidden_matrices
 from multigpu_cli.runtime.factories import call_factory, find_factory

@@ -6,7 +6,7 @@ from torch import nn
 
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers.build import build_optimizer
-from multigpu_cli.optimizers.state_size import measure_state_bytes
+from multigpu_cli.optimizers.trial import measure_state_bytes
 
 NAMES = ["adamw", "sgd", "rmsprop", "adagrad", "adafactor", "adadelta", "tests.support.optimizers:Manifold"]
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multigpu_cli.planning.apportion import apportion
+from multigpu_cli.planning.batch import apportion
 
 
 @given(total=st.integers(0, 10**6), weights=st.lists(st.floats(0.001, 1000), min_size=1, max_size=8))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.learning_rate import SHAPES, Rate, Schedule, plan_schedule, resolve_learning_rate
+from multigpu_cli.planning.schedule import SHAPES, Rate, Schedule, plan_schedule, resolve_learning_rate
 
 
 def resolve_rate(**asked: object) -> Rate:

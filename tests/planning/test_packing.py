@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multigpu_cli.planning.packing import count_first_fit, pack_first_fit, pack_windows
+from multigpu_cli.language.chat.samples import count_first_fit, pack_first_fit, pack_windows
 
 CAPACITY = 20
 LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=60)

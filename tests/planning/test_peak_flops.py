@@ -1,6 +1,6 @@
 import pytest
 
-from multigpu_cli.planning.peak_flops import peak_flops
+from multigpu_cli.planning.speedup import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@ from dataclasses import replace
 from typing import Any
 
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
-from multigpu_cli.planning.learning_rate import plan_schedule, resolve_learning_rate
 from multigpu_cli.planning.plan import Plan
+from multigpu_cli.planning.schedule import plan_schedule, resolve_learning_rate
 
 
 def make_plan(

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multigpu_cli.planning.rng_keys import make_key, mix_bits
+from multigpu_cli.planning.batch import make_key, mix_bits
 
 numbers = st.integers(0, 2**64 - 1)
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from multigpu_cli.planning.memory import Memory
-from multigpu_cli.planning.sharding import Sharding, forecast_sharded, shard_memory
+from multigpu_cli.planning.memory import Memory, Sharding, forecast_sharded, shard_memory
 from multigpu_cli.planning.speedup import Interconnect, Link, StepTimes, exposed_seconds, step_seconds
 
 WHOLE = Memory(weights=1010, gradients=1000, optimizer=2000, fixed=5, per_sample=10)  # ten bytes are buffers

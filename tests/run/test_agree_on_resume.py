@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint import run_folder
-from multigpu_cli.checkpoint.lock import lock_folder
+from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed import attempts
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run import restore_from_mirror
-from multigpu_cli.run.agree_on_resume import agree_on_resume_point, all_ranks_see
-from multigpu_cli.runtime import restart_records
-from multigpu_cli.runtime.world import World
+from multigpu_cli.mirror import restore
+from multigpu_cli.run.request.prepare import agree_on_resume_point, all_ranks_see
 from tests.support import ranks
 from tests.support.pieces import flip_byte, save_in_pieces
 from tests.support.ranks import run_on_each_rank
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_is_copied_for_long_from_a_mirror_ends_no_collective(
         return "", ["came late"]
 
     brief = timedelta(seconds=1)
-    monkeypatch.setattr(restore_from_mirror, "restore_from_mirror", copy_slowly)
+    monkeypatch.setattr(restore, "restore_from_mirror", copy_slowly)
     monkeypatch.setattr(ranks, "TIMEOUT", brief)
     mirrored = resolve({"save_dir": str(tmp_path / "run"), "mirror": f"file:{tmp_path}/mirror"}, [], None)
     found = run_on_each_rank(2, lambda world: agree_on_resume_point(mirrored, world).warnings)
@@ -270,7 +270,7 @@ def test_any_node_that_remembers_says_which_run_this_launch_began(tmp_path: Path
     def work(world: World) -> list[Any]:
         world = replace(world, attempt=1, agent_dir=tmp_path)
         if world.rank == 1:
-            restart_records.record_run(tmp_path / "node1", 0, str(run))
+            attempts.record_run(tmp_path / "node1", 0, str(run))
             world = replace(world, agent_dir=tmp_path / "node1")
         return describe_start(world, resolve({"resume": resume}, [], None))
 

@@ -10,14 +10,14 @@ from torch.utils.data import Dataset
 
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import OutOfMemory, RequestError
-from multigpu_cli.run.build_components import build_components
-from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.prepare_spec import prepare_spec
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
+from multigpu_cli.run.assembly.assemble import build_components
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.runtime.compile import compile_model
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies import buckets
+from multigpu_cli.strategies import ddp
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import CPU
 
@@ -124,7 +124,7 @@ def test_compile_needs_a_compiler_at_the_door(monkeypatch: pytest.MonkeyPatch, k
 def test_buckets_are_measured_where_the_flag_says_so_and_else_as_large_as_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "measure_cap", lambda model, world: 3)
+    monkeypatch.setattr(ddp, "measure_cap", lambda model, world: 3)
 
     def work(world: World) -> list[Any]:
         found = []

@@ -14,16 +14,15 @@ from torch.profiler import ProfilerActivity, profile
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.batch_stream_protocol import first_batch
+from multigpu_cli.data.loader import first_batch
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.run import build_model
-from multigpu_cli.run.build_components import build_components
-from multigpu_cli.run.build_task import build_task
-from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.prepare_spec import prepare_spec
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.world import World
+from multigpu_cli.run.assembly import model as build_model
+from multigpu_cli.run.assembly.assemble import build_components, build_task
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.request.prepare import prepare_spec
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 from tests.support.world import CPU

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.run.check_memory import forecast_state
+from multigpu_cli.run.request.checks import forecast_state
 from tests.support.run_training import run_training
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.fingerprint import compute_fingerprint
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run import make_plan
-from multigpu_cli.run.check_ranks_agree_on_data_and_machine import check_same_data, check_same_machine
-from multigpu_cli.runtime.world import World
+from multigpu_cli.run.request import make_plan
+from multigpu_cli.run.request.checks import check_same_data, check_same_machine
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 

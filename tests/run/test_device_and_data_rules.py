@@ -7,9 +7,9 @@ import torch
 import torch.distributed.fsdp
 
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.run.device_and_data_rules import check_device
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
+from multigpu_cli.run.request.checks import check_device
 
 
 def test_losses_of_replicas_have_no_weights_with_dp() -> None:

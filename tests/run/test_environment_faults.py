@@ -122,7 +122,7 @@ def test_a_disk_that_is_full_before_the_start_is_a_wrong_request() -> None:
     """Nothing can be read from a process that can't write; so it says by its exit code that it was refused."""
 
     def start() -> None:
-        from multigpu_cli.checkpoint.lock import lock_folder
+        from multigpu_cli.checkpoint.files import lock_folder
         from multigpu_cli.errors import RequestError
 
         disk_fault_model.full()

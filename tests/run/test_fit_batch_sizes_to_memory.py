@@ -12,7 +12,7 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
 
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import evaluation, fit_batch_sizes_to_memory, oom_recovery
+from multigpu_cli.run import batch_size, evaluation
 from tests.run.test_profile_micro_batch import components
 from tests.support.run_training import run_training
 
@@ -301,12 +301,12 @@ def test_what_did_not_fit_is_gone_when_the_peak_is_counted_anew(monkeypatch: pyt
         seen.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("CUDA out of memory (played)")
 
-    monkeypatch.setattr(oom_recovery, "free_memory", lambda device: seen.append(seen[0]()))
-    monkeypatch.setattr(oom_recovery, "halve_micro_batch", lambda run: "")
+    monkeypatch.setattr(batch_size, "free_memory", lambda device: seen.append(seen[0]()))
+    monkeypatch.setattr(batch_size, "halve_micro_batch", lambda run: "")
     try:
         step()
     except torch.OutOfMemoryError as error:
-        oom_recovery.recover_from_out_of_memory(Mock(world=Mock(size=1)), error)
+        batch_size.recover_from_out_of_memory(Mock(world=Mock(size=1)), error)
     assert seen[1:] == [None]
 
 
@@ -331,12 +331,10 @@ def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatc
         return mine
 
     monkeypatch.setattr(torch, "empty_like", hold)
-    monkeypatch.setattr(
-        fit_batch_sizes_to_memory, "_run_micro_batch", lambda *_: done.append(f"tried beside {len(held)} tensors")
-    )
+    monkeypatch.setattr(batch_size, "_run_micro_batch", lambda *_: done.append(f"tried beside {len(held)} tensors"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append(f"{device} counted anew"))
-    assert fit_batch_sizes_to_memory._fits_in_memory(made, 10)
+    assert batch_size._fits_in_memory(made, 10)
     count = 2 * len(made.trainable_parameters)
     assert done == [f"tried beside {count} tensors", "emptied", "cuda counted anew"]
     assert len(held) == 0

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from multigpu_cli import engine
-from multigpu_cli.checkpoint.lock import is_locked
+from multigpu_cli.checkpoint.files import is_locked
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.components import TrainComponents
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.batch_size import halve_micro_batch
 from multigpu_cli.run.finalize import finish_run
-from multigpu_cli.run.lifecycle import record_failure
-from multigpu_cli.run.oom_recovery import halve_micro_batch
+from multigpu_cli.run.open import record_failure
 from multigpu_cli.run.run import Run
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from tests.support.run_training import run_training
 
 
@@ -89,7 +89,7 @@ def test_a_refused_run_leaves_no_loader_process_behind(
         assert multiprocessing.active_children()
         raise RequestError("another run is using the folder since a moment ago")
 
-    monkeypatch.setattr("multigpu_cli.run.lifecycle.fit_batch_sizes_to_memory", refuse)
+    monkeypatch.setattr("multigpu_cli.run.open.fit_batch_sizes_to_memory", refuse)
     other = torch.nn.Linear(2, 2).state_dict()
     torch.save(other, tmp_path / "other.pt")
     words: dict[str, Any] = {"data": "tests.run.test_build_components:Pictures", "model": "convnet", "num_workers": "1"}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint.snapshot import Progress
+from multigpu_cli.distributed.world import World
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import loss_meter
-from multigpu_cli.run.loss_meter import LossMeter
-from multigpu_cli.runtime.world import World
+from multigpu_cli.run import run
+from multigpu_cli.run.run import LossMeter
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 from tests.support.user_code import sentences
@@ -42,7 +42,7 @@ def compute_mean(losses: dict[int, float], weights: dict[int, int], steps: range
 
 
 def test_many_losses_are_packed_into_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_meter, "_MAX_UNPACKED", 2)
+    monkeypatch.setattr(run, "_MAX_UNPACKED", 2)
     losses, values = LossMeter(ALONE, Progress(), 3), [torch.tensor(1.0) for _ in range(3)]
     first = weakref.ref(values[0])
     losses.add(0, 3, dict(enumerate(values)), 3)
@@ -54,7 +54,7 @@ def test_many_losses_are_packed_into_one_tensor(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("loose", [1000, 2])
 def test_each_step_counts_by_its_units_and_each_epoch_for_itself(loose: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_meter, "_MAX_UNPACKED", loose)
+    monkeypatch.setattr(run, "_MAX_UNPACKED", loose)
     progress = Progress()
     losses = LossMeter(ALONE, progress, 3)
     losses.all_reduce_pending()

@@ -12,15 +12,14 @@ import pytest
 from fsspec.implementations.local import LocalFileOpener
 
 from multigpu_cli.checkpoint import files
-from multigpu_cli.checkpoint.mirror import Mirror
-from multigpu_cli.checkpoint.mirror_process import lock_mirror
-from multigpu_cli.checkpoint.mirror_state import MirrorState, read_state, write_state
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.watchdog import Watchdog
+from multigpu_cli.mirror import part, restore
+from multigpu_cli.mirror.follower import MirrorState, lock_mirror, read_state, write_state
+from multigpu_cli.mirror.part import MirrorProcess
+from multigpu_cli.mirror.remote import Mirror
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import mirroring, restore_from_mirror
-from multigpu_cli.run.mirroring import MirrorProcess
 from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
 from tests.support.mirrors import read_mirrored_steps, s3_server, write_checkpoint
 from tests.support.run_training import run_training
@@ -70,7 +69,7 @@ def test_a_completed_run_leaves_a_whole_copy_without_secrets(monkeypatch: pytest
 
 def test_a_mirror_that_fails_is_said_and_keeps_no_run_from_its_end(capfd: pytest.CaptureFixture[str]) -> None:
     def break_mirror() -> None:
-        from multigpu_cli.checkpoint import mirror_process
+        from multigpu_cli.mirror import follower as mirror_process
 
         mirror_process.__name__ = "tests.support.no_such_module"
 
@@ -86,8 +85,8 @@ def test_a_mirror_that_hangs_keeps_no_run_from_its_end(monkeypatch: pytest.Monke
     write_checkpoint(Path("run"), 3)
     Path("mirror").mkdir()
     os.mkfifo("mirror/run.json")
-    monkeypatch.setattr(mirroring, "_HANGS", 2.0)
-    monkeypatch.setattr(mirroring, "_SILENT", 0.5)
+    monkeypatch.setattr(part, "_HANGS", 2.0)
+    monkeypatch.setattr(part, "_SILENT", 0.5)
     said: list[str] = []
     mirror = MirrorProcess(Path("run"), "file:mirror", 3)
     missing = mirror.finish(lambda: False, lambda: None, said.append)
@@ -104,10 +103,10 @@ def test_a_mirror_that_hangs_keeps_no_run_from_its_end(monkeypatch: pytest.Monke
 def test_the_process_of_a_killed_attempt_is_waited_for(let_go: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lock is let go of once the run waits at its end, or never: then it is named, and the new process ends."""
     write_checkpoint(Path("run"), 3)
-    monkeypatch.setattr(mirroring, "_SILENT", 0.0)
+    monkeypatch.setattr(part, "_SILENT", 0.0)
     with ExitStack() as killed, monkeypatch.context() as patch:
         killed.enter_context(lock_mirror(Path("run")))
-        patch.setattr(mirroring, "_HANGS", 60.0 if let_go else 1.0)
+        patch.setattr(part, "_HANGS", 60.0 if let_go else 1.0)
         mirror = MirrorProcess(Path("run"), "file:mirror", 3)
         patch.undo()
         wait_until(lambda: mirror._read_notes() or mirror._note != "", "the new process has seen the lock")
@@ -152,7 +151,7 @@ def test_after_a_signal_or_a_failure_it_goes_on_alone(
     stopped: bool, wait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(Path("run"), 3)
-    monkeypatch.setattr(mirroring, "_STOP_WAIT", 0.0)
+    monkeypatch.setattr(part, "_STOP_WAIT", 0.0)
     mirror = MirrorProcess(Path("run"), "file:mirror", 3)
     missing = mirror.finish(lambda: stopped, lambda: None, print, wait=wait)
     assert "is not complete yet: process " in missing
@@ -230,19 +229,19 @@ def test_a_mirror_that_breaks_off_keeps_a_run_from_beginning_at_an_older_checkpo
     for step in (2, 3):
         mirror.upload_checkpoint(write_checkpoint(Path("made"), step), lambda: None)
     config = resolve({"mirror": "file:mirror", "save_dir": "run"}, [], None)
-    monkeypatch.setattr(restore_from_mirror, "_check_settings", lambda *_: None)
+    monkeypatch.setattr(restore, "_check_settings", lambda *_: None)
     with monkeypatch.context() as full:
         full.setattr(files, "_reserve", refuse)
         with pytest.raises(RequestError, match=r"could not be copied to run: the disk is full\n.*free some space"):
-            restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[])
+            restore.restore_from_mirror(config, attempt=0, begun=[])
     with monkeypatch.context() as broken:
         broken.setattr(LocalFileOpener, "read", break_off)
         with pytest.raises(RequestError, match=r"the network is gone\)\n.*check the URL"):
-            restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[])
+            restore.restore_from_mirror(config, attempt=0, begun=[])
     assert not Path("run").exists()
     Path("mirror/checkpoints/step_00000003/state.pt").write_bytes(b"torn")
     notes: list[str] = []
-    folder, skipped = restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[], note=notes.append)
+    folder, skipped = restore.restore_from_mirror(config, attempt=0, begun=[], note=notes.append)
     assert folder == "run"
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step_00000002"]
     assert "step_00000003 is damaged" in skipped[0]
@@ -257,17 +256,17 @@ def test_where_the_newer_checkpoint_is_damaged_there_none_that_the_run_has_is_co
     shutil.rmtree("run/checkpoints/step_00000004")
     Path("mirror/checkpoints/step_00000004/state.pt").write_bytes(b"torn")
     config, notes = resolve({"mirror": "file:mirror", "save_dir": "run"}, [], None), list[str]()
-    folder, skipped = restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[], note=notes.append)
+    folder, skipped = restore.restore_from_mirror(config, attempt=0, begun=[], note=notes.append)
     assert (folder, len(skipped)) == ("", 1)
     assert [note.partition(" (")[0] for note in notes] == ["copying step 4"]
 
 
 def test_the_user_is_told_that_a_mirror_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(restore_from_mirror, "_SLOW", 0.1)
+    monkeypatch.setattr(restore, "_SLOW", 0.1)
     monkeypatch.setattr(Mirror, "list_steps", lambda _: wait_until(lambda: bool(notes), "the note") or [])
     config = resolve({"mirror": "file:mirror", "save_dir": "run"}, [], None)
-    assert restore_from_mirror.restore_from_mirror(config, attempt=0, begun=[], note=notes.append) == ("", [])
+    assert restore.restore_from_mirror(config, attempt=0, begun=[], note=notes.append) == ("", [])
     assert notes == ["--mirror file:mirror: no answer for 0.1 s; still waiting"]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.checkpoint.trained_weights import load_trained_weights
-from multigpu_cli.commands.inference.load_run import load_run, load_run_without_data
+from multigpu_cli.checkpoint.weights import load_trained_weights
+from multigpu_cli.commands.inference import load_run, load_run_without_data
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.run.build_components import build_components
-from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.prepare_spec import prepare_spec
-from multigpu_cli.run.profile_micro_batch import profile_micro_batch
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
+from multigpu_cli.run.assembly.assemble import build_components
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.step import profile_micro_batch
 from tests.support.world import CPU
 
 
@@ -74,7 +74,7 @@ def test_it_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_mfu_needs_a_known_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from multigpu_cli.run import assemble_run
+    from multigpu_cli.run import open as assemble_run
 
     made = components(tmp_path, "tests.run.test_profile_micro_batch:plain")
     assert assemble_run._count_flops(made) is None

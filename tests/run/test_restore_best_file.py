@@ -15,11 +15,11 @@ from multigpu_cli.checkpoint.inspect import list_checkpoints
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, read_manifest, sign_manifest
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.distributed.attempts import PreviousAttempt
+from multigpu_cli.distributed.world import World
 from multigpu_cli.monitor import journal
-from multigpu_cli.run.restore_best_file import restore_best_file
+from multigpu_cli.run.finalize import restore_best_file
 from multigpu_cli.run.train_log import log_recovery
-from multigpu_cli.runtime.restart_records import PreviousAttempt
-from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import Ended, run_training
 

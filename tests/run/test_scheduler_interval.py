@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.run.scheduler_interval import choose_interval
+from multigpu_cli.run.assembly.optimizer import choose_interval
 
 EPOCHS, STEPS = 20, 240
 BATCHES = plan_batches(

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from multigpu_cli.checkpoint.pieces import Rows
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.run import sharded_save
-from multigpu_cli.run.sharded_save import ShardedSave
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
+from multigpu_cli.strategies.fsdp import save as sharded_save
+from multigpu_cli.strategies.fsdp.save import ShardedSave
 from tests.support.pieces import FACTS, flip_byte, save_in_pieces
 
 STATE = {"model": {"weight": torch.arange(12.0).reshape(6, 2)}}

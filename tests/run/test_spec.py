@@ -10,13 +10,13 @@ import torch
 from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data import infer_shape
+from multigpu_cli.data import load
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.device_and_data_rules import check_data
-from multigpu_cli.run.prepare_spec import prepare_spec
-from multigpu_cli.run.spec import RunSpec
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.world import World
+from multigpu_cli.run.request.checks import check_data
+from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import RunSpec
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import Items, tensors
 from tests.support.world import ALONE
@@ -196,7 +196,7 @@ def test_a_checkpoint_from_before_contents_were_marked_goes_on() -> None:
 
 def test_samples_that_are_read_to_count_classes_are_progress_for_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(Items, "num_classes")
-    monkeypatch.setattr(infer_shape, "read_labels", lambda *_: None)
+    monkeypatch.setattr(load, "read_labels", lambda *_: None)
     moves: list[None] = []
     config = resolve(OWN | {"data": "tests.support.user_code:Items"}, [], None)
     found = prepare_spec(config, SINGLE, ALONE, moved=lambda: moves.append(None))

@@ -6,13 +6,12 @@ from unittest.mock import Mock
 
 import torch
 
-from multigpu_cli.data.batch_stream_protocol import first_batch
-from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.loader import Batch, first_batch
 from multigpu_cli.monitor.meters import StepTimer
 from multigpu_cli.planning.batch import MicroBatch, StepLayout
-from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.run.step_observer import StepObserver
-from multigpu_cli.run.step_result import StepResult
+from multigpu_cli.run.assembly.components import StepResult
+from multigpu_cli.run.run import StepObserver
+from multigpu_cli.run.step import forward_backward
 from tests.run.test_profile_micro_batch import components
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from multigpu_cli.run import assemble_run, train_log
+from multigpu_cli.distributed.world import World
+from multigpu_cli.run import open, train_log
 from multigpu_cli.run.train_log import combine_ranks, peak_memory
-from multigpu_cli.runtime.world import World
 from tests.monitor.test_tensorboard import read_board
 from tests.run.test_profile_micro_batch import plain
 from tests.support.run_training import run_training
@@ -94,7 +94,7 @@ def test_what_nvml_does_not_say_is_told_once() -> None:
 def test_a_language_model_on_a_known_device_tells_tokens_and_its_share_of_the_peak(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for room in (train_log, assemble_run):
+    for room in (train_log, open):
         monkeypatch.setattr(room, "peak_flops", lambda device, precision: 1e9)
     flags: dict[str, Any] = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"}
     flags |= {"epochs": 2, "batch_size": 10, "log_interval": 3}  # an epoch

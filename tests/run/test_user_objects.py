@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
-from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.user_objects import UserObjects, broadcast_weights
-from multigpu_cli.runtime.world import World
+from multigpu_cli.run.request.spec import UserObjects, broadcast_weights
 from tests.support.awkward_models import Telling
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import tensors

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from multigpu_cli.distributed.attempts import FinalVerdict, PreviousAttempt
+from multigpu_cli.distributed.rendezvous import RankGpu, RankInfo, Roster, agree_on_roster, merge_rank_infos
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.runtime.agree_on_roster import RankGpu, RankInfo, Roster, agree_on_roster, merge_rank_infos
-from multigpu_cli.runtime.restart_records import FinalVerdict, PreviousAttempt
 
 FIRST = RankInfo(rank=0, size=3, nonce="a", host="node1", node="node1 7 run", restarts_left=3)
 SECOND = replace(FIRST, rank=1, nonce="b")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.runtime.average import EMAModel
+from multigpu_cli.optimizers.eval_weights import EMAModel
 from tests.support.awkward_models import Telling
 
 

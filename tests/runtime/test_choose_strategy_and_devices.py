@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DeviceConfig
-from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.agree_on_roster import RankGpu
-from multigpu_cli.runtime.choose_strategy_and_devices import (
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.placement import (
     Placement,
     choose_placement,
     count_cores,
@@ -14,8 +13,9 @@ from multigpu_cli.runtime.choose_strategy_and_devices import (
     describe_unlike_gpus,
     gpu_models,
 )
-from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.rendezvous import RankGpu
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import RequestError
 
 
 def choose(mode: str = "auto", *, gpus: int = 0, cpus: int = 4, processes: int = 0, **asked: object) -> Placement:

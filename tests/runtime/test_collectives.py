@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from multigpu_cli.runtime.collectives import (
+from multigpu_cli.distributed.collectives import (
     all_gather,
     all_gather_object,
     all_reduce_max,
     all_reduce_sum,
     broadcast_object,
     disable_collective_timeout,
+    run_on_all_ranks,
+    run_on_main_rank,
 )
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE
 

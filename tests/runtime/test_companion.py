@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.runtime.companion import Companion, accompany
+from multigpu_cli.distributed.processes import Companion, accompany
 from tests.support.wait_until import wait_until
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
+from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.launch_env import LaunchEnv, refuse_srun_copies
 
 TORCHRUN = {
     "RANK": "5",

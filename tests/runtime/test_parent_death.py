@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from multigpu_cli.runtime.parent_death import die_with_parent
+from multigpu_cli.distributed.processes import die_with_parent
 from tests.support.fork import exit_code, wait_for_end
 from tests.test_house_rules import ROOT
 

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.distributed.collectives import all_reduce_sum
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.runtime import precision
-from multigpu_cli.runtime.collectives import all_reduce_sum
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision, choose_precision
-from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

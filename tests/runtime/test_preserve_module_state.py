@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.runtime.preserve_module_state import eval_mode, preserve_buffers
+from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 
 
 class Moving(nn.Module):

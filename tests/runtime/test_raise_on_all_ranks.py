@@ -4,12 +4,9 @@ from typing import Any
 import pytest
 import torch
 
+from multigpu_cli.distributed.collectives import all_reduce_max, run_on_all_ranks, run_on_main_rank, run_without_vote
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.runtime.collectives import (
-    all_reduce_max,
-)
-from multigpu_cli.runtime.raise_on_all_ranks import run_on_all_ranks, run_on_main_rank, run_without_vote
-from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE
 

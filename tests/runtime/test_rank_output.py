@@ -6,13 +6,13 @@ import sys
 import textwrap
 from pathlib import Path
 
-from multigpu_cli.runtime.rank_output import find_ranks_with_output, log_path, quote_last_lines, read_last_lines
+from multigpu_cli.distributed.processes import find_ranks_with_output, log_path, quote_last_lines, read_last_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEAK = """
     import ctypes, os, resource, signal, sys
     from pathlib import Path
-    from multigpu_cli.runtime.rank_output import RankOutput
+    from multigpu_cli.distributed.processes import RankOutput
 
     libc, early = ctypes.CDLL(None), sys.stdout
     def speak(when):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.runtime.restart_records import (
+from multigpu_cli.distributed.attempts import (
     FinalVerdict,
     PreviousAttempt,
     find_binding_verdict,
@@ -23,7 +23,7 @@ from multigpu_cli.runtime.restart_records import (
     record_verdict,
     write_error,
 )
-from multigpu_cli.runtime.restart_records import attempt_number as number
+from multigpu_cli.distributed.attempts import attempt_number as number
 
 Environment = dict[str, str]
 

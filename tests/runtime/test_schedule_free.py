@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from multigpu_cli.runtime.schedule_free import eval_weights, is_schedule_free, use_eval_weights
+from multigpu_cli.optimizers.eval_weights import eval_weights, is_schedule_free, use_eval_weights
 from tests.support.optimizers import ScheduleFreeSGD
 
 

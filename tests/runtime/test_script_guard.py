@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from multigpu_cli.distributed.processes import check_spawned_script
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.script_guard import check_spawned_script
 
 TRAINS = """
 import torch

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.runtime.torch_settings import enable_determinism, enable_fast_kernels, set_threads_per_rank
+from multigpu_cli.runtime.seeding import enable_determinism, enable_fast_kernels, set_threads_per_rank
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("cuda", (True, "high")), ("cpu", (False, "highest"))])

@@ -15,16 +15,16 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from multigpu_cli.distributed import torchrun
+from multigpu_cli.distributed.attempts import write_error
 from multigpu_cli.errors import FAILED, STOPPED
-from multigpu_cli.runtime import torchrun
-from multigpu_cli.runtime.restart_records import write_error
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = """
 import os, signal, time
 from pathlib import Path
-from multigpu_cli.runtime.restart_records import write_error
-from multigpu_cli.runtime.parent_death import die_with_parent
+from multigpu_cli.distributed.attempts import write_error
+from multigpu_cli.distributed.processes import die_with_parent
 
 def save(number, frame):
     Path("told-" + os.environ["RANK"]).touch()
@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(*words: str) -> "subprocess.Popen[str]":
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "multigpu_cli.runtime.torchrun", *words, "worker.py"],
+                [sys.executable, "-m", "multigpu_cli.distributed.torchrun", *words, "worker.py"],
                 cwd=tmp_path,
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
                 stderr=subprocess.PIPE,

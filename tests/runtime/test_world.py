@@ -1,6 +1,6 @@
 import torch
 
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
 
 
 def test_rank_0_is_the_one_that_speaks() -> None:

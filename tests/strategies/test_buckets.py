@@ -4,24 +4,24 @@ import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies import buckets
-from multigpu_cli.strategies.buckets import DEFAULT_CAP, measure_cap
+from multigpu_cli.distributed.world import World
+from multigpu_cli.strategies import ddp
+from multigpu_cli.strategies.ddp import DEFAULT_CAP, measure_cap
 from tests.support.ranks import run_on_each_rank
 
 
 def test_a_small_model_is_not_measured_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_seconds", None)
+    monkeypatch.setattr(ddp, "_seconds", None)
     assert measure_cap(nn.Linear(100, 100), World(torch.device("cpu"), size=2)) == DEFAULT_CAP
 
 
 def test_the_smallest_that_is_about_as_good_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_seconds", lambda size, world: {1: 1.2, 2: 2.02, 5: 5.0}[size])
+    monkeypatch.setattr(ddp, "_seconds", lambda size, world: {1: 1.2, 2: 2.02, 5: 5.0}[size])
     assert measure_cap(nn.Linear(1024, 1600), World(torch.device("cpu"))) == 2
 
 
 def test_all_ranks_take_what_the_first_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "_seconds", lambda size, world: size + 2 * world.rank / size)
+    monkeypatch.setattr(ddp, "_seconds", lambda size, world: size + 2 * world.rank / size)
     found = run_on_each_rank(2, lambda world: measure_cap(nn.Linear(1024, 1600), world))
     assert found == [1, 1]
 

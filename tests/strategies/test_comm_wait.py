@@ -6,11 +6,10 @@ import torch
 from torch import nn
 
 from multigpu_cli.config.schema import CommunicationConfig
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies.comm_wait import CommWait
-from multigpu_cli.strategies.distributed import Distributed
+from multigpu_cli.distributed.world import World
+from multigpu_cli.strategies.base import Single
+from multigpu_cli.strategies.ddp import CommWait, Distributed
 from multigpu_cli.strategies.exact import ExactReduction
-from multigpu_cli.strategies.single import Single
 from tests.support.ranks import run_on_each_rank
 
 

@@ -3,8 +3,7 @@ from torch import nn
 
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.runtime.model_call import bind_call
-from multigpu_cli.strategies.data_parallel import DataParallel
-from multigpu_cli.strategies.single import Single
+from multigpu_cli.strategies.base import DataParallel, Single
 from tests.strategies.one_step import network, reduce_step, state
 
 TWO = (torch.device("cuda", 0), torch.device("cuda", 1))

@@ -13,19 +13,18 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from multigpu_cli.config.schema import CommunicationConfig, OptimizerConfig
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.models.build import use_channels_last
-from multigpu_cli.models.convnet import build
+from multigpu_cli.models.networks.convnet import build
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.distributed import Distributed, Replica
+from multigpu_cli.strategies.base import Single, Strategy
+from multigpu_cli.strategies.ddp import Distributed, Replica
 from multigpu_cli.strategies.exact import ExactReduction
-from multigpu_cli.strategies.single import Single
 from tests.strategies.one_step import network, reduce_step, state
 from tests.support.ranks import run_on_each_rank
 

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import CommunicationConfig
+from multigpu_cli.distributed.world import World
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.distributed import Distributed
-from multigpu_cli.strategies.exact import ExactReduction
-from multigpu_cli.strategies.reduction_tree import ReductionTree
+from multigpu_cli.strategies.ddp import Distributed
+from multigpu_cli.strategies.exact import ExactReduction, ReductionTree
 from tests.strategies.one_step import network, reduce_step
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE

@@ -5,8 +5,8 @@ import torch._dynamo  # seconds; DDP imports it, and here it is done once rather
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies.powersgd import PowerSGD
+from multigpu_cli.distributed.world import World
+from multigpu_cli.strategies.ddp import PowerSGD
 from tests.support.ranks import run_on_each_rank
 
 

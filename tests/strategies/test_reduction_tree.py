@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multigpu_cli.strategies.reduction_tree import Node, ReductionTree, cover
+from multigpu_cli.strategies.exact import Node, ReductionTree, cover
 
 LEAVES = range(1, 18)
 

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # noqa: F401 - seconds, once rather than in each forked rank
 
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies.shard_model import create_mesh
+from multigpu_cli.distributed.world import World
+from multigpu_cli.strategies.fsdp.shard import create_mesh
 from tests.support.ranks import TIMEOUT, run_on_each_rank
 
 

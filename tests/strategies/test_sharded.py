@@ -9,19 +9,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.functional import cross_entropy, linear
 
 from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
+from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.runtime.average import EMAModel
+from multigpu_cli.runtime.module_state import preserve_buffers
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.preserve_module_state import preserve_buffers
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.base import Single, Strategy
 from multigpu_cli.strategies.exact import ExactReduction
-from multigpu_cli.strategies.sharded import Sharded
-from multigpu_cli.strategies.sharded_exact import ExactSharded
-from multigpu_cli.strategies.single import Single
+from multigpu_cli.strategies.fsdp.exact import ExactSharded
+from multigpu_cli.strategies.fsdp.fsdp import Sharded
 from tests.strategies.one_step import network, reduce_step, samples
 from tests.support.ranks import run_on_each_rank
 

@@ -8,11 +8,11 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer
-from multigpu_cli.runtime.world import World
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.sharded_exact import ExactSharded
+from multigpu_cli.strategies.fsdp.exact import ExactSharded
 from tests.strategies.test_exact import Vector, by_definition, leaf
 from tests.strategies.test_sharded import SHARES, convolutions, train
 from tests.support.ranks import run_on_each_rank

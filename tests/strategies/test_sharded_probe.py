@@ -9,13 +9,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.optimizers.build import build_optimizer
+from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.runtime.average import EMAModel
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies.sharded import Sharded
+from multigpu_cli.strategies.fsdp.fsdp import Sharded
 from tests.strategies.one_step import reduce_step, samples
 from tests.support.ranks import run_on_each_rank
 

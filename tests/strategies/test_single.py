@@ -3,7 +3,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.strategies.single import Single
+from multigpu_cli.strategies.base import Single
 from tests.strategies.one_step import network, reduce_step, samples, state
 
 

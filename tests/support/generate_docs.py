@@ -26,7 +26,7 @@ EXTENSIONS = (
     "multigpu_cli.tasks.base:Task",
     "multigpu_cli.tasks.base:BatchMetrics",
     "multigpu_cli.data.loader:Batch",
-    "multigpu_cli.run.hook_numbers:HookNumbers",
+    "multigpu_cli.hooks.hooks:HookNumbers",
     "multigpu_cli.environments.base:EnvironmentGroup",
     "multigpu_cli.environments.base:StepReturn",
     "multigpu_cli.environments.base:Discrete",

@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
-from multigpu_cli.data.chat_tokens import ChatEncoder
-from multigpu_cli.data.conversations import Conversation
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.chat.conversations import Conversation
+from multigpu_cli.language.chat.encoder import ChatEncoder
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden_masks"
 _MARKS = re.compile(r"<\|[^|<>\s']+\|>|<｜[^｜]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|</?[a-z_]+>|<[A-Z_]+>|\[/?[A-Z_]+\]")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, sign_manifest
-from multigpu_cli.checkpoint.mirror import Mirror, MirrorError
+from multigpu_cli.mirror.remote import Mirror, MirrorError
 
 _VARIABLES = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from multigpu_cli.checkpoint.manifest import find_damaged_piece
 from multigpu_cli.checkpoint.pieces import Rows, write_piece
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.runtime.tensor_tree import TensorPath, map_tensors, name_tensor
+from multigpu_cli.runtime.module_state import TensorPath, map_tensors, name_tensor
 
 FACTS: dict[str, Any] = {"settings": {"epochs": 3}, "pins": {"lr": 0.004, "model": "mlp"}, "world_size": 3}
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
 
 _SECONDS = 60
 TIMEOUT = timedelta(seconds=_SECONDS / 2)

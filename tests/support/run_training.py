@@ -19,7 +19,7 @@ import torch.utils.tensorboard  # noqa: F401
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.run import make_plan
+from multigpu_cli.run.request import make_plan
 from train_multi_gpu import train
 
 OWN = {

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup, StepReturn
-from multigpu_cli.models.actor_critic import build, build_lstm
-from multigpu_cli.planning.rng_keys import make_key
+from multigpu_cli.planning.batch import make_key
+from multigpu_cli.rl.policy import build, build_lstm
 from tests.support.user_code import Deed
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.models.registry import MODELS
+from multigpu_cli.capabilities import MODELS
 from multigpu_cli.runtime import factories
 
 

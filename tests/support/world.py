@@ -2,7 +2,7 @@
 
 import torch
 
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
 
 CPU = torch.device("cpu")
 ALONE = World(CPU)

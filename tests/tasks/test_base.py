@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import OutOfMemory, RequestError
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import RENAMED, BatchMetrics, Task
 from multigpu_cli.tasks.classification import Classification
 from tests.support.ranks import run_on_each_rank

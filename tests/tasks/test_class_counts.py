@@ -15,16 +15,14 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.commands.report.report import write_report
 from multigpu_cli.config.schema import DataConfig, MetricConfig, TaskConfig
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.world import World
+from multigpu_cli.language.task import LanguageModel
+from multigpu_cli.metrics.load import load_metrics
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.class_counts import LARGEST_TABLE, count_classes
-from multigpu_cli.tasks.classification import Classification
+from multigpu_cli.tasks.classification import LARGEST_TABLE, Classification, MultiLabel, count_classes
 from multigpu_cli.tasks.criterion import Criterion
-from multigpu_cli.tasks.language_model import LanguageModel
-from multigpu_cli.tasks.metrics.load import load_metrics
-from multigpu_cli.tasks.multi_label import MultiLabel
 from tests.distributed.launcher import run_command, torchrun
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import CPU

@@ -11,15 +11,15 @@ from torch.nn.functional import logsigmoid
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import AdapterConfig, TaskConfig
-from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.collate import TokenCounts
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.data.token_counts import TokenCounts
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.adapter import add_adapter, set_reference
+from multigpu_cli.language.adapter import add_adapter, set_reference
+from multigpu_cli.language.dpo import DPO
+from multigpu_cli.language.task import LanguageModel
 from multigpu_cli.models.build import adapt_model
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.tasks.dpo import DPO
-from multigpu_cli.tasks.language_model import LanguageModel
 from tests.support.tiny_language_models import SIZES
 from tests.support.world import CPU
 

@@ -11,15 +11,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.infer_shape import infer_source
+from multigpu_cli.data.load import choose_form, infer_source
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.data.text import Windows, load
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.world import World
+from multigpu_cli.language.text import Windows, load
 from multigpu_cli.models.build import adapt_model
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.from_model import FromModel
-from multigpu_cli.tasks.open_data import choose_form
 from tests.support.run_training import run_training
 
 CPU = torch.device("cpu")

@@ -7,11 +7,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.world import World
+from multigpu_cli.language.task import LanguageModel
 from multigpu_cli.monitor import journal
-from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.language_model import LanguageModel
-from multigpu_cli.tasks.loss_units import LossNormalizer
+from multigpu_cli.tasks.base import LossNormalizer
 from tests.support.op_counter import Operations
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training

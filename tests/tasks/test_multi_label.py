@@ -6,11 +6,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.world import World
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.multi_label import MultiLabel
+from multigpu_cli.tasks.classification import MultiLabel
 from tests.support.world import CPU
 
 NAMES = ("red", "round", "rare", "never")

@@ -3,9 +3,9 @@
 import pytest
 
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.data.load import check_has_samples, find_data_factory, names_builtin_environments, open_data
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.open_data import check_has_samples, find_data_factory, names_builtin_environments, open_data
-from multigpu_cli.tasks.ppo.env_source import EnvSource
+from multigpu_cli.rl.env_source import EnvSource
 
 WORLD = {"data": "tests.support.toy_env:corridor", "task": "ppo"}
 

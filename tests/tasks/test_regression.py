@@ -7,11 +7,11 @@ from torch.nn.functional import huber_loss, l1_loss, mse_loss
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, TaskConfig
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.regression import Regression
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import CPU

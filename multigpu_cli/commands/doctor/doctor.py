@@ -1,6 +1,7 @@
 """doctor: checks whether this machine, or all nodes of a torchrun job, can train; measures what can be measured."""
 
 import platform
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,20 +9,25 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.commands.doctor import allreduce, gpus, nodes, system
+from multigpu_cli.commands.doctor import bandwidth, gpus, network, system
 from multigpu_cli.commands.doctor.findings import Finding, choose_exit_code
-from multigpu_cli.commands.doctor.gpus import MachineFacts
-from multigpu_cli.commands.doctor.model import check_model
-from multigpu_cli.commands.doctor.processes import find_gpu_processes
-from multigpu_cli.commands.workers import place_on_machine
+from multigpu_cli.commands.doctor.gpus import MachineFacts, find_gpu_processes
+from multigpu_cli.commands.plan.measure import build_probed
+from multigpu_cli.commands.plan.without_weights import FILLED, Outline, outline_training
+from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import FAILED
+from multigpu_cli.data.load import uses_environments
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.placement import Placement, count_cores, count_visible_gpus
+from multigpu_cli.distributed.process_group import init_process_group, place_on_machine, place_on_one_device, rendezvous
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import FAILED, RequestError, TrainingError
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor import gpu
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores, count_visible_gpus
-from multigpu_cli.runtime.launch_env import LaunchEnv
-from multigpu_cli.runtime.process_group import init_process_group, rendezvous
+from multigpu_cli.monitor.format import format_bytes
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.batch_size import measure_peak_memory
 
 _HOME = "checkpoints"
 _OF_THE_MACHINE = {"multi_gpu", "gpu_ids", "nproc_per_node", "save_dir"}
@@ -61,18 +67,18 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
 def _check_job(config: Config, environ: Mapping[str, str], launch_env: LaunchEnv) -> tuple[list[Finding], int]:
     """All checks of a job's nodes: the findings, on rank 0 alone, and the exit code of all ranks."""
     placement = place_on_machine(config.device, launch_env)
-    if blocked := nodes.check_store_connection(launch_env):
+    if blocked := network.check_store_connection(launch_env):
         return [blocked], FAILED
-    world, store = rendezvous(launch_env, placement.devices[0], timeout=allreduce.LONGEST_WAIT)
+    world, store = rendezvous(launch_env, placement.devices[0], timeout=bandwidth.LONGEST_WAIT)
     here = list(_check_machine(config, environ, world.local_size)) if world.local_rank == 0 else []
-    between = nodes.check_nodes(world, config, environ, here)
+    between = network.check_nodes(world, config, environ, here)
     if choose_exit_code(between) == FAILED:
         between.append(Finding("all-reduce", "not checked", "the failures above come first"))
     else:
-        with init_process_group(world, store, timeout=allreduce.LONGEST_WAIT):
-            between += allreduce.judge_allreduce(allreduce.measure_allreduce(world))
+        with init_process_group(world, store, timeout=bandwidth.LONGEST_WAIT):
+            between += bandwidth.judge_allreduce(bandwidth.measure_allreduce(world))
     findings = [*here, *between]
-    return findings if world.is_main else [], nodes.agree_on_exit_code(world, choose_exit_code(findings))
+    return findings if world.is_main else [], network.agree_on_exit_code(world, choose_exit_code(findings))
 
 
 def _check_machine(config: Config, environ: Mapping[str, str], workers: int) -> Iterator[Finding]:
@@ -120,7 +126,7 @@ def _check_devices(placement: Placement) -> Iterator[Finding]:
     if placement.devices[0].type != "cuda":
         yield Finding("host to GPU", "not checked", "no GPU")
     else:
-        yield from map(allreduce.check_host_to_device, placement.devices)
+        yield from map(bandwidth.check_host_to_device, placement.devices)
 
 
 def _check_allreduce(placement: Placement) -> Iterator[Finding]:
@@ -131,9 +137,89 @@ def _check_allreduce(placement: Placement) -> Iterator[Finding]:
     if not on_gpu or placement.num_processes_to_launch < 2:
         placement = Placement("ddp", (torch.device("cpu"),) * count, count, "doctor")
     try:
-        measured = allreduce.measure_in_workers(placement)
+        measured = bandwidth.measure_in_workers(placement)
     except WorkersFailed as failed:
         evidence = f"{placement.num_processes_to_launch} workers could not all-reduce: {failed.problem}"
         yield Finding("all-reduce", "fail", evidence, "NCCL_DEBUG=INFO before the same command shows where it ended")
         return
-    yield from allreduce.judge_allreduce(measured)
+    yield from bandwidth.judge_allreduce(measured)
+
+
+_GIB = 2.0**30
+
+
+def check_model(config: Config) -> Iterator[Finding]:
+    """Run forward and backward passes of the requested micro-batch, then of larger ones.
+
+    Raises:
+        RequestError: the settings can't be carried out at all.
+    """
+    if uses_environments(config):
+        yield Finding("model", "ok", "it acts in environments: there is nothing to try before the first rollouts")
+        return
+    if outline := outline_training(config):
+        yield judge_outline(outline)
+        return
+    placement = place_on_one_device(config.device)
+    world = World(placement.devices[0])
+    with tempfile.TemporaryDirectory(prefix="multigpu-doctor-") as folder:
+        single = {"num_workers": 0, "multi_gpu": "none"}
+
+        def try_batch(size: object) -> TrainComponents:
+            each = replace_settings(config, single | {"batch_size": size, "grad_accum_steps": None})
+            components, _ = build_probed(each, placement, world, folder)
+            components.loaders.train.close()
+            return components
+
+        try:
+            if config.batch.size != "auto":
+                components = try_batch(config.batch.size)
+                yield _judge_batch_size(components, int(config.batch.size))
+                if components.world.device.type != "cuda":
+                    return
+            components = try_batch("auto")
+            batches = components.plan.batches
+            reason = components.plan.batch_size_reason or "larger ones are no faster here"
+            yield Finding("largest batch", "ok", f"--batch-size {batches.micro_batch} a device: {reason}")
+        except RequestError:
+            raise
+        except TrainingError as error:
+            yield Finding("model", "fail", error.problem, error.remedy)
+
+
+def judge_outline(outline: Outline) -> Finding:
+    """Whether a pretrained model fits that was not run."""
+    memory, rows, capacity, fits = outline.memory, outline.rows, outline.capacity, outline.fits
+    kept = f"{format_bytes(memory.activations(rows))} for --batch-size {rows} of {outline.tokens:,} tokens"
+    evidence = (
+        f"{outline.folder}, {outline.parameters:,} parameters ({outline.trained:,} trained): "
+        f"{format_bytes(outline.state_bytes)} for weights, gradients and the optimizer, "
+        + (f"activations not counted ({outline.activations})" if outline.activations else kept)
+        + f"\ncomputed from config.json, not measured: {outline.reason}"
+        + "; the weights are counted whole, which take less in 4 bits" * outline.quantized
+    )
+    numbers = {"state_bytes": outline.state_bytes, "capacity": capacity, "largest_batch": fits}
+    if capacity is None:
+        return Finding("model", "not checked", f"no GPU here to compare with: {evidence}", numbers=numbers)
+    evidence = f"{evidence}; the GPU has {format_bytes(capacity)}"
+    if outline.state_bytes > FILLED * capacity or fits == 0:
+        fix = "--multi-gpu fsdp over several GPUs; --adapter lora; a shorter --max-length with --grad-checkpointing"
+        return Finding("model", "fail", evidence, fix, numbers)
+    if fits is not None and fits < rows:
+        fix = f"--batch-size {fits}, with more --grad-accum-steps for the same global batch"
+        return Finding("model", "warn", evidence, fix, numbers)
+    return Finding("model", "ok", evidence, numbers=numbers)
+
+
+def _judge_batch_size(components: TrainComponents, size: int) -> Finding:
+    parameters = sum(p.numel() for p in components.state.model.parameters())
+    evidence = f"{components.spec.model}, {parameters:,} parameters"
+    device = components.world.device
+    fits = components.plan.batches.micro_batch
+    if fits < size:
+        fix = f"--batch-size {fits}, with more --grad-accum-steps for the same global batch"
+        return Finding("model", "warn", f"{evidence}: --batch-size {size} does not fit, {fits} does", fix)
+    if device.type != "cuda":
+        return Finding("model", "ok", f"{evidence}: --batch-size {size} runs on the CPU; no GPU to try it on")
+    peak, total = measure_peak_memory(components), torch.cuda.get_device_properties(device).total_memory
+    return Finding("model", "ok", f"{evidence}: --batch-size {size} takes {peak / _GIB:.2f} of {total / _GIB:.0f} GiB")

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.commands.doctor.allreduce import measure_in_workers
-from multigpu_cli.commands.output import writing_to
+from multigpu_cli.commands.doctor.bandwidth import measure_in_workers
+from multigpu_cli.commands.options import writing_to
 from multigpu_cli.commands.plan.measure import SingleWorkerProfile, measure_worker
 from multigpu_cli.commands.plan.without_weights import FILLED, Outline, outline_training
 from multigpu_cli.commands.requests import parse_option, parse_worker_counts
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.config.types import integer, number
+from multigpu_cli.distributed.placement import Placement, count_cores, cuda_devices, usable_gpus
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.monitor.format import format_bytes, format_duration
 from multigpu_cli.monitor.history import PLAN
 from multigpu_cli.monitor.journal import dump_json
-from multigpu_cli.planning.memory import Memory
-from multigpu_cli.planning.sharding import ShardedRow, forecast_sharded
+from multigpu_cli.planning.memory import Memory, ShardedRow, forecast_sharded
 from multigpu_cli.planning.speedup import (
     ASSUMED,
     BETWEEN_MACHINES,
@@ -32,7 +32,6 @@ from multigpu_cli.planning.speedup import (
     find_scaling_limit,
     forecast,
 )
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores, cuda_devices, usable_gpus
 
 NO_WIRE = Link("none", 0.0, inf, "one worker needs none")
 _PHASES = ("data", "forward", "backward", "commit")

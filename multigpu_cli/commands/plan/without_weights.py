@@ -1,23 +1,26 @@
 """Whether a pretrained model fits here, by its config.json alone: before its weights or the data are there."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
-from multigpu_cli.config.adapter_rules import is_pretrained
 from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.distributed.placement import cuda_devices, usable_gpus
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.model_folder import find_model_folder, find_places, has_weights, load_config
+from multigpu_cli.language.rules import is_pretrained
+from multigpu_cli.language.token_losses import TokenTargets
 from multigpu_cli.models.build import build_model, find_adapter
-from multigpu_cli.models.fake_pass import count_kept_bytes
-from multigpu_cli.models.on_meta import build_on_meta
+from multigpu_cli.models.meta import build_on_meta
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.planning.memory import Memory, fit_line
-from multigpu_cli.run.check_memory import forecast_state
-from multigpu_cli.runtime.choose_strategy_and_devices import cuda_devices, usable_gpus
-from multigpu_cli.runtime.model_folder import find_model_folder, find_places, has_weights, load_config
+from multigpu_cli.run.request.checks import forecast_state
 from multigpu_cli.runtime.precision import choose_precision
 
 FILLED = 0.9
@@ -144,3 +147,60 @@ def _add_activations(
         return memory, f"its layers ask for values ({type(error).__name__})"
     fixed, slope = fit_line((1, float(one)), (2, float(two)))
     return replace(memory, fixed=fixed, per_sample=slope), ""
+
+
+def count_kept_bytes(model: nn.Module, sizes: tuple[int, ...], tokens: int, dtype: torch.dtype | None) -> list[int]:
+    """Bytes that forward saves for backward, beside parameters, buffers and inputs, for so many rows each.
+
+    Rows count as packed ones, whose attention has a mask. It counts as torch's fused kernel for CPUs keeps it (inputs,
+    output and log-sum), as those for GPUs do. Under autocast the copies of frozen weights count: their layers keep them
+    for the gradient of their inputs.
+
+    Args:
+        model: a network of `hugging_face.Logits` on the meta device; it is used up.
+        sizes: rows of a micro-batch.
+        tokens: of a row.
+        dtype: of autocast, None without.
+
+    Raises:
+        Exception: whatever the network raises where it asks for the values of tensors, as mixtures of experts do.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _give_fake_tensors(model)
+        model.train()
+        return [_count(model, rows, tokens, dtype) for rows in sizes]
+
+
+def _give_fake_tensors(model: nn.Module) -> None:
+    """Put tensors that pretend to lie in host memory in the place of those on the meta device; ties stay."""
+    known: dict[int, Tensor] = {}
+    for module in model.modules():
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in tensors:
+            if id(tensor) not in known:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                learns = isinstance(tensor, nn.Parameter)
+                known[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if learns else fake
+            setattr(module, name, known[id(tensor)])
+
+
+def _count(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype | None) -> int:
+    ids = torch.zeros(rows, tokens, dtype=torch.long)
+    inputs = {"input_ids": ids, "position_ids": torch.arange(tokens).expand(rows, -1).contiguous()}
+    known = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers(), *inputs.values()]}
+    kept: dict[int, Tensor] = {}  # the tensors themselves, so that no address comes twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in known:
+            kept[_storage(tensor)] = tensor
+        return tensor
+
+    autocast = nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+    with saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+        model(TokenTargets(inputs, ids))
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _storage(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from multigpu_cli.commands.output import writing_to
-from multigpu_cli.commands.ranking import choose_key, collect_figures, explain_order, order_runs
+from multigpu_cli.commands.options import writing_to
 from multigpu_cli.commands.report import tables
 from multigpu_cli.commands.report.data import RunData, load_runs
 from multigpu_cli.commands.report.plots import Picture, draw_plots
-from multigpu_cli.commands.status import find_runs
+from multigpu_cli.commands.status import choose_key, collect_figures, explain_order, find_runs, order_runs
 from multigpu_cli.config.paths import refuse_links
 from multigpu_cli.monitor.plot_style import color_of_run
 

@@ -1,26 +1,32 @@
 """One process of the selftest: the only worker, or one of several."""
 
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.placement import Placement, count_cores
+from multigpu_cli.distributed.world import World
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.assemble_run import assemble_run
-from multigpu_cli.run.build_components import build_components
-from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.fit_batch_sizes_to_memory import warm_up
+from multigpu_cli.run.assembly.assemble import build_components
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.batch_size import warm_up
+from multigpu_cli.run.open import assemble_run
 from multigpu_cli.run.part import load_parts
-from multigpu_cli.run.prepare_spec import prepare_spec
+from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.run import Run
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement, count_cores
-from multigpu_cli.runtime.torch_settings import set_threads_per_rank
-from multigpu_cli.runtime.world import World
+from multigpu_cli.runtime.seeding import set_threads_per_rank
 
 Measured = dict[str, Any]
 
@@ -78,3 +84,103 @@ def first_batch(process: SelftestProcess) -> Batch:
     with closing(components.loaders.train):
         _, work = next(components.loaders.train.epoch(components.plan.batches, 0, 0, 0, 1))
         return next(work)
+
+
+def compute_checksums(value: Any) -> list[float]:
+    """Two numbers for each tensor in a nested value: its mean size, and a sum that tells its elements apart."""
+    numbers = []
+    for _, leaf in iterate_leaves(value, ""):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            flat = leaf.detach().flatten().to("cpu", torch.float64)
+            numbers += [float(flat.abs().mean()), float((flat * torch.arange(len(flat)).cos()).mean())]
+    return numbers
+
+
+class ActivationRecorder:
+    """Records [name, kind, checksums] of each module's output, in the order in which the modules finish.
+
+    Args:
+        describe: what is recorded of an output in place of checksums.
+    """
+
+    def __init__(self, model: nn.Module, describe: Callable[[Any], Any] = compute_checksums) -> None:
+        self._model, self._describe = model, describe
+        self._hooks: list[Any] = []
+        self._outputs: list[Any] = []
+
+    def __enter__(self) -> list[Any]:
+        for name, module in self._model.named_modules():
+            self._hooks.append(module.register_forward_hook(self._record_into(name or "the model")))
+        return self._outputs
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _record_into(self, name: str) -> Callable[..., None]:
+        def record(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._outputs.append([name, type(module).__name__, self._describe(output)])
+
+        return record
+
+
+def is_close(one: list[float], other: list[float], tolerance: float = 1e-5) -> bool:
+    """Whether two lists of (size, sum) pairs are equal to rounding; NaN equals nothing."""
+    pairs = zip(one[::2], one[1::2], other[::2], other[1::2], strict=False)
+    return len(one) == len(other) and all(
+        abs(size - size_b) <= tolerance * size and abs(total - total_b) <= tolerance * max(size, size_b)
+        for size, total, size_b, total_b in pairs
+    )
+
+
+def hash_state(value: Any) -> str:
+    """SHA-256 over a nested value: tensors by their bytes, all else as text; measured seconds are left out."""
+    digest = sha256()
+    for name, part in iterate_leaves(value, ""):
+        if "seconds" not in name:
+            if isinstance(part, Tensor):
+                content = part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            else:
+                content = repr(part).encode()
+            digest.update(name.encode() + content)
+    return digest.hexdigest()
+
+
+def max_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference between the tensors of two states, relative to the largest entry."""
+    tensors = {name: value.double() for name, value in one.items() if isinstance(value, Tensor) and value.numel()}
+    largest = max((float(value.abs().max()) for value in tensors.values()), default=0.0) or 1.0
+    gaps = (float((value - other[name].double()).abs().max()) for name, value in tensors.items())
+    return max(gaps, default=0.0) / largest
+
+
+def iterate_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The parts of a nested value that are no dict, list or tuple, each with a name."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else None
+    if pairs is None:
+        yield name, value
+        return
+    for key, entry in pairs:
+        yield from iterate_leaves(entry, f"{name}.{key}")
+
+
+def split_batch(batch: Batch) -> Iterator[Any]:
+    """The samples of a collated batch, one by one."""
+    for at in range(len(batch)):
+        sides = [side for side in (batch.inputs, batch.targets) if side is not None]
+        yield [_select_sample(side, at, len(batch)) for side in sides]
+
+
+def _select_sample(value: Any, at: int, count: int) -> Any:
+    """One sample of a batch of so many; a list of as many has one in each place."""
+    if isinstance(value, dict):
+        return {name: _select_sample(entry, at, count) for name, entry in value.items()}
+    if isinstance(value, tuple) or (isinstance(value, list) and len(value) != count):
+        return [_select_sample(entry, at, count) for entry in value]
+    return value[at]
+
+
+def map_batch(batch: Batch, work: Callable[[Tensor], Tensor]) -> Batch:
+    """A batch with this done to the tensors of its inputs and targets."""
+    inputs, targets = tree_map_only(Tensor, work, (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets)

@@ -10,37 +10,28 @@ from typing import Any
 
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, METRICS, MODELS, TASKS
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.serialize import deserialize, serialize
+from multigpu_cli.checkpoint.pieces import deserialize, serialize
 from multigpu_cli.commands.requests import parse_option
 from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, run_checks
 from multigpu_cli.commands.selftest.measure import measure_all
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, first_batch
-from multigpu_cli.commands.workers import join_workers
 from multigpu_cli.config import rules
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config, DeviceConfig
 from multigpu_cli.config.types import integer
-from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.collate import TokenCounts
+from multigpu_cli.data.load import check_has_samples, open_data
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.data.registry import DATASETS
-from multigpu_cli.data.token_counts import TokenCounts
-from multigpu_cli.environments.registry import ENVIRONMENTS
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.distributed.process_group import join_workers
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import WRONG_REQUEST, RequestError
 from multigpu_cli.launch import WorkersFailed, run_in_workers
-from multigpu_cli.models.registry import MODELS
 from multigpu_cli.planning.batch import plan_batches
-from multigpu_cli.runtime.choose_strategy_and_devices import (
-    Placement,
-    choose_placement,
-    count_cores,
-    count_visible_gpus,
-)
 from multigpu_cli.runtime.precision import agree_on_precision
-from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.metrics.registry import METRICS
-from multigpu_cli.tasks.open_data import check_has_samples, open_data
-from multigpu_cli.tasks.registry import TASKS
 
 _WORKERS = 2
 _LONGEST_WAIT = 120.0  # seconds in a collective; a test is not worth ten minutes

@@ -10,33 +10,33 @@ import pytest
 import yaml
 
 import main_multi_gpu
-from multigpu_cli.commands.bench import bench, trainer_run
-from multigpu_cli.commands.bench import overlap as overlap_module
-from multigpu_cli.commands.bench.bench import (
+from multigpu_cli.commands import bench
+from multigpu_cli.commands import bench_overlap as overlap_module
+from multigpu_cli.commands.bench import (
     choose_worker_counts,
     format_benchmark,
     run_benchmark,
+    run_trainer,
     why_no_dp,
     write_files,
 )
-from multigpu_cli.commands.bench.overlap import Overlap, measure_overlap
-from multigpu_cli.commands.bench.trainer_run import run_trainer
+from multigpu_cli.commands.bench_overlap import Overlap, measure_overlap
 from multigpu_cli.commands.plan import plan
 from multigpu_cli.commands.plan.plan import measure_interconnect
 from multigpu_cli.commands.requests import build_config
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed import placement
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.planning.speedup import Link
-from multigpu_cli.runtime import choose_strategy_and_devices
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
 
 
 def test_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose_strategy_and_devices, "count_visible_gpus", lambda: 6)
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 6)
     config = resolve(OWN, [], None)
     assert choose_worker_counts(None, config) == [1, 2, 4]
     assert choose_worker_counts("6,3", config) == [1, 3, 6]
@@ -58,8 +58,8 @@ def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPa
         asked.append(words[0][1])
         raise InterruptedError
 
-    monkeypatch.setattr(choose_strategy_and_devices, "count_visible_gpus", lambda: 4)
-    monkeypatch.setattr(trainer_run, "run_cli", started)
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 4)
+    monkeypatch.setattr(bench, "run_cli", started)
     config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
     several = resolve(OWN | {"nproc_per_node": "2"}, [], None)
     sides = [(config, "single", 1), (config, "ddp", 2), (config, "dp", 3), (several, "single", 1), (several, "ddp", 4)]
@@ -80,7 +80,7 @@ def test_only_the_gpus_that_were_named_are_measured(monkeypatch: pytest.MonkeyPa
 
 def test_the_wire_and_the_overlap_are_those_of_the_gpus_that_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve(OWN | {"gpu_ids": "3,1,2"}, [], None)
-    monkeypatch.setattr(choose_strategy_and_devices, "count_visible_gpus", lambda: 4)
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 4)
     chosen: list[Placement] = []
 
     def started(*words: Any) -> None:
@@ -121,7 +121,7 @@ def test_runs_have_some_seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> Non
         return dict.fromkeys(("step_ms", "data", "wire", "stragglers", "utilisation", "memory"), 1.0)
 
     monkeypatch.setattr(bench, "run_trainer", return_figures)
-    monkeypatch.setattr("multigpu_cli.commands.plan.step_times._SECONDS", 0)
+    monkeypatch.setattr("multigpu_cli.commands.plan.measure._SECONDS", 0)
     for pause, expected in (("0", (400, 40_000)), ("0.1", (64, 64))):
         monkeypatch.setenv("OWN_PAUSE", pause)
         run_benchmark(resolve(OWN | {"batch_size": "20"}, [], None), [1], None, 2, {})
@@ -188,7 +188,7 @@ def test_sharded_workers_take_the_place_of_ddp(monkeypatch: pytest.MonkeyPatch, 
         return {"step_ms": 10.0, "data": 0.05, "wire": 0.0, "stragglers": 0.0, "utilisation": 90.0, "memory": 2.0**21}
 
     monkeypatch.setattr(bench, "run_trainer", return_figures)
-    monkeypatch.setattr("multigpu_cli.commands.plan.step_times._SECONDS", 0)
+    monkeypatch.setattr("multigpu_cli.commands.plan.measure._SECONDS", 0)
     monkeypatch.setattr("multigpu_cli.commands.plan.measure.count_cores", lambda: 1)
     monkeypatch.setattr(bench, "measure_interconnect", lambda workers, device: Link("planted", 0.0, 1e30, "planted"))
     found = run_benchmark(resolve(OWN | {"batch_size": "20", "multi_gpu": "fsdp"}, [], None), [1, 2], 10, 1, {})
@@ -222,13 +222,13 @@ def test_data_parallel_is_measured_where_it_is_possible(monkeypatch: pytest.Monk
         (2, {"compile": "default"}, "it can't be compiled"),
         (2, {}, ""),
     ):
-        monkeypatch.setattr(choose_strategy_and_devices, "count_visible_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(placement, "count_visible_gpus", lambda gpus=gpus: gpus)
         assert why_no_dp(resolve(OWN | flags, [], None)) == reason
 
     def started(*_: Any) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(trainer_run, "run_cli", started)
+    monkeypatch.setattr(bench, "run_cli", started)
     with pytest.raises(InterruptedError):
         run_trainer(resolve(OWN, [], None), "dp", 2, 8, tmp_path / "a", {})
     request = yaml.safe_load((tmp_path / "a.yaml").read_text())

@@ -5,15 +5,15 @@ import json
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.commands.bench import loading
-from multigpu_cli.commands.bench.loading import measure_loading
+from multigpu_cli.commands import bench_overlap
+from multigpu_cli.commands.bench_overlap import measure_loading
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 
 
 def test_a_planted_millisecond_limits_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone at most a thousand samples a second; two processes fetch more than one."""
-    monkeypatch.setattr(loading, "count_cores", lambda: 2)
+    monkeypatch.setattr(bench_overlap, "count_cores", lambda: 2)
     found = measure_loading(resolve({"data": "tests.support.user_code:SlowItems", "batch_size": "5"}, [], None), 1)
     assert list(found.rates) == [0, 1, 2]
     assert 200 < found.rates[0][0] < 1000
@@ -23,7 +23,7 @@ def test_a_planted_millisecond_limits_the_rate(monkeypatch: pytest.MonkeyPatch) 
 
 def test_fewer_processes_are_advised_where_they_are_enough() -> None:
     rates = {0: [100.0, 90.0, 95.0], 1: [192.0] * 3, 2: [200.0, 1.0, 200.0], 4: [201.0] * 3}
-    assert loading._choose_advice(rates, in_memory=False).startswith("--num-workers 1: 192 samples/s")
+    assert bench_overlap._choose_advice(rates, in_memory=False).startswith("--num-workers 1: 192 samples/s")
 
 
 def test_data_in_memory_needs_none(capsys: pytest.CaptureFixture[str]) -> None:

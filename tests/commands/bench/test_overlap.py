@@ -9,13 +9,13 @@ import torch
 import torch._dynamo  # DDP imports it: seconds, and here once
 import torch.distributed as dist
 
-from multigpu_cli.commands.bench import overlap as overlap_module
-from multigpu_cli.commands.bench.overlap import Overlap, compare_reductions, measure_overlap, median_overlap
+from multigpu_cli.commands import bench_overlap as overlap_module
+from multigpu_cli.commands.bench_overlap import Overlap, compare_reductions, measure_overlap, median_overlap
 from multigpu_cli.commands.plan.measure import build_probed
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
 from multigpu_cli.faults.replica_check import check_replicas
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 
 OWN = {

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multigpu_cli.commands.doctor import allreduce
-from multigpu_cli.commands.doctor.allreduce import judge_allreduce, measure_allreduce
-from multigpu_cli.commands.doctor.gather_and_scatter import all_gather, reduce_scatter
-from multigpu_cli.runtime.world import World
+from multigpu_cli.commands.doctor import bandwidth
+from multigpu_cli.commands.doctor.bandwidth import all_gather, judge_allreduce, measure_allreduce, reduce_scatter
+from multigpu_cli.distributed.world import World
 from tests.support.ranks import run_on_each_rank
 
 
@@ -39,7 +38,7 @@ def test_a_planted_delay_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(value, *args, **named)
 
     monkeypatch.setattr(dist, "all_reduce", late)
-    monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**10, 2**10)})
+    monkeypatch.setattr(bandwidth, "_SIZES", {"cpu": (2**10, 2**10, 2**10)})
     found = run_on_each_rank(2, measure_allreduce)[0]
     assert 0.01 <= found["latency"] < 0.03
 
@@ -57,7 +56,7 @@ def test_a_wrong_sum_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist, "all_reduce", lossy)
         return measure_allreduce(world)
 
-    monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**10, 2**10)})
+    monkeypatch.setattr(bandwidth, "_SIZES", {"cpu": (2**10, 2**10, 2**10)})
     found = run_on_each_rank(2, wrong)[0]
     assert found["wrong"] == [1]
     assert next(judge_allreduce(found)).verdict == "fail"

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.commands.doctor import connectivity
-from multigpu_cli.commands.doctor.connectivity import (
+from multigpu_cli.commands.doctor import network
+from multigpu_cli.commands.doctor.network import (
     ConnectionResult,
     Listener,
     choose_address,
+    gather_node_facts,
     list_interfaces,
     probe_connection,
     probe_port,
 )
-from multigpu_cli.commands.doctor.nodes import gather_node_facts
 from multigpu_cli.config.schema import Config
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
 
 THERE = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
 
@@ -68,7 +68,7 @@ def test_this_machine_has_a_loopback() -> None:
 
 
 def test_a_listener_is_reached_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connectivity, "_BULK", 2**20)
+    monkeypatch.setattr(network, "_BULK", 2**20)
     with Listener("127.0.0.1") as listener:
         way = probe_connection("127.0.0.1", listener.port, speed=True)
         assert way.outcome == "ok"

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.commands.doctor import allreduce
+from multigpu_cli.commands.doctor import bandwidth
 from multigpu_cli.commands.doctor.doctor import add_nvml_facts, gather_facts, run_checks
 from multigpu_cli.commands.doctor.findings import Finding, format_findings
-from multigpu_cli.commands.output import print_result
+from multigpu_cli.commands.options import print_result
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from tests.support.fake_nvml import Nvml, a100
 from tests.support.ranks import run_on_each_rank
 
@@ -25,10 +25,10 @@ OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_c
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def workers(choice: Placement, function: Any) -> dict[int, Any]:
-        return dict(enumerate(run_on_each_rank(choice.num_processes_to_launch, allreduce.measure_allreduce)))
+        return dict(enumerate(run_on_each_rank(choice.num_processes_to_launch, bandwidth.measure_allreduce)))
 
-    monkeypatch.setattr(allreduce, "run_in_workers", workers)
-    monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})
+    monkeypatch.setattr(bandwidth, "run_in_workers", workers)
+    monkeypatch.setattr(bandwidth, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})
     monkeypatch.chdir(tmp_path)
 
 
@@ -59,7 +59,7 @@ def test_workers_that_fail_are_a_failure(monkeypatch: pytest.MonkeyPatch, capsys
     def failing(choice: Placement, function: Any) -> None:
         raise WorkersFailed(1, "rank 1 was ended by SIGKILL")
 
-    monkeypatch.setattr(allreduce, "run_in_workers", failing)
+    monkeypatch.setattr(bandwidth, "run_in_workers", failing)
     assert main_multi_gpu.run(["doctor"]) == 1
     said = capsys.readouterr().out
     assert "fail  all-reduce" in said

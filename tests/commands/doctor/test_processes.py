@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.commands.doctor.processes import find_gpu_processes
+from multigpu_cli.commands.doctor.gpus import find_gpu_processes
 
 
 def process(proc: Path, pid: int, *, parent: int, environ: bytes) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.weights import read_weights
-from multigpu_cli.commands.inference.export import export_run
+from multigpu_cli.commands.export import export_run
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 from tests.support.user_code import net

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import main_multi_gpu
-from multigpu_cli.commands.inference import export_folder
+from multigpu_cli.commands.language import export_folder
 from tests.support.tiny_language_models import SIZES, make_model_folder, make_tokenizer
 from tests.support.trained_folders import save_trained_run
 

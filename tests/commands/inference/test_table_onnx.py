@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.commands.inference.table_onnx import add_preprocessing, list_raw_inputs
+from multigpu_cli.commands.table_onnx import add_preprocessing, list_raw_inputs
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.data_source import DataSource
-from multigpu_cli.data.load_data_source import load_data_source
+from multigpu_cli.data.load import load_data_source
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import main_multi_gpu
-from multigpu_cli.commands.doctor import allreduce
-from multigpu_cli.commands.plan import measure, plan, step_times
+from multigpu_cli.commands.doctor import bandwidth
+from multigpu_cli.commands.plan import measure, plan
 from multigpu_cli.commands.plan.measure import measure_worker, threads_per_worker
 from multigpu_cli.commands.plan.plan import parse_plan_request
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.speedup import Link
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.world import World
 from tests.support.ranks import run_on_each_rank
 
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_profile_micro_batch:plain"}
@@ -40,7 +40,7 @@ def test_memory_and_arithmetic_are_those_of_the_network() -> None:
 
 def test_a_planted_sleep_is_in_the_time_of_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OWN_PAUSE", "0.01")
-    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    monkeypatch.setattr(measure, "_SECONDS", 0)
     (work,) = measure_worker(resolve(OWN | {"model": "tests.support.user_code:net"}, [], None), [1]).works.values()
     assert 0.01 < work.forward < 0.05
     assert work.backward < work.forward
@@ -58,11 +58,11 @@ def test_workers_in_step_wait_for_the_slowest_and_a_hiccup_does_not_count() -> N
     The slower one waits less for the message: 0.2 seconds are the wire.
     """
     usual = torch.tensor([[0.1, 1.0, 2.0, 0.4, 0.2], [0.1, 2.0, 1.0, 0.3, 0.3]], dtype=torch.float64)
-    everyone = usual[:, None].repeat(1, 3 * step_times._WINDOW, 1)
+    everyone = usual[:, None].repeat(1, 3 * measure._WINDOW, 1)
     everyone[:, ::2] = everyone.flip(0)[:, ::2]  # the slower one is now the one, now the other
     everyone[1, 3, 1] += 1.0
     everyone[:, -1, 0] = 0.0
-    assert step_times.median_step(everyone) == pytest.approx([0.1, 1.0, 2.0, 0.4, 0.2])
+    assert measure.median_step(everyone) == pytest.approx([0.1, 1.0, 2.0, 0.4, 0.2])
 
 
 def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_network_without_buffers_sends_its_gradients_alone(
 ) -> None:
     """A step of four phases of a second each, a bucket of two seconds, and the buffers, or a mere word, of one."""
 
-    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    monkeypatch.setattr(measure, "_SECONDS", 0)
     monkeypatch.setattr(measure, "count_cores", lambda: 2)
     answer = ((576.0,), after, [1.0] * 4 + [2.0, 1.0])
     monkeypatch.setattr(measure, "run_in_workers", lambda choice, function, config: dict.fromkeys(range(2), answer))
@@ -128,7 +128,7 @@ def test_workers_beyond_the_cores_have_the_wire_of_those_that_have_one_each(monk
         seen.append(workers)
         return None, f"between {workers}"
 
-    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    monkeypatch.setattr(measure, "_SECONDS", 0)
     monkeypatch.setattr(measure, "count_cores", lambda: 2)
     monkeypatch.setattr(measure, "_measure_together", crowded)
     config = resolve(OWN | {"batch_size": "20"}, [], None)
@@ -157,7 +157,7 @@ def test_a_late_message_is_not_taken_for_work(tmp_path: Path, monkeypatch: pytes
         components, _ = measure.build_probed(config, Placement("single", (cpu,), 0, "plan"), World(cpu), str(tmp_path))
         with closing(components.loaders.train):
             messages = [torch.zeros(1), torch.zeros(2)]
-            rows = islice(step_times._steps(components, world.size, messages), 8)
+            rows = islice(measure._steps(components, world.size, messages), 8)
             return torch.tensor(list(rows)).median(0).values.tolist()
 
     monkeypatch.setattr(torch.distributed, "all_reduce", late)
@@ -167,7 +167,7 @@ def test_a_late_message_is_not_taken_for_work(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    monkeypatch.setattr(measure, "_SECONDS", 0)
     monkeypatch.setattr(measure, "count_cores", lambda: 1)
     words = [part for name, value in OWN.items() for part in (f"--{name}", value)]
     more = ["--workers", "2,4", "--interconnect", "ethernet-25", "--gpus-per-node", "2", "--price-per-gpu-hour", "3"]
@@ -191,7 +191,7 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that sleep five milliseconds before each all-reduce have at least half of that as latency of a hop."""
 
     def forked(choice: Placement, function: Any) -> dict[int, Any]:
-        return dict(enumerate(run_on_each_rank(choice.num_processes_to_launch, allreduce.measure_allreduce)))
+        return dict(enumerate(run_on_each_rank(choice.num_processes_to_launch, bandwidth.measure_allreduce)))
 
     real = torch.distributed.all_reduce
 
@@ -199,9 +199,9 @@ def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.005)
         return real(value, *args, **named)
 
-    monkeypatch.setattr(allreduce, "run_in_workers", forked)
+    monkeypatch.setattr(bandwidth, "run_in_workers", forked)
     monkeypatch.setattr(torch.distributed, "all_reduce", late)
-    monkeypatch.setattr(allreduce, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})
+    monkeypatch.setattr(bandwidth, "_SIZES", {"cpu": (2**10, 2**12, 2**14)})
     wire = plan.measure_interconnect(2, DeviceConfig())
     assert isinstance(wire, Link)
     assert 0.0025 <= wire.latency < 0.02

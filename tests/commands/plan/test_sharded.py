@@ -13,21 +13,19 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import main_multi_gpu
-from multigpu_cli.commands.plan import group_timer, measure, step_times
-from multigpu_cli.commands.plan.measure import build_probed, measure_worker
+from multigpu_cli.commands.plan import measure as group_timer
+from multigpu_cli.commands.plan.measure import build_probed, iterate_micro_batches, measure_worker
 from multigpu_cli.commands.plan.plan import note_too_large
-from multigpu_cli.commands.plan.step_times import iterate_micro_batches
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.planning.memory import Memory
-from multigpu_cli.planning.sharding import shard_memory
-from multigpu_cli.run.components import TrainComponents
-from multigpu_cli.run.forward_backward import forward_backward
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.collectives import all_gather
-from multigpu_cli.runtime.world import World
-from multigpu_cli.strategies.sharded_probe import list_groups
+from multigpu_cli.distributed.collectives import all_gather
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
+from multigpu_cli.planning.memory import Memory, shard_memory
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.step import forward_backward
+from multigpu_cli.strategies.fsdp.probe import list_groups
 from tests.support.ranks import run_on_each_rank
 
 GPT = {"data": "benchmarks.workloads:tokens", "batch_size": "4", "multi_gpu": "fsdp"}
@@ -83,7 +81,7 @@ def measure_peak(world: World, config: Config, folder: Path) -> dict[int, int]:
 def test_the_forecast_is_what_two_workers_hold(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    monkeypatch.setattr(group_timer, "_SECONDS", 0)
     config = resolve(GPT | flags, [], None)
     alone = measure_worker(config, [1])
     assert alone.sharding
@@ -94,7 +92,7 @@ def test_the_forecast_is_what_two_workers_hold(
 
 
 def test_what_is_gathered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    monkeypatch.setattr(group_timer, "_SECONDS", 0)
     alone = measure_worker(resolve(GPT, [], None), [1])
     assert alone.sharding
     block = 4 * (12 * 128**2 + 2 * 128)
@@ -107,8 +105,8 @@ def test_what_is_gathered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two real workers take sharded steps; the memory and the traffic of four are those of the forecast."""
-    monkeypatch.setattr(step_times, "_SECONDS", 0)
-    monkeypatch.setattr(measure, "count_cores", lambda: 2)
+    monkeypatch.setattr(group_timer, "_SECONDS", 0)
+    monkeypatch.setattr(group_timer, "count_cores", lambda: 2)
     words = [part for name, value in GPT.items() for part in (f"--{name.replace('_', '-')}", value)]
     assert main_multi_gpu.run(["plan", *words, "--workers", "2,4", "--grad-accum-steps", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -131,7 +129,7 @@ def test_where_one_device_is_too_small_sharding_is_named() -> None:
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    monkeypatch.setattr(group_timer, "_SECONDS", 0)
     words: list[Any] = ["--data", GPT["data"], "--batch-size", "4", "--multi-gpu", "fsdp"]
     assert main_multi_gpu.run(["plan", *words, "--workers", "1"]) == 0
     said = capsys.readouterr().out
@@ -163,13 +161,13 @@ def time_planted_steps(world: World, config: Config, folder: Path) -> list[float
     """The forward pass of rank 1 takes ten seconds, and each collective one."""
     components, _ = build_probed(config, Placement("fsdp", (CPU,), 0, "a test"), world, str(folder / str(world.rank)))
     clock = Clock()
-    vars(step_times)["time"] = vars(group_timer)["time"] = clock
+    vars(group_timer)["time"] = vars(group_timer)["time"] = clock
     with closing(components.loaders.train):
         components.state.model.register_forward_hook(lambda *_: setattr(clock, "now", clock.now + 10 * world.rank))
         for group in list_groups([components.state.model]):
             group._all_gather_comm = Planted(group._all_gather_comm, clock)
             group._reduce_scatter_comm = Planted(group._reduce_scatter_comm, clock)
-        return step_times.median_step(torch.stack(all_gather(world, step_times.time_steps(components, world))))
+        return group_timer.median_step(torch.stack(all_gather(world, group_timer.time_steps(components, world))))
 
 
 @pytest.mark.parametrize(("flags", "gathers"), [({}, 5 + 4), ({"reshard": "step"}, 5)], ids=["forward", "step"])
@@ -177,7 +175,7 @@ def test_gathering_is_no_part_of_the_passes(
     flags: dict[str, Any], gathers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four blocks are gathered before each pass, the rest before forward; those who step together wait for rank 1."""
-    monkeypatch.setattr(step_times, "_SECONDS", 0)
+    monkeypatch.setattr(group_timer, "_SECONDS", 0)
     config = resolve(GPT | flags, [], None)
     found = run_on_each_rank(2, lambda world: time_planted_steps(world, config, tmp_path))
     assert found == [[0, 10, 0, 0, gathers, 5]] * 2

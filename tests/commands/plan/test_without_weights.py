@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.commands.doctor.model import check_model, judge_outline
+from multigpu_cli.commands.doctor.doctor import check_model, judge_outline
 from multigpu_cli.commands.plan import without_weights
 from multigpu_cli.commands.plan.plan import format_plan, make_plan, parse_plan_request
 from multigpu_cli.commands.plan.without_weights import Outline, outline_training

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.commands.selftest.mixing import measure_mixing
+from multigpu_cli.commands.selftest.checks import measure_mixing
 from multigpu_cli.commands.selftest.process import SelftestProcess
 from multigpu_cli.commands.selftest.selftest import prepare_run
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
 
 HERE = f"{__name__}"
 TIME, FEATURES, CLASSES = 4, 8, 3  # as long as the batches that are tried

@@ -70,19 +70,19 @@ PLANTS = {
         ),
     ),
     "fsdp clips by each rank's own rows": plant(
-        SHARDED, ("strategies/sharded.py", "norm = total.sqrt().to(local.dtype)", "norm = local")
+        SHARDED, ("strategies/fsdp/fsdp.py", "norm = total.sqrt().to(local.dtype)", "norm = local")
     ),
     "fsdp leaves BatchNorm's statistics where they are": plant(
         SHARDED,
         (
-            "strategies/sharded.py",
+            "strategies/fsdp/fsdp.py",
             "        self._buffers.apply_mean_change(summed)\n",
             "        if summed is not None:\n            self._buffers.apply_mean_change(summed)\n",
         ),
     ),
     "all epochs have one order": plant(
         "each epoch has each sample once, in its own order",
-        ("data/epoch_order.py", "manual_seed(make_key(seed, epoch))", "manual_seed(make_key(seed, 0))"),
+        ("data/order.py", "manual_seed(make_key(seed, epoch))", "manual_seed(make_key(seed, 0))"),
     ),
     "buffers are not shared": plant(
         "replicas are identical after the last step",
@@ -116,7 +116,7 @@ PLANTS = {
         RESUMED, ("checkpoint/snapshot.py", '        self.optimizer.load_state_dict(state["optimizer"])\n', "")
     ),
     "a padding pass weighs something": plant(
-        SHARDED, ("strategies/sharded.py", "(self._padding() * 0)", "(self._padding() * 1e-3)")
+        SHARDED, ("strategies/fsdp/fsdp.py", "(self._padding() * 0)", "(self._padding() * 1e-3)")
     ),
     "the average is not restored": plant(
         RESUMED,
@@ -159,7 +159,7 @@ PLANTS = {
     "fsdp counts what a padding pass changes in BatchNorm": plant(
         SHARDED,
         (
-            "strategies/sharded.py",
+            "strategies/fsdp/fsdp.py",
             "self._buffers.abort_step()  # what this pass alone has",
             "self._buffers.collect()  #",
         ),

@@ -18,16 +18,16 @@ from torch.utils.data import Dataset, TensorDataset
 import main_multi_gpu
 from multigpu_cli.commands.selftest import selftest
 from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, relative_distance, run_checks
-from multigpu_cli.commands.selftest.checksums import ActivationRecorder, compute_checksums, hash_state, is_close
+from multigpu_cli.commands.selftest.process import ActivationRecorder, compute_checksums, hash_state, is_close
 from multigpu_cli.commands.selftest.selftest import Report, format_report, measure_as_worker, run_selftest
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.data_source import DataSource
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor.journal import dump_json
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.world import World
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank
 from tests.support.tiny_language_models import make_model_folder

@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from benchmarks.trading_loop import TradingLoop
-from multigpu_cli.environments.trading.environment import Trading, TradingRules
-from multigpu_cli.environments.trading.equity import figures
-from multigpu_cli.environments.trading.market import build
-from multigpu_cli.environments.trading.synthetic_prices import draw_prices
-from multigpu_cli.planning.rng_keys import make_key
+from multigpu_cli.planning.batch import make_key
+from multigpu_cli.trading.environment import Trading, TradingRules, figures
+from multigpu_cli.trading.market import build
+from multigpu_cli.trading.prices import draw_prices
 from tests.environments.trading.test_market import shuffle_after
 from tests.support.world import CPU
 

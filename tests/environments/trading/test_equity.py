@@ -7,15 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multigpu_cli.environments.trading.equity import (
-    EquityCurves,
-    buy_and_hold,
-    cumulative_return,
-    figures,
-    hold_equal_shares,
-)
-from multigpu_cli.environments.trading.market import build
-from multigpu_cli.environments.trading.synthetic_prices import draw_prices
+from multigpu_cli.trading.environment import EquityCurves, buy_and_hold, cumulative_return, figures, hold_equal_shares
+from multigpu_cli.trading.market import build
+from multigpu_cli.trading.prices import draw_prices
 
 CURVES = st.lists(st.floats(0.01, 1e6), min_size=2, max_size=40)
 

@@ -3,16 +3,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from multigpu_cli.environments.trading import indicators
-from multigpu_cli.environments.trading.synthetic_prices import draw_prices
+from multigpu_cli.trading import market
+from multigpu_cli.trading.prices import draw_prices
 
 PRICES = draw_prices(1, symbols=3, days=120)
 INDICATORS = {
-    "macd": lambda prices: indicators.macd(prices.close),
-    "rsi": lambda prices: indicators.rsi(prices.close, 14),
-    "cci": lambda prices: indicators.cci(prices.high, prices.low, prices.close, 20),
-    "adx": lambda prices: indicators.adx(prices.high, prices.low, prices.close, 14),
-    "turbulence": lambda prices: indicators.turbulence(prices.close, 40),
+    "macd": lambda prices: market.macd(prices.close),
+    "rsi": lambda prices: market.rsi(prices.close, 14),
+    "cci": lambda prices: market.cci(prices.high, prices.low, prices.close, 20),
+    "adx": lambda prices: market.adx(prices.high, prices.low, prices.close, 14),
+    "turbulence": lambda prices: market.turbulence_indicators(prices.close, 40),
 }
 
 
@@ -77,7 +77,7 @@ def test_an_indicator_equals_the_loop_of_its_textbook(name, slow):
 
 def test_turbulence_is_the_distance_of_a_day_from_the_days_before():
     window, returns = 40, PRICES.close[1:] / PRICES.close[:-1] - 1
-    found = indicators.turbulence(PRICES.close, window)
+    found = market.turbulence_indicators(PRICES.close, window)
     assert not found[: window + 1].any()
     for day in range(window + 1, len(PRICES)):
         past, now = returns[day - 1 - window : day - 1], returns[day - 1]
@@ -87,16 +87,18 @@ def test_turbulence_is_the_distance_of_a_day_from_the_days_before():
 
 def test_turbulence_with_symbols_that_move_alike_or_too_few_days():
     twice = np.concatenate([PRICES.close, PRICES.close], axis=1)
-    np.testing.assert_allclose(indicators.turbulence(twice, 40), indicators.turbulence(PRICES.close, 40), rtol=1e-6)
-    assert not indicators.turbulence(PRICES.close[:41], 40).any()
+    np.testing.assert_allclose(
+        market.turbulence_indicators(twice, 40), market.turbulence_indicators(PRICES.close, 40), rtol=1e-6
+    )
+    assert not market.turbulence_indicators(PRICES.close[:41], 40).any()
 
 
 def test_prices_that_stand_still_have_quiet_indicators():
     still = np.full((50, 2), 7.3)
-    assert not indicators.macd(still).any()
-    assert (indicators.rsi(still, 14) == 50).all()
-    assert not indicators.cci(still, still, still, 20).any()
-    assert not indicators.adx(still, still, still, 14).any()
+    assert not market.macd(still).any()
+    assert (market.rsi(still, 14) == 50).all()
+    assert not market.cci(still, still, still, 20).any()
+    assert not market.adx(still, still, still, 14).any()
 
 
 @pytest.mark.parametrize("name", INDICATORS)

@@ -4,10 +4,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multigpu_cli.environments.trading import indicators
-from multigpu_cli.environments.trading.market import build
-from multigpu_cli.environments.trading.synthetic_prices import draw_prices
 from multigpu_cli.errors import RequestError
+from multigpu_cli.trading import market as indicators
+from multigpu_cli.trading.market import build
+from multigpu_cli.trading.prices import draw_prices
 
 PRICES = draw_prices(1, symbols=3, days=300)
 SMALL: dict[str, Any] = {"period": 10, "turbulence_window": 30}
@@ -31,7 +31,7 @@ def test_features_of_a_day_tell_of_each_symbol_and_of_unrest():
     np.testing.assert_allclose(second[2], (indicators.rsi(close, 10)[day, 1] - 50) / 50)
     np.testing.assert_allclose(second[3], indicators.cci(PRICES.high, PRICES.low, close, 10)[day, 1] / 100)
     np.testing.assert_allclose(second[4], indicators.adx(PRICES.high, PRICES.low, close, 10)[day, 1] / 50)
-    np.testing.assert_allclose(market.features[day, 15] ** 2 * 3, indicators.turbulence(close, 30)[day])
+    np.testing.assert_allclose(market.features[day, 15] ** 2 * 3, indicators.turbulence_indicators(close, 30)[day])
     assert np.isfinite(market.features).all()
 
 
@@ -54,7 +54,7 @@ def test_the_threshold_is_a_quantile_of_the_training_dates_alone():
     _, last = before.days["train"]
     after = build(shuffle_after(PRICES, last), turbulence=0.8, **SMALL)
     assert np.array_equal(before.stopped[: last + 1], after.stopped[: last + 1])
-    unrest = indicators.turbulence(PRICES.close, 30)
+    unrest = indicators.turbulence_indicators(PRICES.close, 30)
     threshold = np.quantile(unrest[31 : last + 1], 0.8)
     assert np.array_equal(before.stopped, unrest > threshold)
     assert not build(PRICES, turbulence=None, **SMALL).stopped.any()

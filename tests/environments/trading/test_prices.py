@@ -3,8 +3,8 @@ from datetime import date
 import numpy as np
 import pytest
 
-from multigpu_cli.environments.trading.prices import read_prices
 from multigpu_cli.errors import RequestError
+from multigpu_cli.trading.prices import read_prices
 from tests.environments.trading.csv_files import HEAD, lines, write
 
 

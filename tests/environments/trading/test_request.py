@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from multigpu_cli.environments.trading.request import group
 from multigpu_cli.errors import RequestError
+from multigpu_cli.trading.request import group
 from tests.environments.trading.csv_files import lines, write
 from tests.support.world import CPU
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from multigpu_cli.environments.trading.synthetic_prices import draw_prices
 from multigpu_cli.errors import RequestError
+from multigpu_cli.trading.prices import draw_prices
 
 
 def test_the_seed_decides_and_the_plan_is_told_that_no_market_is_meant():

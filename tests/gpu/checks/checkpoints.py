@@ -12,11 +12,11 @@ from torch import Tensor
 
 from multigpu_cli import engine
 from multigpu_cli.checkpoint.manifest import read_manifest
-from multigpu_cli.checkpoint.serialize import iterate_tensors
+from multigpu_cli.checkpoint.pieces import iterate_tensors
 from multigpu_cli.checkpoint.store import Checkpoint
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.monitor import journal
 from multigpu_cli.run.checkpointing import save_checkpoint
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
 from tests.gpu.front_door import ALONE, command, figures, run, same_weights
 from tests.gpu.in_process import train
 from tests.gpu.machine import ROOT, is_simulated, patience

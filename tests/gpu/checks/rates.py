@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.planning.peak_flops import peak_flops
+from multigpu_cli.planning.speedup import peak_flops
 from tests.gpu.front_door import ALONE, Run, figures, run, sets
 from tests.gpu.machine import is_simulated
 
@@ -37,7 +37,7 @@ def _check_samples(done: Run) -> dict[str, Any]:
 def mfu_of_known_products(folder: Path) -> dict[str, Any]:
     """A network of nothing but large products: its MFU is near the share of the peak that such a product reaches."""
     peak = peak_flops(torch.cuda.get_device_name(0), "bf16")
-    assert peak, f"no peak rate of {torch.cuda.get_device_name(0)} in planning/peak_flops.py"
+    assert peak, f"no peak rate of {torch.cuda.get_device_name(0)} in planning/speedup.py"
     share = _product_rate() / peak
     sizes = (f"data.args.shape=[{_WIDTH}]", f"data.args.train={2 * _BATCH}", "data.args.val=0", "data.args.test=0")
     flags = ("--data", "synthetic", "--model", "tests.gpu.networks:products", "--batch-size", str(_BATCH))

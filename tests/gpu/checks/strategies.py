@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.engine import train_step
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.runtime.choose_strategy_and_devices import Placement
-from multigpu_cli.runtime.launch_env import LaunchEnv
 from tests.gpu.front_door import ALONE, DIGITS, GOOD_ENOUGH, holds, launcher, run, run_command, same_weights, words
 from tests.gpu.in_process import GPU, ONE_RANK, check_device, raise_again, train
 

@@ -33,7 +33,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from multigpu_cli.runtime.world import World
+from multigpu_cli.distributed.world import World
 from tests.gpu.simulated import build
 from tests.gpu.simulated.install import Simulated, install
 from tests.gpu.simulated.machine import Machine

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.runtime.average import EMAModel
+from multigpu_cli.optimizers.eval_weights import EMAModel
 from tests.gpu.simulated.gpus import alone
 from tests.gpu.simulated.install import Simulated
 

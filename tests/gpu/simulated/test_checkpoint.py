@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from multigpu_cli import engine
-from multigpu_cli.checkpoint.serialize import serialize
+from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weights
 from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
+from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.run.checkpointing import save_checkpoint
-from multigpu_cli.runtime.average import EMAModel
 from multigpu_cli.runtime.precision import Precision
 from tests.gpu.simulated.gpus import alone, train_on_gpus
 from tests.gpu.simulated.install import Simulated

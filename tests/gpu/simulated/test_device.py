@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from multigpu_cli.checkpoint.weights import copy_to_host
+from multigpu_cli.distributed.world import World
 from multigpu_cli.monitor import gpu as nvml
-from multigpu_cli.runtime.world import World
 from tests.gpu.simulated import build
 from tests.gpu.simulated.gpus import alone, each_rank, events_in, front_door, train_on_gpus
 from tests.gpu.simulated.install import Simulated

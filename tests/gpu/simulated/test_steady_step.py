@@ -8,8 +8,8 @@ import pytest
 from multigpu_cli import engine
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.planning.batch import StepLayout
+from multigpu_cli.run.assembly.components import StepResult
 from multigpu_cli.run.run import Run
-from multigpu_cli.run.step_result import StepResult
 from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.monitor.loggers.journal_rows import JournalTail, RowFilter
+from multigpu_cli.loggers.sender import JournalTail, RowFilter
 from tests.commands.runs import Event, event, interrupted_run
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.monitor.loggers.process import LoggerProcess, list_unsent
-from multigpu_cli.monitor.loggers.run_identity import identify_run
+from multigpu_cli.loggers.process import LoggerProcess, list_unsent
+from multigpu_cli.loggers.sender import identify_run
 from tests.commands.runs import interrupted_run
 from tests.support.wandb_files import read_records
 

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import DataConfig, MetricConfig, TaskConfig
-from multigpu_cli.data.data_source import DataSource
 from multigpu_cli.data.loader import Loader
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.metrics.builtin import AUROC, R2, MacroAccuracy, MacroF1, compute_top5
+from multigpu_cli.metrics.load import load_metrics
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.world import World
 from multigpu_cli.tasks.base import Task
 from multigpu_cli.tasks.classification import Classification
-from multigpu_cli.tasks.metrics.builtin import AUROC, R2, MacroAccuracy, MacroF1, compute_top5
-from multigpu_cli.tasks.metrics.load import load_metrics
 from multigpu_cli.tasks.regression import Regression
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE, CPU

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigpu_cli.tasks.ppo.advantages import advantages
+from multigpu_cli.rl.objective import advantages
 
 GAMMA, LAMBDA = 0.97, 0.9
 

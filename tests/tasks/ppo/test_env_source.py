@@ -7,10 +7,10 @@ import torch
 
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.data.load import uses_environments
 from multigpu_cli.environments.base import Box, Discrete
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.open_data import uses_environments
-from multigpu_cli.tasks.ppo.env_source import EnvSource, open_environments
+from multigpu_cli.rl.env_source import EnvSource, open_environments
 
 OWN = {"data": "tests.support.toy_env:corridor", "task": "ppo"}
 

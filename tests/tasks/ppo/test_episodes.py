@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.ppo import episodes
-from multigpu_cli.tasks.ppo.episodes import Episodes
-from multigpu_cli.tasks.ppo.policy import build_policy
+from multigpu_cli.rl import metrics
+from multigpu_cli.rl.metrics import Episodes
+from multigpu_cli.rl.policy import build_policy
 from tests.support.world import CPU
 from tests.tasks.ppo.test_env_source import open_env
 
@@ -46,6 +46,6 @@ def test_workers_share_them_out() -> None:
 
 
 def test_one_that_does_not_end_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(episodes, "_LONGEST", 3)
+    monkeypatch.setattr(metrics, "_LONGEST", 3)
     with pytest.raises(TrainingError, match="did not end in 3 steps"):
         play_twice()

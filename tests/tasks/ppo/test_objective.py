@@ -5,8 +5,7 @@ from math import exp
 import pytest
 import torch
 
-from multigpu_cli.tasks.ppo.objective import METRICS, RolloutBatch, losses
-from multigpu_cli.tasks.ppo.settings import PPOSettings
+from multigpu_cli.rl.objective import METRICS, PPOSettings, RolloutBatch, losses
 
 
 def story(dtype: torch.dtype) -> tuple[RolloutBatch, torch.Tensor]:

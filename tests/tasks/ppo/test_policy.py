@@ -4,7 +4,7 @@ import torch
 from torch.distributions import Categorical, Normal
 
 from multigpu_cli.environments.base import Box, Discrete
-from multigpu_cli.tasks.ppo.policy import build_policy
+from multigpu_cli.rl.policy import build_policy
 
 
 def draws() -> torch.Generator:

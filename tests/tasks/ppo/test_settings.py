@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.ppo.settings import PPOSettings
+from multigpu_cli.rl.objective import PPOSettings
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import torch
 
-from multigpu_cli.tasks.ppo.statistics import RunningMoments, sum_moments
+from multigpu_cli.rl.objective import RunningMoments, sum_moments
 
 
 def test_moments_are_those_of_everything_at_once_and_an_empty_part_changes_nothing() -> None:

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.distributed.world import World
 from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.rl.env_source import open_environments
+from multigpu_cli.rl.task import PPO
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.runtime.world import World
-from multigpu_cli.tasks.ppo.env_source import open_environments
-from multigpu_cli.tasks.ppo.task import PPO
 from tests.support.world import CPU
 
 GROUP, STEPS, PARTS = 4, 8, 2

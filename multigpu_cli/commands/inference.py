@@ -1,0 +1,379 @@
+"""The metrics of a run's weights on a split of its data, or of other data."""
+
+import csv
+import io
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from multigpu_cli.capabilities import ENVIRONMENTS
+from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.weights import TrainedWeights, load_trained_weights
+from multigpu_cli.commands.options import writing_to
+from multigpu_cli.commands.requests import InferenceRequest
+from multigpu_cli.config.code_names import NAMING, check_code
+from multigpu_cli.config.resume_rules import replace_settings
+from multigpu_cli.config.schema import SETTINGS, Config, DeviceConfig
+from multigpu_cli.data.load import open_data
+from multigpu_cli.data.source import DataSource, wrap_unlabeled
+from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks
+from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
+from multigpu_cli.distributed.placement import count_cores
+from multigpu_cli.distributed.process_group import join_workers, place_on_machine
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import RequestError
+from multigpu_cli.language.adapter import check_base
+from multigpu_cli.language.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
+from multigpu_cli.language.vocabulary import deserialize_vocabulary
+from multigpu_cli.launch import run_in_workers
+from multigpu_cli.metrics.load import load_metrics
+from multigpu_cli.monitor import format
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.assembly.assemble import build_task
+from multigpu_cli.run.assembly.model import init_model
+from multigpu_cli.run.request.model_code import describe_code, name_changes
+from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
+from multigpu_cli.runtime.seeding import set_threads_per_rank
+from multigpu_cli.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run whose weights can be used.
+
+    Attributes:
+        config: the settings of the run, without those that matter only in training.
+        model: on the CPU, in evaluation mode.
+    """
+
+    config: Config
+    source: DataSource
+    model: nn.Module
+
+
+def load_run(
+    weights: TrainedWeights,
+    changes: Mapping[str, Any],
+    *,
+    own_code: bool,
+    checks_base: bool = True,
+    parts: Collection[str] = NAMING,
+) -> LoadedRun:
+    """Open the run's dataset, build its network for it, and put the weights in.
+
+    Args:
+        changes: settings that differ from the run's, by key: where data or pretrained model are now, or other data.
+        own_code: the code that the run names may be imported.
+        checks_base: whether this process compares files of a pretrained model, and the network's code, with the run's.
+        parts: those of the run that may be its own code, and are used.
+
+    Raises:
+        RequestError: the code is not allowed, the dataset or the pretrained model is not there, or the weights do not
+            fit it.
+    """
+    config = _merge_config(weights, changes)
+    command = _make_command_config(changes, own_code=own_code)
+    check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=parts)
+    source = open_data(config)
+    if checks_base:
+        check_base(weights.settings.get("base", {}), config, source, str(weights.origin))
+    before = weights.settings.get("learned")
+    if before is not None and before != source.signature():
+        raise RequestError(
+            f"--data {config.data.name}: its training split has other classes, scales or tokens than those that "
+            f"{weights.origin} was trained with",
+            remedy="the run's own training data, together with other test data"
+            + ("; other rows: --set data.test_file=FILE or data.new=FILE" if config.data.name == "csv" else ""),
+        )
+    return _load_weights(config, source, weights, warns=checks_base)
+
+
+def load_run_without_data(
+    weights: TrainedWeights, *, own_code: bool, changes: Mapping[str, Any] = MappingProxyType({})
+) -> LoadedRun:
+    """Build the network from the run's record of its data, which need not be there: a source without samples.
+
+    Args:
+        changes: settings that differ from the run's, by key: where the pretrained model is now.
+
+    Raises:
+        RequestError: the code is not allowed, or the file has no record of the data.
+    """
+    built_for = dict(weights.settings.get("built_for", {}))
+    if not built_for:
+        raise RequestError(f"{weights.origin} has no record of its data's shapes", remedy="weights of a newer run")
+    config = _merge_config(weights, changes)
+    config = replace_settings(config, {"model": config.model.name or built_for["model"]})
+    command = _make_command_config(changes, own_code=own_code)
+    check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=["model"])
+    nothing = TensorDataset(torch.empty(0), torch.empty(0))
+    source = DataSource(
+        train=nothing,
+        val=None,
+        test=None,
+        input_shape=tuple(built_for["input_shape"]),
+        num_classes=built_for["num_classes"],
+        num_outputs=built_for.get("outputs", 1),
+        vocabulary=deserialize_vocabulary(built_for["vocabulary"]) if "vocabulary" in built_for else None,
+        model=built_for["model"],
+        task=built_for["task"],
+    )
+    check_base(weights.settings.get("base", {}), config, source, str(weights.origin))
+    return _load_weights(config, source, weights)
+
+
+def load_text_model_of_run(weights: TrainedWeights, run: LoadedRun) -> TextModel:
+    """Tokenizer and ends of the pretrained model of a run.
+
+    Raises:
+        RequestError: they are not there, or not those of the training.
+    """
+    model, record = load_text_model(find_model_folder(run.config.model.dir)), weights.settings.get("base", {})
+    found = describe_tokenizer(model.tokenizer, record.get("template"))
+    check_base(record, run.config, replace(run.source, text_model=found), str(weights.origin))
+    return model
+
+
+def _load_weights(config: Config, source: DataSource, weights: TrainedWeights, *, warns: bool = True) -> LoadedRun:
+    model = init_model(config, source, reference="reference" in weights.settings)
+    weights.load_into(model)
+    if warns and (names := name_changes(weights.settings.get("code", {}), describe_code(model))):
+        Console("quiet", sys.stderr).warn(f"the model's {names} changed since {weights.origin} was written")
+    return LoadedRun(config, source, model.eval())
+
+
+def _make_command_config(changes: Mapping[str, Any], *, own_code: bool) -> Config:
+    return replace_settings(Config(), {**changes, "own_code": own_code})
+
+
+def _merge_config(weights: TrainedWeights, changes: Mapping[str, Any]) -> Config:
+    known = {key: value for key, value in weights.settings.items() if key in SETTINGS}
+    if weights.model:
+        known["model"] = weights.model
+    if changes.get("data", known.get("data")) != known.get("data"):
+        known["data.args"] = {}  # the run's are arguments of its own dataset
+    args = known.get("data.args", {}) | changes.get("data.args", {})
+    config = replace_settings(Config(), known | dict(changes) | {"data.args": args})
+    plain = replace(config.model, sync_bn=False, grad_checkpointing=False, freeze=(), init_from=None)
+    return replace(config, model=plain, data=replace(config.data, num_workers=0))
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class InferencePass:
+    """One worker's part of a pass.
+
+    Attributes:
+        origin: the file of the weights.
+        model: on the worker's device, in evaluation mode.
+        batch_size: samples at once, the same on every worker.
+        has_targets: the samples have targets.
+        names: of the samples, where they have some.
+    """
+
+    origin: str
+    split: str
+    world: World
+    model: nn.Module
+    task: Task
+    loader: Any
+    precision: Precision
+    batch_size: int
+    has_targets: bool
+    names: Sequence[str] | None
+
+
+def run_distributed(
+    request: InferenceRequest, work: Callable[[InferencePass], Result], needs_targets: bool
+) -> Result | None:
+    """Call `work` on each worker, started here unless a launcher has; its result, but None on ranks above 0.
+
+    Args:
+        work: a function that can be sent to other processes.
+        needs_targets: it compares with the samples' targets.
+
+    Raises:
+        RequestError: the run can't be loaded, or has no such split; the same on every rank.
+    """
+    wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
+    refuse_srun_copies()
+    placement = place_on_machine(wanted, LaunchEnv.current())
+    if placement.num_processes_to_launch > 1:
+        result: Result = run_in_workers(placement, run_distributed, request, work, needs_targets)[0]
+        return result
+    with join_workers(wanted, 600.0) as (_, world):
+        set_threads_per_rank(world.local_size, count_cores(), exact=False)
+        weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))
+        run = run_on_all_ranks(
+            world,
+            lambda: load_run(
+                weights,
+                request.changes,
+                own_code=request.own_code,
+                checks_base=world.is_main,
+                parts=(*NAMING, "metric") if needs_targets else NAMING,
+            ),
+        )
+        precision = _choose_precision(run.config, world)
+        part = run_on_all_ranks(
+            world, lambda: _prepare_pass(request, str(weights.origin), run, world, precision, needs_targets)
+        )
+        with closing(part.loader):
+            result = work(part)
+        return result if world.is_main else None
+
+
+def _choose_precision(config: Config, world: World) -> PrecisionChoice:
+    """The same on every worker; CPUs do not take the fp16 of a run on GPUs."""
+    amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
+    return agree_on_precision(amp, world, [world.device])
+
+
+def _prepare_pass(
+    request: InferenceRequest,
+    origin: str,
+    run: LoadedRun,
+    world: World,
+    precision: PrecisionChoice,
+    needs_targets: bool,
+) -> InferencePass:
+    config, name = run.config, _choose_split(run.source, request.split, needs_targets=needs_targets)
+    split: Dataset[Any] = getattr(run.source, name)
+    unlabeled = None if needs_targets or name == "new" else wrap_unlabeled(split, run.source.train, run.source.form)
+    changed: dict[str, Any] = {name: unlabeled} if unlabeled else {}
+    source = replace(run.source, **changed)
+    task = build_task(config, source)
+    if needs_targets:
+        task.own_metrics = load_metrics(config.metric, source, config.task.name or source.task)
+    usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64
+    model, number_format = run.model.to(world.device), Precision(precision.name, world.device)
+    if type(task).evaluate is Task.evaluate:  # PPO's check begins to play
+        task.check_model(model, number_format)
+    return InferencePass(
+        origin=origin,
+        split=name,
+        world=world,
+        model=model,
+        task=task,
+        loader=task.loader(name, config.data, world, config.reproducibility.seed),
+        precision=number_format,
+        batch_size=request.batch_size or usual,
+        has_targets=unlabeled is None and name != "new",
+        names=getattr(split, "names", None),
+    )
+
+
+def _choose_split(source: DataSource, wanted: str | None, *, needs_targets: bool) -> str:
+    """The requested split, or else the first that exists: new samples, test, validation, training."""
+    if needs_targets and source.new is not None:
+        raise RequestError("data.args.new: these samples have no targets to compare with", remedy="predict")
+    splits = [name for name in ("new", "test", "val", "train") if getattr(source, name) is not None]
+    if wanted and wanted not in splits:
+        raise RequestError(f"--split {wanted}: the data has no such split", remedy=f"--split {' or '.join(splits)}")
+    return wanted or splits[0]
+
+
+def evaluate_run(request: InferenceRequest) -> dict[str, Any] | None:
+    """Metrics over exactly the samples of the split, the same bits on any number of workers; None on ranks above 0.
+
+    Raises:
+        RequestError: the run can't be evaluated.
+    """
+    return run_distributed(request, _compute_metrics, needs_targets=True)
+
+
+def _compute_metrics(part: InferencePass) -> dict[str, Any]:
+    evaluated = part.task.evaluate(part.model, part.loader, part.world, part.precision, part.batch_size)
+    facts = {"weights": part.origin, "split": part.split, "samples": evaluated.samples, "world_size": part.world.size}
+    return facts | evaluated.metrics | evaluated.details
+
+
+def format_metrics(metrics: dict[str, Any]) -> Iterator[str]:
+    """The metrics in one line, and the tables that the task has."""
+    apart = {"per_class", "confusion", "world_size"}
+    yield format.format_eval_line({name: value for name, value in metrics.items() if name not in apart})
+    if rows := metrics.get("per_class"):
+        names = [str(row["class"]) for row in rows]
+        yield from format.format_class_table(rows, names)
+        if "confusion" in metrics:
+            yield from format.format_confusion_table(metrics["confusion"], names)
+
+
+Columns = dict[str, list[Any]]
+
+
+class Prediction(NamedTuple):
+    """The table that was written."""
+
+    file: str
+    split: str
+    rows: int
+    weights: str
+
+
+def predict_run(request: InferenceRequest, target: Path) -> Prediction | None:
+    """Write one row for each sample of the split, in order; None on ranks above 0.
+
+    Samples may be inputs alone: then the table has no column of targets.
+
+    Raises:
+        RequestError: the run can't be loaded, or its task has no predictions.
+    """
+    return run_distributed(request, partial(_write_predictions, target), needs_targets=False)
+
+
+def _write_predictions(target: Path, part: InferencePass) -> Prediction:
+    columns = _gather_columns(part)
+    if part.world.is_main:
+        with writing_to("--out", target):
+            publish(target, _format_csv(columns))
+    return Prediction(str(target), part.split, part.loader.size, part.origin)
+
+
+def format_prediction(prediction: Prediction) -> str:
+    """The file, and which samples and weights it is from."""
+    samples = f"{prediction.rows:,} samples of the {prediction.split} split"
+    return f"{prediction.file}  {samples}, weights from {prediction.weights}"
+
+
+def _gather_columns(part: InferencePass) -> Columns:
+    """All ranks' rows; ranks have contiguous shares, so the rows are in the order of the samples."""
+    share = run_on_all_ranks(part.world, lambda: _predict_share(part))
+    whole: Columns = {}
+    for rank in range(part.world.size):
+        for name, values in broadcast_object(part.world, share, source=rank).items():
+            whole.setdefault(name, []).extend(values)
+    return whole
+
+
+@torch.inference_mode()
+def _predict_share(part: InferencePass) -> Columns:
+    rows: Columns = {}
+    for batch in part.loader.eval_batches(part.batch_size, part.world.rank, part.world.size):
+        with part.precision.autocast():
+            columns = part.task.predictions(part.model, batch)
+        numbers = batch.sample_indices.tolist()
+        named = {} if part.names is None else {"name": [part.names[number] for number in numbers]}
+        for name, values in ({"sample": numbers} | named | columns).items():
+            if part.has_targets or not name.startswith("target"):
+                rows.setdefault(name, []).extend(values)
+    return rows
+
+
+def _format_csv(columns: Columns) -> bytes:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(columns)
+    rows.writerows(zip(*columns.values(), strict=True))
+    return text.getvalue().encode()

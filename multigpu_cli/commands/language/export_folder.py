@@ -1,0 +1,241 @@
+"""A fine-tuned language model as a folder that transformers and peft load as it is."""
+
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.checkpoint.files import flush_folder
+from multigpu_cli.checkpoint.weights import TrainedWeights, load_trained_weights
+from multigpu_cli.commands.inference import LoadedRun, load_run_without_data, load_text_model_of_run
+from multigpu_cli.commands.options import writing_to
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.language import hugging_face
+from multigpu_cli.language.adapter import adapter_weights, find_adapted, merge_adapter
+from multigpu_cli.language.model_folder import find_model_folder, import_transformers
+
+_SHARD = "5GB"  # at most, unless one tensor alone is larger
+_TOLERANCE = 1e-5  # of the largest logit
+_TOKENS = (2, 16)  # samples, and tokens of each, that are compared
+_COPIED = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model"),
+    *("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*"),
+)
+
+
+class WrittenFolder(NamedTuple):
+    """What is known of a folder that was written.
+
+    Attributes:
+        origin: the file, or the folder of a checkpoint in pieces, that the weights come from.
+        difference: the largest difference of a logit, as a share of the largest logit.
+    """
+
+    origin: str
+    difference: float
+
+
+class _Live(NamedTuple):
+    """What the folder has to do as the network of the run did.
+
+    Attributes:
+        base: the folder of the pretrained model.
+        settings: `model.args` of a network with the same logits.
+        logits: (n, t, vocabulary) float32, for the tokens (n, t).
+    """
+
+    origin: str
+    base: Path
+    settings: dict[str, str]
+    tokens: Tensor
+    logits: Tensor
+
+
+def write_model_folder(
+    checkpoint: Path, target: Path, kind: str, changes: Mapping[str, Any], *, own_code: bool
+) -> WrittenFolder:
+    """Write a folder and check it: it is loaded again, once the network that was written is out of memory.
+
+    Args:
+        kind: hf (all weights), adapter (for peft), or merged (all weights, with the adapter added to them in float32).
+        changes: settings that differ from the run's: where the pretrained model is now.
+
+    Raises:
+        RequestError: the run is of another kind; nothing was written.
+        TrainingError: the folder computes something else, and was removed.
+    """
+    with _draft_folder(target) as draft:
+        live = _write(checkpoint, draft, target, kind, changes, own_code=own_code)
+        found = _compute_logits(_load_again(draft, kind, live), live.tokens)
+        difference = float((found - live.logits).abs().max() / live.logits.abs().max())
+        if not difference <= _TOLERANCE:  # also where it is NaN
+            raise TrainingError(
+                f"{target}: the logits of the exported model differ by {difference:.2g} of the largest one, so it was "
+                "removed",
+                remedy="another version of transformers; or --to ….safetensors, for the weights as they are",
+            )
+    return WrittenFolder(live.origin, difference)
+
+
+def _write(
+    checkpoint: Path, draft: Path, target: Path, kind: str, changes: Mapping[str, Any], *, own_code: bool
+) -> _Live:
+    """Write everything; the network is gone when this returns."""
+    run, origin, template = _load_run(checkpoint, kind, changes, own_code=own_code)
+    network, base = _take_network(run), find_model_folder(run.config.model.dir)
+    settings = {"dtype": "float32"} | run.config.model.args
+    if kind != "hf" and settings["dtype"] in ("float16", "bfloat16"):  # what learned is float32 beside it
+        network.float()
+        settings["dtype"] = "float32"
+    tokens = _draw_tokens(run)
+    live = _Live(origin, base, settings, tokens, _compute_logits(network, tokens))
+    whole = merge_adapter(network) if kind == "merged" else network
+    with writing_to("--to", target):
+        if kind == "adapter":
+            _write_adapter(network, draft, base)
+        else:
+            _write_network(whole, draft)
+            _write_config(base, draft, settings["dtype"])
+        _copy_text_files(base, draft, template)
+    return live
+
+
+def _load_run(
+    checkpoint: Path, kind: str, changes: Mapping[str, Any], *, own_code: bool
+) -> tuple[LoadedRun, str, str | None]:
+    """The run with its weights, where they come from, and the chat template of the training."""
+    weights = load_trained_weights(checkpoint)
+    _check_kind(weights, kind)
+    if kind == "merged":  # with the base as it is in its folder, also where the adapter learned beside 4 bits of it
+        args = {name: value for name, value in weights.settings.get("model.args", {}).items() if name != "quantize"}
+        changes = {**changes, "model.args": args}
+    run = load_run_without_data(weights, own_code=own_code, changes=changes)
+    load_text_model_of_run(weights, run)  # else another model's tokenizer might be copied
+    return run, str(weights.origin), weights.settings.get("base", {}).get("template")
+
+
+def _check_kind(weights: TrainedWeights, kind: str) -> None:
+    """Refuse a format that the run has no weights for.
+
+    Raises:
+        RequestError: names the format that it has.
+    """
+    name = weights.model or weights.settings.get("model") or weights.settings.get("built_for", {}).get("model")
+    if name != "pretrained":
+        raise RequestError(
+            f"--format {kind}: {weights.origin} is of --model {name}, not pretrained",
+            remedy="--to FILE.safetensors or FILE.onnx without --format",
+        )
+    adapter = weights.settings.get("adapter", "none")
+    if adapter == "none" and kind != "hf":
+        raise RequestError(f"--format {kind}: {weights.origin} is of a run without --adapter", remedy="--format hf")
+    if adapter != "none" and kind == "hf":
+        raise RequestError(
+            f"--format hf: {weights.origin} is of --adapter {adapter}",
+            remedy="--format merged for a whole model, or --format adapter for the adapter alone",
+        )
+
+
+def _take_network(run: LoadedRun) -> Any:
+    """The network of transformers or peft, which logits alone come out of in training."""
+    return run.model.network
+
+
+def _draw_tokens(run: LoadedRun) -> Tensor:
+    """(n, t) int64, the same each time."""
+    samples, length = _TOKENS
+    shape = (samples, min(length, run.source.input_shape[-1]))
+    return torch.randint(run.source.num_classes, shape, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def _compute_logits(network: nn.Module, tokens: Tensor) -> Tensor:
+    logits: Tensor = network.eval()(input_ids=tokens).logits
+    return logits.float()
+
+
+def _load_again(draft: Path, kind: str, live: _Live) -> nn.Module:
+    """The written folder as its users load it."""
+    if kind != "adapter":
+        return hugging_face.build_pretrained(str(draft), **live.settings)
+    import peft
+
+    base = hugging_face.build_pretrained(str(live.base), **live.settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other versions of transformers
+        adapted: nn.Module = peft.PeftModel.from_pretrained(base, str(draft))
+    return adapted
+
+
+def _write_network(network: Any, draft: Path) -> None:
+    """Weights in shards, tied ones once, by transformers' own names."""
+    network.generation_config = import_transformers().GenerationConfig()  # the model's own may fail its own checks
+    network.save_pretrained(draft, max_shard_size=_SHARD)
+    (draft / "generation_config.json").unlink(missing_ok=True)
+
+
+def _write_config(base: Path, draft: Path, dtype: str) -> None:
+    """The model's own config.json, which other programs know, with the format of these weights."""
+    config = json.loads((base / "config.json").read_bytes())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+    (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_adapter(network: nn.Module, draft: Path, base: Path) -> None:
+    """The two files of peft's own `save_pretrained`, which also asks Hugging Face's servers about the base."""
+    from safetensors.torch import save_file
+
+    adapted = find_adapted(network)
+    config = adapted.peft_config[adapted.active_adapter]
+    config.base_model_name_or_path, config.inference_mode = str(base.resolve()), True
+    config.save_pretrained(str(draft))
+    weights = {name: weight.detach().contiguous() for name, weight in adapter_weights(network).items()}
+    save_file(weights, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _copy_text_files(base: Path, draft: Path, template: str | None) -> None:
+    """Tokenizer, chat template and how text is generated, as they came with the model.
+
+    Args:
+        template: that of the training, where the run has a record of it.
+    """
+    for source in {file for pattern in _COPIED for file in base.glob(pattern)}:
+        if source.is_dir():
+            shutil.copytree(source, draft / source.name)
+        else:
+            shutil.copyfile(source, draft / source.name)
+    if template:
+        (draft / "chat_template.jinja").write_text(template)
+
+
+@contextmanager
+def _draft_folder(target: Path) -> Iterator[Path]:
+    """A folder beside the target; renamed to it on success, removed on failure."""
+    draft = target.with_name(f".{target.name}.unchecked")
+    shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
+    with writing_to("--to", target):
+        draft.mkdir()
+    try:
+        yield draft
+        with writing_to("--to", target):
+            for file in draft.rglob("*"):
+                _flush(file)
+            draft.rename(target)
+            flush_folder(target.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _flush(file: Path) -> None:
+    if file.is_dir():
+        flush_folder(file)
+        return
+    with file.open("rb+") as content:
+        os.fsync(content.fileno())

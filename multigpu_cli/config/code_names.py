@@ -1,0 +1,220 @@
+"""Metrics and hooks as settings name them: NAME, module:Class, or NAME=module:Class, and the rules for them."""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.errors import RequestError, did_you_mean
+
+_PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+_TAKEN = {"event", "time", "epoch", "step", "split", "samples", "loss"}  # fields of an `eval` line
+
+
+class NamedCode(NamedTuple):
+    """Code with the name under which results, arguments and state are kept.
+
+    Attributes:
+        code: a registry's name, or module:attribute.
+    """
+
+    name: str
+    code: str
+
+
+def parse_metric(text: str) -> NamedCode:
+    """A metric; without a name of its own it has that of its function, or of its class in snake_case."""
+    named = parse_hook(text)
+    own = "=" in text or ":" not in text
+    return named if own else named._replace(name=re.sub(r"(?<=[a-z\d])(?=[A-Z])", "_", named.name).lower())
+
+
+def parse_hook(text: str) -> NamedCode:
+    """A hook; without a name of its own it has that of its class."""
+    name, equals, code = text.partition("=")
+    code = code if equals else text
+    return NamedCode(name.strip() if equals else re.split(r"[:.]", code)[-1], code.strip())
+
+
+def find_metric_errors(config: Config, known: Collection[str]) -> Iterator[RequestError]:
+    """What is wrong with --metric, beside what only an import shows.
+
+    Args:
+        known: the built-in metrics.
+    """
+    entries = [parse_metric(text) for text in config.metric.names]
+    for name, code in entries:
+        if ":" not in code and code not in known:
+            remedy = f"{did_you_mean(code, known)} (or your own as module:function)"
+            yield RequestError(f"--metric {code}: unknown name", remedy=remedy)
+        elif name in _TAKEN:
+            yield RequestError(f"--metric {code}: {name!r} is taken", remedy=f"--metric NAME={code}")
+    yield from _find_entry_errors("metric", entries, config, "function")
+
+
+def find_hook_errors(config: Config) -> Iterator[RequestError]:
+    """What is wrong with --hook, beside what only an import shows."""
+    entries = [parse_hook(text) for text in config.hook.names]
+    for _, code in entries:
+        if ":" not in code:
+            yield RequestError(
+                f"--hook {code}: must be module:Class", remedy=f"--hook my_file:{code} for {code} in my_file.py"
+            )
+    yield from _find_entry_errors("hook", entries, config, "Class")
+
+
+def _find_entry_errors(part: str, entries: list[NamedCode], config: Config, kind: str) -> Iterator[RequestError]:
+    """Places that are none, names that come twice, and arguments for nobody."""
+    names = [name for name, _ in entries]
+    for at, (name, code) in enumerate(entries):
+        if ":" in code and (not _PLACE.fullmatch(code) or code.partition(":")[0].endswith(".py")):
+            yield RequestError(
+                f"--{part} {code}: must be module:{kind}", remedy=f"--{part} my_file:{kind} for {kind} in my_file.py"
+            )
+        elif not name.isidentifier():
+            yield RequestError(f"--{part} {name}={code}: {name!r} is no name", remedy="letters, digits and _")
+        elif name in names[:at]:
+            yield RequestError(
+                f"--{part} {code}: {name!r} is given twice", remedy=f"a name of its own: --{part} NAME={code}"
+            )
+    for name, args in config.get(f"{part}.args").items():
+        if name not in names:
+            remedy = did_you_mean(name, names) if names else f"--{part}"
+            yield RequestError(f"{part}.args.{name}: there is no --{part} of that name", remedy=remedy)
+        elif not isinstance(args, dict) or not all(isinstance(each, str) for each in args):
+            yield RequestError(
+                f"{part}.args.{name}: must be a mapping of names to values",
+                remedy=f"--set '{part}.args.{name}={{NAME: VALUE}}'",
+            )
+
+
+NAMING = ("data", "model", "task")
+"""The parts of a trained network whose name or arguments may cause an import."""
+
+FOLLOWING = ("optimizer", "schedule", "metric", "hook", "logger")
+"""Parts that only a training has, and that may be the user's own code as well."""
+
+_FACTORY = re.compile(r"[^\W\d][\w.]*:[\w.]*")
+_OF_GYMNASIUM = re.compile(r".*:.*", re.DOTALL)  # module:Env-v0; gymnasium imports the part before the colon
+_OF_TRANSFORMERS = re.compile(r".*[:/].*", re.DOTALL)  # org/name; transformers may download its code
+
+
+def check_code(
+    config: Config, command: Config, where: str, *, environments: Collection[str], parts: Collection[str] = NAMING
+) -> None:
+    """Refuse code that the user's own command does not name, before anything is imported.
+
+    Args:
+        config: the settings that will be used, including those from a run folder or a checkpoint.
+        command: the user's own settings: flags, --set, and the file given with --config.
+        where: the folder or file that the others come from, for the message.
+        environments: names of the built-in environments, which are followed by a colon (gym:CartPole-v1).
+        parts: the parts that will be built from these settings.
+
+    Raises:
+        RequestError: the message names the code that would have been imported.
+    """
+    if command.checkpoint.own_code:
+        return
+    named = set(_code(command, environments, parts))
+    if unnamed := [name for name in _code(config, environments, parts) if name not in named]:
+        raise RequestError(
+            f"{where} names code that this command does not name: {', '.join(unnamed)}",
+            remedy="give --own-code if you trust that code, or name it in this command as well",
+        )
+
+
+def describe_origin(config: Config, command: Config, where: str, environments: Collection[str]) -> str:
+    """What these settings import, send to or read prompts from that the command does not name; "" if nothing.
+
+    Args:
+        where: the file or folder that it comes from; what `config.from_files` has already stays.
+    """
+    named = set(_list_outside(command, environments))
+    found = ", ".join(hide_passwords(text) for text in _list_outside(config, environments) if text not in named)
+    return "; ".join(filter(None, [config.from_files, found and f"{where}: {found}"]))
+
+
+def _list_outside(config: Config, environments: Collection[str]) -> dict[str, None]:
+    texts = [*_code(config, environments, (*NAMING, *FOLLOWING)), *(f"--logger {name}" for name in config.log.loggers)]
+    places = {"--mirror": config.checkpoint.mirror, "--prompts": config.log.prompts}
+    return dict.fromkeys([*texts, *(f"{flag} {place}" for flag, place in places.items() if place)])
+
+
+def _code(config: Config, environments: Collection[str], parts: Collection[str]) -> Iterator[str]:
+    """The code that these settings would import, as flags and --set arguments.
+
+    Built-in names are not included, nor are those of a library (timm/resnet18), which builds its own model by that name
+    and loads no weights.
+    """
+    head, _, id = config.data.name.partition(":")
+    acts = head in environments
+    if "data" in parts:
+        yield from _mixed_code(config)
+    for part in parts:
+        given, pattern = config.get(part) or "", _FACTORY
+        for name in [given] if isinstance(given, str) else given:
+            if ":" in (id if part == "data" and acts else name):
+                yield f"--{part} {name}"
+        if part == "data" and acts:
+            pattern = _OF_GYMNASIUM
+        elif part == "model" and given == "transformers":
+            pattern = _OF_TRANSFORMERS
+        arguments = config.get(f"{part}.args") if f"{part}.args" in SETTINGS else {}
+        for place, text in _texts(arguments, f"{part}.args"):
+            if pattern.fullmatch(text):
+                yield f"{place}={text}"
+
+
+def _mixed_code(config: Config) -> Iterator[str]:
+    """The same of the datasets of a mixture."""
+    for number, entry in enumerate(config.data.mix):
+        if ":" in entry["data"]:
+            yield f"data.mix.{number}.data={entry['data']}"
+        for place, text in _texts(entry["args"], f"data.mix.{number}.args"):
+            if _FACTORY.fullmatch(text):
+                yield f"{place}={text}"
+
+
+def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Every text in a nested value, with its key."""
+    if isinstance(value, str):
+        yield place, value
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for name, inner in pairs:
+        yield from _texts(inner, f"{place}.{name}")
+
+
+def match_names(names: Sequence[str], pattern: str, origin: str, kind: str = "parameter") -> list[str]:
+    """The names that match a shell pattern.
+
+    Raises:
+        RequestError: none does; it begins with `origin`, and says which names are near.
+    """
+    chosen = [name for name in names if fnmatch(name, pattern)]
+    if not chosen:
+        near = get_close_matches(pattern.rstrip("*"), names, n=4, cutoff=0.5) or list(names[:4])
+        raise RequestError(f"{origin} matches no {kind}", remedy=f"names are like {', '.join(near)}")
+    return chosen
+
+
+_WITH_PASSWORD = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]+(?=@)")
+_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+
+
+def has_password(value: Any) -> bool:
+    """Whether a setting's value, or a text in it, is an address with a password, as in https://me:secret@host."""
+    if isinstance(value, dict):
+        return any(has_password(entry) for entry in value.values())
+    if isinstance(value, list | tuple):
+        return any(has_password(entry) for entry in value)
+    return isinstance(value, str) and _WITH_PASSWORD.search(value) is not None
+
+
+def hide_passwords(text: str, secrets: tuple[str, ...] = ()) -> str:
+    """A text without the users and passwords of its addresses, and without these secrets."""
+    for secret in secrets:
+        text = text.replace(secret, "…")
+    return _USER.sub("…", text)

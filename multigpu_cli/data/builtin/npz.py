@@ -1,0 +1,105 @@
+"""Arrays in an .npz file: X_train and y_train, or X and y; also X_val, y_val, X_test, y_test."""
+
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from multigpu_cli.data.files import locate_other_file, locate_single_file
+from multigpu_cli.data.order import split_by_sample
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.errors import RequestError
+
+_LAYOUT = "np.savez('data.npz', X_train=…, y_train=…, X_test=…, y_test=…), or X=… and y=…"
+
+
+def load(data_dir: str | None, seed: int, file: str | None = None, new: str | None = None) -> DataSource:
+    """The arrays as they are, float64 as float32; nothing is scaled but bytes, to 0…1.
+
+    X and y alone are divided by seed, 80/10/10; without X_val, 10 % of the training samples are set aside. Whole
+    numbers y (n,) are classes, other numbers ask for regression, 0 and 1 in (n, k) are several labels, and whole
+    numbers in the shape of X are the tokens that follow.
+
+    Args:
+        file: name of the file, where the folder holds several.
+        new: another file, with X alone, for predictions.
+
+    Raises:
+        RequestError: no such file, arrays that are missing or don't fit each other.
+    """
+    path = locate_single_file("npz", data_dir, file, _LAYOUT)
+    arrays = _arrays(path)
+    splits = {name: _split(arrays, f"_{name}", path) for name in ("train", "val", "test") if f"X_{name}" in arrays}
+    whole = splits.get("train") or _split(arrays, "", path)
+    fractions = (0.1, 0.1) if "train" not in splits else () if "val" in splits else (0.1,)
+    if fractions:
+        indices = split_by_sample(len(whole), fractions, seed)
+        parts = [TensorDataset(*(tensor[part] for tensor in whole.tensors)) for part in indices]
+        splits |= dict(zip(("train", "val", "test"), parts, strict=False))
+    inputs, targets = whole.tensors
+    task, classes = _kind(inputs, targets, list(splits.values()))
+    if new and task == "language-model":
+        raise RequestError("data.args.new: the targets of tokens are tokens", remedy="multigpu sample writes text")
+    return DataSource(
+        train=splits["train"],
+        val=splits.get("val"),
+        test=splits.get("test"),
+        new=_unknown(locate_other_file("npz", Path(data_dir or "."), new), whole) if new else None,
+        input_shape=tuple(inputs.shape[1:]),
+        num_classes=classes,
+        num_outputs=int(targets.shape[1:].numel()),
+        model="gpt" if task == "language-model" else "mlp",
+        task=task,
+    )
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:  # NumPy leaves a damaged one open
+            return {name: file[name] for name in file.files}
+    except (ValueError, OSError, BadZipFile) as error:
+        raise RequestError(f"--data npz: {path}: {error}", remedy=f"plain arrays of numbers: {_LAYOUT}") from error
+
+
+def _split(arrays: dict[str, np.ndarray], ending: str, path: Path) -> TensorDataset:
+    tensors = [_tensor(arrays, f"{name}{ending}", path) for name in "Xy"]
+    if len(tensors[0]) != len(tensors[1]) or not len(tensors[0]):
+        raise RequestError(
+            f"--data npz: X{ending} has {len(tensors[0])} samples in {path}, y{ending} {len(tensors[1])}"
+        )
+    inputs, targets = tensors
+    return TensorDataset(inputs, targets if targets.is_floating_point() else targets.long())
+
+
+def _unknown(path: Path, known: TensorDataset) -> TensorDataset:
+    """The samples of a file that has no targets."""
+    arrays = _arrays(path)
+    inputs, like = _tensor(arrays, "X", path), known.tensors[1]
+    if inputs.shape[1:] != known.tensors[0].shape[1:]:
+        shapes = tuple(inputs.shape[1:]), tuple(known.tensors[0].shape[1:])
+        raise RequestError(f"--data npz: samples in {path} are {shapes[0]}, the others {shapes[1]}")
+    return TensorDataset(inputs, like.new_zeros(len(inputs), *like.shape[1:]))
+
+
+def _tensor(arrays: dict[str, np.ndarray], name: str, path: Path) -> Tensor:
+    if name not in arrays:
+        raise RequestError(f"--data npz: {path} holds no {name} ({', '.join(arrays)})", remedy=_LAYOUT)
+    if arrays[name].dtype.kind not in "fiub" or not arrays[name].ndim:
+        raise RequestError(f"--data npz: {name} in {path} is {arrays[name].dtype} {arrays[name].shape}, no numbers")
+    tensor = torch.from_numpy(np.ascontiguousarray(arrays[name]))
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
+def _kind(inputs: Tensor, targets: Tensor, splits: list[TensorDataset]) -> tuple[str, int]:
+    """The task that the targets are made for, and the number of classes or tokens."""
+    if targets.is_floating_point() and not (targets.ndim == 2 and bool(((targets == 0) | (targets == 1)).all())):
+        return "regression", 0
+    most = max(int(split.tensors[1].max()) for split in splits) + 1
+    if targets.ndim == 1:
+        return "classification", most
+    if targets.shape == inputs.shape and not inputs.is_floating_point():
+        return "language-model", max(most, *(int(split.tensors[0].max()) + 1 for split in splits))
+    return "multi-label", targets.shape[1]

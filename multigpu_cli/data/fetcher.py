@@ -1,0 +1,328 @@
+"""Fetches the samples of a map-style dataset, in loader processes or in this process."""
+
+import operator
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice, tee
+from multiprocessing import current_process
+from multiprocessing.context import ForkContext, ForkProcess
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from multigpu_cli.data.collate import (
+    Collate,
+    Collated,
+    Fetched,
+    TokenCounts,
+    count_tokens,
+    get_sample,
+    get_samples,
+    move_batches,
+    unwrap_dataset,
+)
+from multigpu_cli.data.order import EVAL_EPOCH
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.processes import die_with_parent
+from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.planning.batch import make_key
+from multigpu_cli.runtime.seeding import seed_host
+
+_MOST_PROCESSES = 8  # per worker
+_TRANSFER_COST = 30e-6  # seconds per sample of receiving a small batch from another process
+_LONGEST_PROBE = 0.5  # seconds
+_TYPICAL_BATCH = 32
+_MOST_AT_ONCE, _BYTES_AT_ONCE = 32, 2**23  # batches that are fetched together
+_ALIGNMENT = 64  # bytes, of torch's own tensors on a CPU
+
+Result = TypeVar("Result")
+
+
+class ItemFetcher:
+    """Fetches a map-style dataset sample by sample, with a DataLoader that is given the indices of each batch."""
+
+    def __init__(
+        self,
+        split: Dataset[Any],
+        device: torch.device,
+        seed: int,
+        wanted: int | str,
+        workers_here: int,
+        source: DataSource,
+    ) -> None:
+        options = source.loader_options
+        self.device = device
+        self._dataset, self._collate = SeededDataset(split, seed), Collate(split, source.form)
+        processes, reason = _loader_processes(self._dataset, wanted, workers_here)
+        self._fetches_whole = not processes and self._dataset.fetch_batch is not None  # DataLoader would only cost time
+        self._at_once = 1
+        self._chunks = _Chunks()
+        self._loader: DataLoader[Any] = DataLoader(
+            self._dataset,
+            collate_fn=_CountingCollate(self._collate),
+            batch_sampler=self._chunks,
+            num_workers=processes,
+            pin_memory=options.pin_memory and device.type == "cuda",
+            prefetch_factor=options.prefetch if processes else None,
+            persistent_workers=processes > 0,
+            worker_init_fn=ignore_group_signals,
+            multiprocessing_context=LoaderContext() if processes else None,
+        )
+        self.data_location = (
+            f"fetched by {pluralize(processes, 'loader process')}" if processes else "fetched in this process"
+        )
+        self.data_location += reason
+        if processes:  # fork now: during training a thread may hold a lock, on which the child would wait for ever
+            deque(self._loader, maxlen=0)
+
+    def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
+        if self._fetches_whole:
+            yield from move_batches(self._fetch_whole(chunks), self.device)
+            return
+        requested, chunks = tee(chunks)
+        self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in requested)
+        with _without_traceback():
+            pairs = zip(chunks, self._loader, strict=True)
+            made = (Fetched(batch.inputs, batch.targets, indices, tokens) for indices, (batch, tokens) in pairs)
+            yield from move_batches(made, self.device)
+
+    def _fetch_whole(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
+        """Batches of a dataset with `fetch_batch`; of short rows several at once, which costs little more than one."""
+        waiting = iter(chunks)
+        while group := list(islice(waiting, self._at_once)):
+            whole = self._dataset.fetch_whole(torch.cat(group).numpy())
+            self._collate.check_classes(whole.indices, whole.targets)
+            sizes = [len(indices) for indices in group]
+            parts = whole.inputs.split(sizes), whole.targets.split(sizes)
+            for inputs, targets, indices in zip(*parts, group, strict=True):
+                yield Fetched(_align(inputs), _align(targets), indices)
+            self._at_once = min(_MOST_AT_ONCE, max(1, _BYTES_AT_ONCE * len(group) // whole.inputs.nbytes))
+
+    def close(self) -> None:
+        """End the loader processes, if any."""
+        end_processes(self._loader)
+
+
+def _align(part: Tensor) -> Tensor:
+    """The same where torch begins any tensor, so that sums over it have the same bits whatever was fetched with it."""
+    return part if part.data_ptr() % _ALIGNMENT == 0 else part.clone()
+
+
+class _Chunks:
+    """A batch sampler whose batches are set before each pass."""
+
+    def __init__(self) -> None:
+        self.now: Iterable[list[tuple[int, int]]] = []
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return iter(self.now)
+
+
+class _CountingCollate:
+    """Makes batches, and counts their tokens, which on a device would have to be waited for."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, numbered: "Sequence[tuple[int, Any]] | WholeBatch") -> tuple[Collated, TokenCounts | None]:
+        if isinstance(numbered, WholeBatch):
+            self._collate.check_classes(numbered.indices, numbered.targets)
+            return Collated(numbered.inputs, numbered.targets), None
+        made = self._collate(numbered)
+        return made, count_tokens([item for _, item in numbered], made.targets)
+
+
+class WholeBatch(NamedTuple):
+    """A batch that the dataset itself has put together (`fetch_batch`).
+
+    Attributes:
+        indices: (n,) int64, of its samples.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    indices: np.ndarray
+
+
+class SeededDataset(Dataset[Any]):
+    """The user's dataset, with all random generators seeded from (seed, epoch, sample) before each item.
+
+    A dataset of ours with `fetch_batch(indices)` puts batches together without a sample in between; it draws no random
+    numbers. One that fetches several samples at once (`__getitems__`) is seeded once per batch, by its first sample;
+    the samples of a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated
+    sample. Packs are made
+    anew for each epoch; a method `set_epoch` of a user's is not called: here it would be for every sample, and for
+    evaluations with a number that many can't take.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self._size = len(dataset)  # type: ignore[arg-type]
+        self._make_packs = getattr(unwrap_dataset(dataset), "make_packs_of_epoch", None)
+        self.fetch_batch = getattr(dataset, "fetch_batch", None)
+        self._whole = callable(getattr(unwrap_dataset(dataset), "__getitems__", None))
+
+    @property
+    def samples_per_fetch(self) -> int:
+        """How many samples it is quickest to ask for at once."""
+        return 1 if self.fetch_batch is None else _TYPICAL_BATCH
+
+    def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
+        self._seed(*where)
+        index = where[1] % self._size
+        return index, get_sample(self.dataset, index)
+
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]] | WholeBatch:
+        if self.fetch_batch is not None:
+            return self.fetch_whole(np.array([index for _, index in places]))
+        if not self._whole:
+            return [self[where] for where in places]
+        self._seed(*places[0])
+        indices = [index % self._size for _, index in places]
+        return list(zip(indices, get_samples(self.dataset, indices), strict=True))
+
+    def fetch_whole(self, indices: np.ndarray) -> WholeBatch:
+        """A batch of a dataset with `fetch_batch`."""
+        assert self.fetch_batch is not None
+        at = indices % self._size
+        inputs, targets = self.fetch_batch(at)
+        return WholeBatch(inputs, targets, at)
+
+    def _seed(self, epoch: int, index: int) -> None:
+        if self._make_packs is not None:
+            self._make_packs(epoch)
+        seed_host(make_key(self.seed, epoch, index))
+
+
+def _loader_processes(dataset: SeededDataset, wanted: int | str, workers_here: int) -> tuple[int, str]:
+    """Number of loader processes, with the reason for `auto`: one per spare core, or none if samples are cheap."""
+    if wanted != "auto":
+        return int(wanted), ""
+    spare = 0 if current_process().daemon else min(_MOST_PROCESSES, (os.cpu_count() or 1) // workers_here - 1)
+    if spare < 1:
+        return 0, ": no spare core"
+    seconds = run_in_process(partial(_seconds_a_sample, dataset))
+    return (spare if seconds > _TRANSFER_COST else 0), f": {1e6 * seconds:,.0f} µs a sample, measured"
+
+
+def run_in_process(work: Callable[[], Result]) -> Result:
+    """Call `work` in another process: a file that a dataset opens here would be shared with forked loader processes.
+
+    Raises:
+        RequestError: the user's dataset failed.
+    """
+    if current_process().daemon:  # a daemon may not fork, so its files are not shared either
+        return work()
+    there: DataLoader[Result] = DataLoader(
+        [work],  # type: ignore[arg-type]  # a list serves as a dataset
+        batch_size=None,
+        collate_fn=operator.call,  # type: ignore[arg-type]
+        num_workers=1,
+        persistent_workers=True,
+        worker_init_fn=ignore_group_signals,
+        multiprocessing_context=LoaderContext(),
+    )
+    try:
+        with _without_traceback():
+            return next(iter(there))  # type: ignore[no-any-return]
+    finally:
+        end_processes(there)
+
+
+@contextmanager
+def _without_traceback() -> Iterator[None]:
+    """Re-raise a loader process's RequestError without the traceback that torch adds to its message."""
+    try:
+        yield
+    except RequestError as error:
+        _, found, message = error.problem.rpartition(f"{RequestError.__module__}.RequestError: ")
+        if found:
+            raise RequestError(message.strip()) from error
+        raise
+
+
+def _seconds_a_sample(dataset: SeededDataset) -> float:
+    """The shortest time of a few samples, since the first may open files."""
+    taken: list[float] = []
+    for index in range(min(8, len(dataset.dataset))):  # type: ignore[arg-type]
+        places = [(EVAL_EPOCH, index + row) for row in range(dataset.samples_per_fetch)]
+        began = time.perf_counter()
+        dataset.__getitems__(places)
+        taken.append((time.perf_counter() - began) / len(places))
+        if sum(taken) > _LONGEST_PROBE:
+            break
+    return min(taken, default=0.0)
+
+
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")  # bytes: the path of a Unix socket has 108, with a final zero
+_SHORT = ("/tmp", "/dev/shm")  # used if TMPDIR is too long
+
+
+class LoaderContext(ForkContext):
+    """The start method of loader processes, for DataLoader's `multiprocessing_context`; `close` removes their sockets.
+
+    torch passes tensors through Unix sockets, which multiprocessing creates below TMPDIR; a long path breaks them.
+
+    Raises:
+        RequestError: no writable folder has a path that is short enough.
+    """
+
+    def __init__(self) -> None:
+        self._sockets = tempfile.mkdtemp(prefix="pymp-", dir=_short_folder())  # the prefix of multiprocessing itself
+
+    def Process(self, *args: Any, **named: Any) -> ForkProcess:  # type: ignore[override]
+        return _LoaderProcess(self._sockets, *args, **named)
+
+    def close(self) -> None:
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+class _LoaderProcess(ForkProcess):
+    def __init__(self, sockets: str, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._config["tempdir"] = sockets  # type: ignore[attr-defined]  # multiprocessing reads it from here
+
+    def _bootstrap(self, *args: Any, **named: Any) -> int:
+        """Run in the new process, before anything else.
+
+        Torch starts its own parent check later, on the parent at that time: if the trainer was killed in between, this
+        process would never end.
+        """
+        die_with_parent(self._parent_pid)  # type: ignore[attr-defined]
+        return super()._bootstrap(*args, **named)  # type: ignore[misc, no-any-return]
+
+
+def ignore_group_signals(_: int) -> None:
+    """A `worker_init_fn`: a signal to the process group is meant for the trainer, which still needs its loaders."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def end_processes(loader: DataLoader[Any]) -> None:
+    """End a loader's processes now: garbage collection may never happen, and they must not outlive this process."""
+    if (iterator := loader._iterator) is not None and loader.num_workers:
+        iterator._shutdown_workers()  # type: ignore[attr-defined]
+        loader._iterator = None
+    if isinstance(context := loader.multiprocessing_context, LoaderContext):
+        context.close()
+
+
+def _short_folder() -> str:
+    for folder in (tempfile.gettempdir(), *_SHORT):
+        if len(os.fsencode(folder)) <= _LONGEST and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise RequestError(
+        f"--num-workers: TMPDIR={tempfile.gettempdir()} is too long for the sockets of loader processes, "
+        "and /tmp is not writable",
+        remedy=f"set TMPDIR to a path of at most {_LONGEST} bytes, or use --num-workers 0",
+    )

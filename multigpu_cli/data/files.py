@@ -1,0 +1,243 @@
+"""Locates and reads the files of a dataset, and words the errors if they are missing or damaged."""
+
+import json
+import os
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from multigpu_cli.config.paths import FILES
+from multigpu_cli.errors import RequestError, did_you_mean
+
+
+def locate_single_file(name: str, data_dir: str | None, file: str | None, layout: str) -> Path:
+    """The file of a dataset: --data-dir itself, or the file of that folder that data.file names, or its only one.
+
+    Args:
+        name: of the dataset, one of FILES.
+        file: data.file, for a folder that holds several.
+        layout: what is expected, for messages.
+
+    Raises:
+        RequestError: no --data-dir, the file does not exist, or several could be meant.
+    """
+    if data_dir is None:
+        raise RequestError(f"--data {name} needs --data-dir, the file or the folder that holds it", remedy=layout)
+    place = Path(data_dir).expanduser()
+    if not place.exists():
+        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=layout)
+    if place.is_dir():
+        return locate_other_file(name, place, file) if file else _locate_only_file(name, place, layout)
+    if file not in (None, place.name):
+        raise RequestError(
+            f"--data-dir {data_dir} together with data.file={file}: two different files",
+            remedy=f"the folder as --data-dir, or --set data.file={place.name}",
+        )
+    return place
+
+
+def locate_other_file(name: str, place: Path, file: str) -> Path:
+    """A file or folder beside the data, or else relative to the working directory.
+
+    Args:
+        name: of the dataset, for messages.
+        place: --data-dir, a folder or the file itself.
+
+    Raises:
+        RequestError: it exists in neither place.
+    """
+    folder = place if place.is_dir() else place.parent
+    found = [path for path in (folder / Path(file).expanduser(), Path(file)) if path.exists()]
+    if not found:
+        names = sorted(path.name for path in folder.glob("*") if path.is_file())
+        remedy = did_you_mean(Path(file).name, names) if names else "another folder"
+        raise RequestError(f"--data {name}: {folder / file}: there is no such file", remedy=remedy)
+    return found[0]
+
+
+def _locate_only_file(name: str, folder: Path, layout: str) -> Path:
+    fits = ([path for path in folder.glob("*") if path.name.lower().endswith(suffix)] for suffix in FILES[name])
+    paths = sorted(next(filter(None, fits), []))  # table.csv is preferred to a table.csv.gz beside it
+    if len(paths) != 1:
+        found = ", ".join(path.name for path in paths[:5]) or "none at all"
+        raise RequestError(
+            f"--data {name}: {folder} must hold one {FILES[name][0]} file, and it holds {found}",
+            remedy=f"--data-dir FILE, for example {paths[0]}" if paths else layout,
+        )
+    return paths[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetFiles:
+    """Where the user gets a dataset and how its folder must look.
+
+    Attributes:
+        name: as in --data NAME.
+        address: the page or archive to get it from.
+        folders: places relative to --data-dir where the files may lie ("." for itself), tried in this order.
+        layout: the files expected there, for the message.
+    """
+
+    name: str
+    address: str
+    folders: Sequence[str]
+    layout: str
+
+    def folder(self, data_dir: str | None, landmarks: Iterable[str]) -> Path:
+        """The first of the folders that holds one of the landmarks (files or folders).
+
+        Raises:
+            RequestError: none does; says what was looked for where, where to get it, and how the folder must look.
+        """
+        if data_dir is None:
+            raise RequestError(f"--data {self.name} needs --data-dir, the folder that holds it", remedy=self.remedy)
+        landmarks = list(landmarks)
+        places = [Path(data_dir).expanduser() / folder for folder in self.folders]
+        for place in places:
+            if any((place / landmark).exists() for landmark in landmarks):
+                return place
+        looked = f"looked for {' or '.join(landmarks)} in {', '.join(map(str, places))}"
+        kind = "is not a folder" if not places[0].is_dir() else f"holds no {self.name}"
+        raise RequestError(f"--data-dir {data_dir} {kind} ({looked})", remedy=self.remedy)
+
+    @property
+    def remedy(self) -> str:
+        """How to get the dataset, for any message about it."""
+        how = f"get it from {self.address}, unpack it, and give its folder as --data-dir"
+        return f"{how}; it must look like\n{self.layout}"
+
+    def damaged_error(self, file: Path, fault: str) -> RequestError:
+        """The error for a file that is there but wrong."""
+        return RequestError(f"--data {self.name}: {file}: {fault}", remedy=f"get the file anew from {self.address}")
+
+    def content(self, file: Path) -> bytes:
+        """All bytes of a file.
+
+        Raises:
+            RequestError: it is missing or can't be read.
+        """
+        try:
+            return file.read_bytes()
+        except FileNotFoundError as missing:
+            raise RequestError(f"--data {self.name}: {file} is missing", remedy=self.remedy) from missing
+        except OSError as unreadable:
+            raise self.damaged_error(file, f"can't be read ({unreadable.strerror})") from unreadable
+
+    def check_labels(self, file: Path, labels: np.ndarray, low: int, high: int) -> np.ndarray:
+        """The labels as int64 counted from 0.
+
+        Raises:
+            RequestError: one lies outside low … high.
+        """
+        wrong = np.flatnonzero((labels < low) | (labels > high))
+        if len(wrong):
+            value = labels[wrong[0]]
+            raise self.damaged_error(file, f"label {value} of sample {wrong[0] + 1} is not one of {low} … {high}")
+        return labels.astype(np.int64) - low
+
+
+_MOST = 64
+UNCHANGED = "files that are whole and stay as they are while they are read; the next run indexes them anew"
+
+
+class OpenFiles:
+    """Files that are opened when they are read, without a position: forked processes may share them.
+
+    Args:
+        files: in order.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = list(files)
+        self._open: OrderedDict[int, int] = OrderedDict()
+
+    def read(self, file: int, offset: int, size: int) -> bytes:
+        """Some bytes of a file.
+
+        Raises:
+            RequestError: the file is gone, ends before or can't be read.
+        """
+        try:
+            content = os.pread(self._get_number(file), size, offset)
+        except OSError as error:
+            raise RequestError(f"--data: {self.files[file]}: {error.strerror}", remedy=UNCHANGED) from error
+        if len(content) != size:
+            raise RequestError(
+                f"--data: {self.files[file]} ends at byte {offset + len(content)} of {offset + size}", remedy=UNCHANGED
+            )
+        return content
+
+    def _get_number(self, file: int) -> int:
+        number = self._open.get(file)
+        if number is None:
+            if len(self._open) == _MOST:
+                os.close(self._open.popitem(last=False)[1])
+            number = self._open[file] = os.open(self.files[file], os.O_RDONLY | os.O_CLOEXEC)
+        return number
+
+    def __del__(self) -> None:
+        for number in self._open.values():
+            os.close(number)
+
+
+_REMEDY = "one JSON object per line"
+
+
+class JsonLines:
+    """The records of a file, one JSON object per line; empty lines do not count.
+
+    The file is opened anew for each record, so that loader processes share no position in it.
+
+    Attributes:
+        digest: SHA-256 of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines, self._starts = array("q"), array("q")  # of each record: its line from 1, and its first byte
+        at, digest = 0, sha256()
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                digest.update(line)
+                if line.strip():
+                    self._lines.append(number)
+                    self._starts.append(at)
+                at += len(line)
+        self.digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One record.
+
+        Raises:
+            RequestError: the line is no JSON object, or no text; names it.
+        """
+        with self.path.open("rb") as file:
+            file.seek(self._starts[index])
+            line = file.readline()
+        try:
+            record = json.loads(line.decode("utf-8-sig"))
+            if rb"\ud" in line.lower():  # half a character, perhaps
+                json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeError as error:
+            raise RequestError(
+                f"{self.describe(index)}: no text in UTF-8 ({error})", remedy=f"{_REMEDY}, as UTF-8"
+            ) from error
+        except ValueError as error:
+            fault = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+            raise RequestError(f"{self.describe(index)}: not JSON ({fault})", remedy=_REMEDY) from error
+        if not isinstance(record, dict):
+            raise RequestError(f"{self.describe(index)}: a {type(record).__name__}, not an object", remedy=_REMEDY)
+        return record
+
+    def describe(self, index: int) -> str:
+        """The record's place, for messages: file:line."""
+        return f"{self.path}:{self._lines[index]}"

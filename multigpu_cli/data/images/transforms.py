@@ -1,0 +1,194 @@
+"""What happens to whole batches on their device: augmentation, the dataset's own preparation, and mixing."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.collate import describe_shapes, to_device
+from multigpu_cli.data.order import KeyedRandom
+from multigpu_cli.data.pixels import random_resized_crop
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.factories import find_factory
+
+
+class BatchTransforms:
+    """The transforms of a split's batches.
+
+    Args:
+        config: what the settings ask for, beside the dataset's own augmentation.
+        source: the dataset's own transforms.
+        seed: the run's seed.
+        device: where batches are.
+        training: it is the training split; the settings are for its samples alone.
+
+    Raises:
+        RequestError: there are no classes to mix, or no torchvision for data.rand_augment.
+    """
+
+    def __init__(
+        self, config: DataConfig, source: DataSource, seed: int, device: torch.device, *, training: bool
+    ) -> None:
+        self._prepare, self._seed, self._device = source.prepare, seed, device
+        self._augments: list[Callable[[Tensor, KeyedRandom], Tensor]] = [source.augment] if source.augment else []
+        smallest = config.random_resized_crop if training else None
+        self._needs_images = smallest is not None
+        if smallest is not None:
+            self._augments.append(partial(random_resized_crop, smallest=smallest))
+        self._rand_augment = None
+        if training and config.rand_augment is not None:
+            name = str(config.rand_augment)
+            known = {name: "multigpu_cli.data.images.augment:RandAugment"}  # late: it loads torchvision, an extra
+            self._rand_augment = find_factory(name, known, flag="data.rand_augment")(config.rand_augment)
+        self._mixer = None
+        if training and (config.mixup or config.cutmix):
+            self._mixer = SampleMixer(config.mixup, config.cutmix, source.num_classes)
+
+    def evaluate(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """A batch as it is evaluated; one of the training split, the first of a run, must fit the settings.
+
+        Raises:
+            RequestError: its samples can't be cropped, augmented or mixed.
+        """
+        if self._needs_images and not (isinstance(inputs, Tensor) and inputs.ndim == 4):
+            raise RequestError(
+                f"data.random_resized_crop: inputs are {describe_shapes(inputs)}",
+                remedy="images (channels, height, width)",
+            )
+        if self._rand_augment:
+            self._rand_augment.check(inputs)
+        inputs = self._to_model_input(inputs)
+        if self._mixer:
+            self._mixer.check(inputs, targets)
+        return inputs, targets
+
+    def train(self, inputs: Any, targets: Any, keys: Tensor, epoch: int, micro_batch: int) -> tuple[Any, Any]:
+        """A batch that is trained on.
+
+        Args:
+            keys: (n,) int64 on the CPU, by which random numbers are drawn.
+            micro_batch: samples of a micro-batch; several may have been joined.
+
+        Raises:
+            RequestError: samples can't be mixed.
+        """
+        if not self._augments and not self._rand_augment and not self._mixer:
+            return self._to_model_input(inputs), targets
+        draws = KeyedRandom(self._seed, epoch, to_device(keys, self._device))
+        if isinstance(inputs, Tensor):
+            for augment in self._augments:
+                inputs = augment(inputs, draws)
+            if self._rand_augment:
+                inputs = self._rand_augment(inputs, KeyedRandom(self._seed, epoch, keys))
+        inputs = self._to_model_input(inputs)
+        return self._mixer(inputs, targets, draws, micro_batch) if self._mixer else (inputs, targets)
+
+    def _to_model_input(self, inputs: Any) -> Any:
+        return self._prepare(inputs) if isinstance(inputs, Tensor) else inputs
+
+
+_PARTNER, _CHOICE, _SHARE, _PLACE = 16, 17, 18, 19  # streams of random numbers of their own
+_LEVELS = 4096  # of the table from which shares are drawn
+
+
+class SampleMixer:
+    """Mixes samples, and gives the shares of their classes as targets.
+
+    Args:
+        mixup, cutmix: both parameters of the beta distribution of the shares, None for neither; with both, each sample
+            meets one of them, with probability ½.
+        classes: how many there are.
+
+    Raises:
+        RequestError: there are none.
+    """
+
+    def __init__(self, mixup: float | None, cutmix: float | None, classes: int) -> None:
+        if classes < 2:
+            raise RequestError("data.mixup and data.cutmix mix the classes of samples, and the data has none")
+        self._classes = classes
+        self._cutmix_odds = 0.0 if cutmix is None else 1.0 if mixup is None else 0.5
+        self._tables = torch.stack([_tabulate_shares(mixup or cutmix or 1.0), _tabulate_shares(cutmix or mixup or 1.0)])
+
+    def __call__(self, inputs: Tensor, targets: Tensor, draws: KeyedRandom, micro_batch: int) -> tuple[Tensor, Tensor]:
+        """Mixed inputs, and targets (n, classes) float32 that add up to 1.
+
+        Args:
+            inputs: (n, …) floating, as the model meets them; CutMix takes images (n, C, H, W).
+            targets: (n,) int64 class numbers.
+            micro_batch: samples of a micro-batch; several of them may have been joined (DataParallel).
+
+        Raises:
+            RequestError: as `check`.
+        """
+        self.check(inputs, targets)
+        partner = _choose_partners(draws, micro_batch)
+        if self._tables.device != inputs.device:
+            self._tables = self._tables.to(inputs.device)  # once: each copy would stall the stream
+        cut = draws.uniform(_CHOICE)[:, 0] < self._cutmix_odds
+        levels = (draws.uniform(_SHARE)[:, 0] * _LEVELS).long()
+        share = self._tables[cut.long(), levels].float()  # of the sample itself
+        others = inputs[partner]
+        weight = share.view(-1, *[1] * (inputs.ndim - 1)).to(inputs.dtype)
+        mixed = others + (inputs - others) * weight
+        if self._cutmix_odds:
+            box, left = _cut_boxes(inputs, share, draws)
+            mixed = torch.where(cut.view(-1, 1, 1, 1), torch.where(box, others, inputs), mixed)
+            share = torch.where(cut, left, share)
+        own, other = (one_hot(labels, self._classes).float() for labels in (targets, targets[partner]))
+        return mixed, other + (own - other) * share[:, None]
+
+    def check(self, inputs: Any, targets: Any) -> None:
+        """Refuse what can't be mixed.
+
+        Raises:
+            RequestError: inputs are no tensor of numbers, or for CutMix no images; targets are no class numbers.
+        """
+        fits = isinstance(inputs, Tensor) and inputs.is_floating_point() and (inputs.ndim == 4 or not self._cutmix_odds)
+        if not fits:
+            raise RequestError(
+                f"data.mixup and data.cutmix: inputs are {describe_shapes(inputs)}, and can't be mixed",
+                remedy="samples that are floating-point numbers; for data.cutmix images (channels, height, width)",
+            )
+        if not isinstance(targets, Tensor) or targets.dtype != torch.int64 or targets.ndim != 1:
+            raise RequestError(
+                f"data.mixup and data.cutmix: targets are {describe_shapes(targets)}",
+                remedy="targets (n,) int64, the class numbers",
+            )
+
+
+def _tabulate_shares(alpha: float) -> Tensor:
+    """(levels,) float64: quantiles of Beta(alpha, alpha), the same on every machine."""
+    from scipy.stats import beta
+
+    return torch.from_numpy(beta.ppf((torch.arange(_LEVELS).double().numpy() + 0.5) / _LEVELS, alpha, alpha))
+
+
+def _choose_partners(draws: KeyedRandom, micro_batch: int) -> Tensor:
+    """(n,) int64: for each sample one of its own micro-batch, perhaps itself."""
+    drawn = draws.uniform(_PARTNER)[:, 0]
+    position = torch.arange(len(drawn), device=drawn.device)
+    first = position // micro_batch * micro_batch
+    size = (len(drawn) - first).clamp(max=micro_batch)
+    return first + (drawn * size).long()
+
+
+def _cut_boxes(images: Tensor, share: Tensor, draws: KeyedRandom) -> tuple[Tensor, Tensor]:
+    """(n, 1, H, W) bool, where the other image is, around a random centre; and (n,) the share that is left."""
+    half = (1 - share).sqrt() / 2
+    centers = draws.uniform(_PLACE, 2)
+    rows, high = _cut_spans(centers[:, 0], half, images.shape[-2])
+    columns, wide = _cut_spans(centers[:, 1], half, images.shape[-1])
+    return (rows[:, :, None] & columns[:, None, :])[:, None], 1 - high * wide
+
+
+def _cut_spans(center: Tensor, half: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(n, count) bool, the pixels of one dimension in the box; and (n,) the share of them."""
+    low, high = (((center + side * half) * count).round().clamp(0, count)[:, None] for side in (-1, 1))
+    pixels = torch.arange(count, device=center.device)
+    return (pixels >= low) & (pixels < high), (high - low)[:, 0] / count

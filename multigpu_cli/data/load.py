@@ -1,0 +1,352 @@
+"""Loads the dataset that --data names, a built-in one or the user's own, as a DataSource."""
+
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+import torch
+from numpy import ndarray
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS
+from multigpu_cli.config.schema import Config, DataConfig
+from multigpu_cli.data.class_weights import read_labels
+from multigpu_cli.data.collate import (
+    PAIR,
+    Collate,
+    SampleForm,
+    count_declared_classes,
+    get_tokens,
+    to_pair,
+    to_tensors,
+    unwrap_dataset,
+)
+from multigpu_cli.data.mixture import MixedSource
+from multigpu_cli.data.order import EVAL_EPOCH, split_by_sample
+from multigpu_cli.data.source import DataSource, MaterializedIterable
+from multigpu_cli.distributed.processes import say_before_run
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.batch import make_key
+from multigpu_cli.runtime import factories
+
+if TYPE_CHECKING:
+    from multigpu_cli.data.fetcher import SeededDataset
+
+
+_MOST_SCANNED = 100_000
+_MOMENT, _INTERVAL = 1.0, 10.0  # seconds of reading until the user is told, and told again
+
+Split = Dataset[Any] | None
+Moved = Callable[[], None]  # called as samples are read, so that the watchdog sees progress
+
+
+def infer_source(
+    train: Dataset[Any], val: Split, test: Split, seed: int, form: SampleForm, moved: Moved = lambda: None
+) -> DataSource:
+    """A DataSource of the splits, with shapes and classes inferred from the samples, whose transforms are seeded."""
+    from multigpu_cli.data.fetcher import SeededDataset  # late: built-in datasets name their shapes
+
+    samples = SeededDataset(train, seed)
+    one = [samples[EVAL_EPOCH, 0]]
+    inputs, targets = Collate(train, form)(one)  # a batch, since a collate_fn may add what a sample lacks
+    parts = [part.tensors for part in (train, val, test) if isinstance(part, TensorDataset)]
+    labeled = [to_pair(part, "a sample", form) for part in parts if len(part) > (form.inputs or 1)]
+    return DataSource(
+        train=train,
+        val=val,
+        test=test,
+        input_shape=tuple(getattr(inputs, "shape", (0,)))[1:],
+        num_classes=_infer_vocabulary_size(labeled, 2)
+        or (_count_classes(samples, form, moved) if isinstance(targets, Tensor) else count_declared_classes(train)),
+        num_outputs=int(torch.Size(getattr(targets, "shape", (1,))[1:]).numel()),
+        note="an iterable dataset, read once with its randomness: "
+        if isinstance(unwrap_dataset(train), MaterializedIterable)
+        else "",
+        form=form,
+    )
+
+
+def _count_classes(samples: "SeededDataset", form: SampleForm, moved: Moved) -> int:
+    """The number of classes, declared by the dataset or inferred from its labels; 0 if targets are not classes.
+
+    Labels that the dataset lists count if a few samples have them; else all samples are read once, and none is kept.
+    """
+    dataset = samples.dataset
+    if declared := count_declared_classes(dataset):
+        return declared
+    if isinstance(dataset, TensorDataset):
+        labels = to_pair(dataset.tensors, "a sample", form)[1]
+        return 0 if labels.is_floating_point() or labels.ndim != 1 else int(labels.max()) + 1
+
+    def needed(index: int) -> int:
+        return _count_needed(*to_pair(samples[EVAL_EPOCH, index][1], f"sample {index}", form))
+
+    if not (most := needed(0)):
+        return 0
+    count, listed = len(dataset), read_labels(dataset, form)  # type: ignore[arg-type]
+    few = (0, count // 2, count - 1)
+    if listed is not None and all(needed(index) == _count_needed(None, listed[index]) for index in few):
+        return 0 if listed.double().frac().any() else _count_needed(None, listed.max())
+    if count > _MOST_SCANNED:
+        raise RequestError(
+            f"--data: {count} samples are too many to infer the number of classes from",
+            remedy="give the dataset an attribute num_classes",
+        )
+    for index in _report_reading(count, moved):
+        if not (found := needed(index)):
+            return 0
+        most = max(most, found)
+    return most
+
+
+def _report_reading(count: int, moved: Moved) -> Iterator[int]:
+    """Number the samples after the first; a reading that takes long says how far it is, and what skips it."""
+    due = time.monotonic() + _MOMENT
+    for index in range(1, count):
+        if time.monotonic() > due:
+            due = time.monotonic() + _INTERVAL
+            read = f"counting the classes: {index:,} of {count:,} samples read"
+            say_before_run(f"{read}; an attribute num_classes of the dataset skips this")
+        moved()
+        yield index
+
+
+def _count_needed(inputs: Any, label: Any) -> int:
+    """How many classes, or tokens where targets are the next ones, a sample calls for; 0 if it has neither."""
+    if isinstance(label, Tensor) and label.ndim == 0:
+        return max(1, int(label) + 1) if float(label).is_integer() else 0
+    return _infer_vocabulary_size([(get_tokens(inputs), label)], 1)
+
+
+def _infer_vocabulary_size(pairs: Sequence[Sequence[Any]], axes: int) -> int:
+    """The vocabulary size, if samples are tokens with the next tokens as targets; else 0.
+
+    Args:
+        axes: the least number of dimensions of a sequence.
+    """
+    for pair in pairs:
+        if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in pair):
+            return 0
+        if pair[0].shape != pair[1].shape or pair[0].ndim < axes:
+            return 0
+    return max((int(each.max()) + 1 for pair in pairs for each in pair), default=0)
+
+
+Infer = Callable[..., DataSource]  # of train, val and test
+
+
+def load_data_source(
+    config: DataConfig, seed: int, form: SampleForm = PAIR, *, model_dir: str | None = None, moved: Moved = lambda: None
+) -> DataSource:
+    """Load the dataset that --data names: a built-in one, or the user's own.
+
+    A user's factory is called once per split with those arguments that it names among `split` (train, val, test),
+    `data_dir`, `mode`, `seed` and the data.args; it returns a map-style Dataset or None. A factory without a `split`
+    parameter, or with `split` among the data.args, returns a single dataset, which is divided by seed, 80/10/10.
+    Arrays (X, y) count as a dataset. `data.args.new` are the arguments for the samples to predict.
+
+    Args:
+        form: of the samples.
+        model_dir: --model-dir, whose tokenizer a built-in dataset may need.
+        moved: called as samples are read to count the classes.
+
+    Raises:
+        RequestError: an unknown dataset, missing or damaged files, or a factory that returns something else.
+    """
+    factory = factories.find_factory(config.name, DATASETS, flag="--data")
+    offered: dict[str, Any] = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
+    if config.name in DATASETS:
+        offered |= {"model_dir": model_dir, "max_length": config.max_length, "packing": config.packing}
+    if config.name == "mixture":
+        offered |= {"shuffle_block": config.shuffle_block, "shuffle_window": config.shuffle_window}
+        load = partial(load_data_source, seed=seed, form=form, model_dir=model_dir, moved=moved)
+        offered["mix"] = [_load_mixed(config, entry, load) for entry in config.mix]
+    parameters = inspect.signature(factory).parameters
+    infer = partial(infer_source, seed=seed, form=form, moved=moved)
+    if "split" not in parameters or "split" in config.args:
+        source = replace(_from_one(factory, offered, config.args, config.name, seed, infer), form=form)
+    else:
+        source = _from_splits(factory, offered, config.args, config.name, seed, infer)
+    if len(source.train) == 0:  # type: ignore[arg-type]
+        raise RequestError(
+            f"--data {config.name}: the training set is empty",
+            remedy="use more samples, or a smaller share for validation and test",
+        )
+    for split in ("train", "val", "test", "new"):
+        _check_finite(getattr(source, split), f"--data {config.name}, split {split}")
+    return source
+
+
+def _load_mixed(config: DataConfig, entry: Mapping[str, Any], load: Callable[[DataConfig], DataSource]) -> MixedSource:
+    """One dataset of data.mix, loaded as it would be alone."""
+    own = replace(config, name=entry["data"], dir=entry["data_dir"], args=entry["args"], mix=())
+    if own.name == "mixture":
+        raise RequestError("data.mix: a mixture within a mixture", remedy="one list of all datasets")
+    if own.name == "chat":
+        raise RequestError("data.mix: chat can't be mixed", remedy="one train.jsonl with the conversations of all")
+    label = f"{own.name} {own.dir}" if own.dir else own.name
+    return MixedSource(label, load(own), entry["weight"])
+
+
+def _arrays(found: Any) -> list[Tensor] | None:
+    """Arrays of inputs and targets, as scikit-learn's load_… and fetch_… functions return them; else None."""
+    if isinstance(found, Mapping) and {"data", "target"} <= found.keys():
+        found = found["data"], found["target"]
+    if not isinstance(found, tuple) or len(found) != 2 or not all(map(_holds_numbers, found)):
+        return None
+    return [to_tensors(each) for each in found] if len(found[0]) == len(found[1]) else None
+
+
+def _holds_numbers(value: Any) -> bool:
+    of_numpy = isinstance(value, ndarray) and value.dtype.kind in "fiub"
+    return (of_numpy or isinstance(value, Tensor)) and value.ndim > 0
+
+
+def _check_finite(dataset: Any, where: str) -> None:
+    """Refuse NaN and infinity, which would make the loss non-finite; only data in memory are checked."""
+    tensors = dataset.tensors if isinstance(dataset, TensorDataset) else ()
+    for place, tensor in enumerate(tensors):
+        kind = "target" if 0 < place == len(tensors) - 1 else "input"
+        if tensor.is_floating_point() and tensor.numel() and not all(map(isfinite, tensor.aminmax())):
+            sample = int((~tensor.isfinite()).nonzero()[0, 0])
+            raise RequestError(
+                f"{where}: the {kind} of sample {sample} contains NaN or infinity",
+                remedy="leave such samples out, or replace the values (torch.nan_to_num)",
+            )
+
+
+def _from_one(
+    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int, infer: Infer
+) -> DataSource:
+    other = None
+    if "new" not in inspect.signature(factory).parameters:
+        other, args = args.get("new"), {key: value for key, value in args.items() if key != "new"}
+    found = factories.call_factory(factory, offered, args, where="data")
+    if isinstance(found, DataSource):
+        source = found
+    else:
+        source = _split_by_seed(_dataset(found, name, seed), seed, infer)
+    if other is None:
+        return source
+    if isinstance(found, DataSource):
+        raise RequestError(
+            f"data.args.new: --data {name} takes no new samples",
+            remedy="leave it out; new samples are for --data csv and for a dataset of your own, MODULE:FUNCTION",
+        )
+    if not isinstance(other, dict):
+        raise RequestError(
+            f"data.args.new: {name} has no new samples for {other!r}",
+            remedy="give the arguments that differ for the new samples, for instance --set 'data.new={path: new.csv}'",
+        )
+    from multigpu_cli.data.source import wrap_unlabeled  # late: few runs have new samples
+
+    new = _dataset(factories.call_factory(factory, offered, args | other, where="data"), name, seed)
+    return replace(source, new=wrap_unlabeled(new, source.train, source.form) or new)
+
+
+def _from_splits(
+    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int, infer: Infer
+) -> DataSource:
+    splits = {}
+    for number, split in enumerate(("train", "val", "test")):
+        found = factories.call_factory(factory, {**offered, "split": split}, args, where="data")
+        splits[split] = None if found is None else _dataset(found, f"{name}, split {split}", make_key(seed, number))
+    if splits["train"] is None:
+        raise RequestError(
+            f"--data {name}: the factory returned None for split='train'",
+            remedy="return a dataset; only val and test may be None",
+        )
+    return infer(splits["train"], splits["val"], splits["test"])
+
+
+def _split_by_seed(dataset: Dataset[Any], seed: int, infer: Infer) -> DataSource:
+    parts = split_by_sample(len(dataset), (0.1, 0.1), seed)  # type: ignore[arg-type]
+    train, val, test = (_part(dataset, part) for part in parts)
+    return infer(train, val, test)
+
+
+def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
+    if isinstance(dataset, TensorDataset):
+        return TensorDataset(*(tensor[indices] for tensor in dataset.tensors))
+    return Subset(dataset, indices.tolist())
+
+
+def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
+    if isinstance(found, IterableDataset):
+        return MaterializedIterable(found, name, seed)
+    if (arrays := _arrays(found)) is not None:
+        inputs, targets = arrays
+        return TensorDataset(inputs, targets if targets.is_floating_point() else targets.long())
+    if not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
+        raise RequestError(
+            f"--data {name}: the factory returned something of type {type(found).__name__}",
+            remedy="return a map-style dataset: an object with __len__ and __getitem__(index) → (input, target), "
+            "or an IterableDataset that ends",
+        )
+    if len(found) == 0:
+        raise RequestError(f"--data {name}: the dataset is empty", remedy="return None if there is no such split")
+    return found  # type: ignore[no-any-return]
+
+
+FROM_MODEL = "from-model"
+"""The task of networks that compute their own loss."""
+
+
+def uses_environments(config: Config) -> bool:
+    """Whether a request names environments rather than a dataset."""
+    return config.task.name == "ppo" or names_builtin_environments(config)
+
+
+def choose_form(inputs: int | None, task: str | None) -> SampleForm:
+    """What of a sample are inputs: by data.inputs, and by what the task is to do with them.
+
+    A task of the user's own may need no targets; from-model hands a dict to the network as it is.
+    """
+    own = task is not None and ":" in task
+    return SampleForm(inputs, needs_target=not own and task != FROM_MODEL, keeps_mappings=task == FROM_MODEL)
+
+
+def open_data(config: Config, moved: Moved = lambda: None) -> DataSource:
+    """Load the dataset, or probe the environments, that --data names; `moved` is called as samples are read.
+
+    Raises:
+        RequestError: it does not exist, or is invalid.
+    """
+    if not uses_environments(config):
+        form = choose_form(config.data.inputs, config.task.name)
+        return load_data_source(config.data, config.reproducibility.seed, form, model_dir=config.model.dir, moved=moved)
+    from multigpu_cli.rl.env_source import open_environments  # late: datasets do not need PPO
+
+    return open_environments(config)
+
+
+def check_has_samples(config: Config, what: str) -> None:
+    """Refuse environments where the samples of a dataset are needed.
+
+    Raises:
+        RequestError: --data names environments.
+    """
+    if uses_environments(config):
+        raise RequestError(
+            f"{what} needs the samples of a dataset, and --data {config.data.name} names environments",
+            remedy="another --data; train, evaluate, status, report and verify support environments",
+        )
+
+
+def find_data_factory(config: Config) -> Callable[..., Any]:
+    """The factory that --data names."""
+    if not uses_environments(config):
+        return factories.find_factory(config.data.name, DATASETS, flag="--data")
+    from multigpu_cli.rl.env_source import find_group_factory
+
+    return find_group_factory(config)[0]
+
+
+def names_builtin_environments(config: Config) -> bool:
+    """Whether --data names built-in environments (gym:CartPole-v1), in spite of its colon."""
+    return config.data.name.partition(":")[0] in ENVIRONMENTS

@@ -1,0 +1,330 @@
+"""Rows of Arrow files, mapped into memory: a row is read where it lies, and nothing else is.
+
+pyarrow finds the columns; numbers are then read through NumPy's views of the mapping, which takes a random row of fixed
+width a microsecond or two, where `datasets` takes a hundred.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from multigpu_cli.data.rows.store import Column
+from multigpu_cli.errors import RequestError
+
+_IMAGES = "Image"  # Hugging Face's name of the type
+
+
+def load_pyarrow() -> Any:
+    """The package pyarrow.
+
+    Raises:
+        RequestError: it is not installed.
+    """
+    try:
+        import pyarrow  # an extra: few bring Arrow files
+    except ImportError as missing:
+        raise RequestError(
+            "--data arrow needs pyarrow", remedy="pip install pyarrow, or this program with its extra [arrow]"
+        ) from missing
+    return pyarrow
+
+
+class _Chunk(NamedTuple):
+    """A column in one record batch.
+
+    Attributes:
+        offsets: of lists within lists, from the outermost, of bytes or of texts; none for a single number.
+        values: the innermost numbers, or bytes; whole rows where all have their length by the type.
+        bits: true and false are stored eight in a byte; the first bit of the chunk.
+    """
+
+    offsets: tuple[np.ndarray, ...]
+    values: np.ndarray
+    bits: int | None = None
+
+
+class ArrowStore:
+    """A RowStore of Arrow files, one after the other; see there.
+
+    Args:
+        files: in order; each a stream or a file of Arrow, not compressed.
+
+    Raises:
+        RequestError: a file is damaged or compressed, or its columns differ from the first one's.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = [Path(file).absolute() for file in files]
+        self.label = str(files[0]) if len(files) == 1 else str(Path(files[0]).parent)
+        batches = [batch for file in self.files for batch in _read_batches(file)]
+        self._schema = _check_schemas(self.files, batches)
+        self._batches = [batch for batch in batches if batch.num_rows]
+        sizes = [batch.num_rows for batch in self._batches]
+        self._starts = np.cumsum([0, *sizes])
+        self._chunks: dict[str, list[_Chunk]] = {}
+        self._last: tuple[bytes, list[tuple[int, int]]] = b"", []
+        features = read_features(self._schema.metadata)
+        self.columns = {
+            field.name: _describe(field, features.get(field.name), [batch.column(at) for batch in self._batches])
+            for at, field in enumerate(self._schema)
+        }
+
+    def __reduce__(self) -> tuple[Callable[..., "ArrowStore"], tuple[list[Path]]]:
+        return ArrowStore, (self.files,)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
+        """A column of some rows: (n, *shape) numbers, or a list of bytes or texts."""
+        column, places = self.columns[name], self._find_places(np.asarray(rows, dtype=np.int64))
+        chunks = self._chunks.get(name) or self._open_column(column)
+        if column.kind != "number":
+            return [self._read_bytes(chunks[chunk], row, name, column.kind) for chunk, row in places]
+        found = np.empty((len(places), *column.shape), dtype=column.dtype)
+        self.read_into(name, rows, found, range(len(places)))
+        return found
+
+    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
+        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
+        column, places = self.columns[name], self._find_places(np.asarray(rows, dtype=np.int64))
+        chunks = self._chunks.get(name) or self._open_column(column)
+        if chunks[0].bits is not None:
+            for entry, (chunk, row) in zip(at, places, strict=True):
+                bit = row + (chunks[chunk].bits or 0)
+                out[entry] = chunks[chunk].values[bit >> 3] >> (bit & 7) & 1
+        elif chunks[0].offsets:
+            for entry, (chunk, row) in zip(at, places, strict=True):
+                out[entry] = self._read_list(chunks[chunk], row, column)
+        else:
+            for entry, (chunk, row) in zip(at, places, strict=True):
+                out[entry] = chunks[chunk].values[row]
+
+    def list_values(self, name: str) -> list[Any]:
+        """The different values of a column; reads the whole column, and no other."""
+        pyarrow = load_pyarrow()
+        place = self._schema.get_field_index(name)
+        found = set()
+        for batch in self._batches:
+            found |= set(pyarrow.compute.unique(batch.column(place)).to_pylist())
+        return list(found)
+
+    def _find_places(self, rows: np.ndarray) -> list[tuple[int, int]]:
+        """The record batch of each row, and the row in it; asked for once for each column, so the last are kept."""
+        key = rows.tobytes()
+        if self._last[0] != key:
+            numbers = self._starts.searchsorted(rows, side="right") - 1
+            places = list(zip(numbers.tolist(), (rows - self._starts[numbers]).tolist(), strict=True))
+            self._last = key, places
+        return self._last[1]
+
+    def _open_column(self, column: Column) -> list[_Chunk]:
+        place = self._schema.get_field_index(column.name)
+        chunks = [_open_chunk(batch.column(place)) for batch in self._batches]
+        if column.shape and not chunks[0].offsets:  # of fixed length
+            chunks = [_Chunk((), chunk.values.reshape(-1, *column.shape)) for chunk in chunks]
+        self._chunks[column.name] = chunks
+        return chunks
+
+    def _read_list(self, chunk: _Chunk, row: int, column: Column) -> np.ndarray:
+        first, last = row, row + 1
+        for offsets in chunk.offsets:
+            first, last = int(offsets[first]), int(offsets[last])
+        if last - first != prod(column.shape):
+            raise RequestError(
+                f"--data arrow: {self.label}: column {column.name!r} holds {last - first} numbers in one row and "
+                f"{prod(column.shape)} in the first",
+                remedy="lists of one length, cut or filled up before they are written",
+            )
+        return chunk.values[first:last].reshape(column.shape)
+
+    def _read_bytes(self, chunk: _Chunk, row: int, name: str, kind: str) -> bytes | str:
+        first, last = int(chunk.offsets[0][row]), int(chunk.offsets[0][row + 1])
+        if first == last and kind == "bytes":
+            raise RequestError(
+                f"--data arrow: {self.label}: column {name!r} has a row without bytes, perhaps with a path alone",
+                remedy="images stored in the dataset itself: Hugging Face's Image(), not paths",
+            )
+        found = chunk.values[first:last].tobytes()
+        return found.decode() if kind == "text" else found
+
+
+def _read_batches(file: Path) -> list[Any]:
+    pyarrow = load_pyarrow()
+    try:
+        mapped = pyarrow.memory_map(str(file))
+        is_file = mapped.read(6) == b"ARROW1"
+        mapped.seek(0)
+        before = pyarrow.total_allocated_bytes()
+        if is_file:
+            reader = pyarrow.ipc.open_file(mapped)
+            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        else:
+            batches = list(pyarrow.ipc.open_stream(mapped))
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, OSError) as error:
+        raise RequestError(
+            f"--data arrow: {file}: {str(error).splitlines()[0]}", remedy=f"{LAYOUT}; if it is damaged, copy it anew"
+        ) from error
+    if batches and pyarrow.total_allocated_bytes() - before > batches[0].nbytes // 2 + 2**16:
+        raise RequestError(
+            f"--data arrow: {file} is compressed, so it can't be read where it lies",
+            remedy="datasets.load_from_disk(…).save_to_disk(…), or pyarrow.ipc without compression",
+        )
+    return batches
+
+
+def _check_schemas(files: Sequence[Path], batches: Sequence[Any]) -> Any:
+    if not sum(batch.num_rows for batch in batches):
+        raise RequestError(f"--data arrow: {files[0].parent} holds no rows", remedy="a dataset with rows")
+    first = batches[0].schema
+    for batch in batches:
+        if not batch.schema.equals(first):
+            raise RequestError(
+                f"--data arrow: the files in {files[0].parent} have different columns",
+                remedy="files of one dataset, all with the same columns and types",
+            )
+    return first
+
+
+def _describe(field: Any, feature: Any, chunks: Sequence[Any]) -> Column:
+    """What a column holds; its shape is that of its first row."""
+    types = load_pyarrow().types
+    kind = getattr(field.type, "storage_type", field.type)
+    feature = feature if isinstance(feature, dict) else {}
+    gaps = sum(chunk.null_count for chunk in chunks)
+    known = {"name": field.name, "gaps": gaps, "description": str(field.type)}
+    if feature.get("_type") == _IMAGES or types.is_binary(kind) or types.is_large_binary(kind):
+        return Column(kind="bytes", **known)
+    if types.is_string(kind) or types.is_large_string(kind):
+        return Column(kind="text", **known)
+    sizes: list[int] = []
+    first = _storage(chunks[0])[:1]
+    while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        first, kind = first.flatten(), kind.value_type
+        sizes.append(len(first) // max(1, int(np.prod(sizes))))
+    if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+        return Column(kind="other", **known)
+    if sizes and (types.is_boolean(kind) or _holds_lists_of_fixed_length(field.type)):
+        return Column(kind="other", **known)
+    names = feature.get("names") if feature.get("_type") == "ClassLabel" else None
+    dtype = "bool" if types.is_boolean(kind) else str(np.dtype(kind.to_pandas_dtype()))
+    return Column(kind="number", shape=tuple(sizes), dtype=dtype, class_names=tuple(names or ()), **known)
+
+
+def _holds_lists_of_fixed_length(kind: Any) -> bool:
+    """Whether a list of fixed length holds lists of any: its rows can't be found by offsets alone."""
+    types = load_pyarrow().types
+    if not types.is_fixed_size_list(kind):
+        return False
+    inner = kind.value_type
+    return types.is_list(inner) or types.is_large_list(inner) or _holds_lists_of_fixed_length(inner)
+
+
+def _storage(chunk: Any) -> Any:
+    return getattr(chunk, "storage", chunk)
+
+
+def _open_chunk(chunk: Any) -> _Chunk:
+    """NumPy's views of a column's buffers."""
+    offsets: list[np.ndarray] = []
+    types, chunk = load_pyarrow().types, _storage(chunk)
+    if types.is_struct(chunk.type):
+        chunk = chunk.field("bytes")
+    while types.is_list(chunk.type) or types.is_large_list(chunk.type) or types.is_fixed_size_list(chunk.type):
+        if types.is_fixed_size_list(chunk.type):
+            if offsets:
+                width = chunk.type.list_size
+                offsets.append(np.arange(len(chunk) + 1) * width)
+        else:
+            inner = chunk.flatten()
+            ends = np.asarray(chunk.offsets)
+            offsets.append(ends - ends[0] if len(ends) and ends[0] else ends)
+            chunk = inner
+            continue
+        chunk = chunk.flatten()
+    if types.is_boolean(chunk.type):
+        return _Chunk((), np.frombuffer(chunk.buffers()[1], dtype=np.uint8), chunk.offset)
+    if types.is_integer(chunk.type) or types.is_floating(chunk.type):
+        values = np.frombuffer(chunk.buffers()[1], dtype=chunk.type.to_pandas_dtype())
+        return _Chunk(tuple(offsets), values[chunk.offset : chunk.offset + len(chunk)])
+    large = types.is_large_binary(chunk.type) or types.is_large_string(chunk.type)
+    _, places, data = chunk.buffers()
+    ends = np.frombuffer(places, dtype=np.int64 if large else np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+    return _Chunk((ends,), np.frombuffer(data or b"", dtype=np.uint8))
+
+
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
+}
+"""What the parts of a dataset are called by those who publish them."""
+
+LAYOUT = (
+    "a folder that datasets' save_to_disk(…) wrote, or .arrow files; "
+    "multigpu data convert SOURCE --to DIR makes one of Parquet, CSV or JSON lines"
+)
+"""What --data arrow reads, as messages say it."""
+
+
+def find_arrow_files(data_dir: str | None) -> dict[str, list[Path]]:
+    """The files of each part: of train, val and test, or of `train` alone where nothing is divided.
+
+    Raises:
+        RequestError: no such folder, a part without files, or one that is not finished.
+    """
+    if data_dir is None:
+        raise RequestError("--data arrow needs --data-dir, the folder that holds it", remedy=LAYOUT)
+    place = Path(data_dir).expanduser()
+    if not place.exists():
+        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=LAYOUT)
+    if place.is_file():
+        return {"train": [place]}
+    folders = {part: _find_part(place, names) for part, names in SPLIT_NAMES.items()}
+    found = {part: _list_files(folder) for part, folder in folders.items() if folder is not None}
+    if (place / "dataset_dict.json").is_file() or found:
+        if "train" not in found:
+            raise RequestError(f"--data arrow: {place} has no part called train", remedy=LAYOUT)
+        return found
+    return {"train": _list_files(place)}
+
+
+def read_features(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
+    """The columns as Hugging Face describes them in the metadata of a file's schema; none if it did not write it."""
+    try:
+        found = json.loads((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _find_part(place: Path, names: tuple[str, ...]) -> Path | None:
+    return next((place / name for name in names if (place / name).is_dir()), None)
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """The files in order, as state.json names them."""
+    state = folder / "state.json"
+    if not state.is_file():
+        if files := sorted(folder.glob("*.arrow")):
+            return files
+        raise RequestError(f"--data arrow: {folder} holds no .arrow file", remedy=LAYOUT)
+    try:
+        content = json.loads(state.read_text())
+        names = [str(entry["filename"]) for entry in content["_data_files"]]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise RequestError(f"--data arrow: {state} can't be read ({error})", remedy="write the folder anew") from error
+    if content.get("_indices_data_files") or content.get("_indices_files"):
+        raise RequestError(
+            f"--data arrow: {folder} holds a choice of rows beside its files",
+            remedy="dataset.flatten_indices().save_to_disk(…)",
+        )
+    if odd := [name for name in names if Path(name).name != name]:
+        raise RequestError(f"--data arrow: {state} names {odd[0]}, which is not in its folder", remedy=LAYOUT)
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise RequestError(f"--data arrow: {folder / missing[0]} is missing", remedy="copy the whole folder")
+    return [folder / name for name in names]

@@ -1,0 +1,237 @@
+"""Writes Parquet, CSV or JSON lines as Arrow files once, a piece at a time, laid out as by `save_to_disk`."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multigpu_cli.config.types import parse_path
+from multigpu_cli.data.rows.arrow import load_pyarrow
+from multigpu_cli.errors import RequestError, pluralize
+
+_KINDS = {
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".csv.gz": "csv",
+    ".tsv.gz": "csv",
+    ".jsonl": "json",
+    ".jsonl.gz": "json",
+    ".ndjson": "json",
+}
+_PIECE = 2**23  # bytes of text that are parsed at once; the first piece decides the types
+_BATCH = 2**25  # bytes of a record batch
+_FILE = 2**29  # bytes of an Arrow file
+_SUPPORTED = "a .parquet, .csv, .tsv or .jsonl file (text may be gzipped), or a folder with files of one of these kinds"
+
+
+class Converted(NamedTuple):
+    """What was written.
+
+    Attributes:
+        rows, bytes, files: how many.
+        columns: name → type, in Arrow's words.
+    """
+
+    rows: int
+    bytes: int
+    files: int
+    columns: dict[str, str]
+
+
+def convert_to_arrow(source: Path, target: Path) -> Converted:
+    """Write the rows of a file, or of the files of a folder in the order of their names, to a new folder.
+
+    The folder appears whole or not at all. Memory holds about two record batches of 32 MB, and of Parquet a row group.
+
+    Raises:
+        RequestError: the target exists, the source is none or is damaged, or its files have different columns.
+    """
+    if os.path.lexists(target):
+        raise RequestError(f"--to {target} exists already", remedy="a new folder, or remove that one first")
+    files = _find_files(source)
+    draft = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".draft", dir=target.parent))
+        written = _write_folder(files, draft)
+        draft.chmod(0o777 & ~_read_umask())
+        draft.rename(target)
+        _sync(target.parent)
+    except OSError as error:
+        raise RequestError(f"--to {target}: {error}", remedy="a folder with room that can be written") from error
+    finally:
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)  # it has its name by now, or it is half a folder
+    return written
+
+
+def _find_files(source: Path) -> list[Path]:
+    if not source.exists():
+        raise RequestError(f"{source}: there is no such file or folder", remedy=_SUPPORTED)
+    files = sorted(each for each in source.iterdir() if each.is_file()) if source.is_dir() else [source]
+    files = [file for file in files if _find_kind(file)]
+    kinds = {_find_kind(file) for file in files}
+    if len(kinds) != 1:
+        holds = f"holds files of {len(kinds)} kinds" if kinds else "holds nothing that can be converted"
+        raise RequestError(f"{source} {holds}", remedy=_SUPPORTED)
+    return files
+
+
+def _find_kind(file: Path) -> str:
+    return next((kind for ending, kind in _KINDS.items() if file.name.lower().endswith(ending)), "")
+
+
+def _write_folder(files: list[Path], folder: Path) -> Converted:
+    pyarrow = load_pyarrow()
+    written: list[Path] = []
+    rows, schema, sink, writer = 0, None, None, None
+    try:
+        for table in _join_batches(files):
+            schema = schema or table.schema
+            if writer is None or sink is None or sink.tell() >= _FILE:
+                _close(writer, sink)
+                written.append(folder / f"{len(written):05d}.arrow")
+                sink = pyarrow.OSFile(str(written[-1]), "wb")
+                writer = pyarrow.ipc.new_stream(sink, schema)
+            for batch in table.combine_chunks().to_batches():
+                writer.write_batch(batch)
+            rows += table.num_rows
+    finally:
+        _close(writer, sink)
+    if schema is None or not rows:
+        raise RequestError(f"{files[0]}: no rows", remedy=_SUPPORTED)
+    names = [f"data-{number:05d}-of-{len(written):05d}.arrow" for number in range(len(written))]
+    sizes = []
+    for file, name in zip(written, names, strict=True):
+        file.rename(folder / name)
+        sizes.append((folder / name).stat().st_size)
+        _sync(folder / name)
+    (folder / "dataset_info.json").write_text("{}\n")
+    (folder / "state.json").write_text(json.dumps(_describe_state(names), indent=2) + "\n")
+    _sync(folder / "state.json")
+    _sync(folder)
+    return Converted(rows, sum(sizes), len(names), {field.name: str(field.type) for field in schema})
+
+
+def _describe_state(names: list[str]) -> dict[str, Any]:
+    """What `datasets.load_from_disk` reads beside the files."""
+    return {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": os.urandom(8).hex(),
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": None,
+    }
+
+
+def _join_batches(files: list[Path]) -> Iterator[Any]:
+    """Tables of about `_BATCH` bytes, all with the columns of the first file.
+
+    Raises:
+        RequestError: names the file, and about which row.
+    """
+    pyarrow = load_pyarrow()
+    schema, waiting, size = None, [], 0
+    for file in files:
+        row = 0
+        try:
+            for batch in _read_batches(file):
+                table = _decode_dictionaries(pyarrow.Table.from_batches([batch]))
+                schema = schema or table.schema
+                if table.schema.names != schema.names:
+                    raise RequestError(
+                        f"{file} has other columns than {files[0]}", remedy=f"in all files: {', '.join(schema.names)}"
+                    )
+                waiting.append(table.cast(schema))
+                row, size = row + batch.num_rows, size + batch.nbytes
+                if size >= _BATCH:
+                    yield pyarrow.concat_tables(waiting)
+                    waiting, size = [], 0
+        except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+            raise RequestError(
+                f"{file}: after {pluralize(row, 'row')}: {str(error).splitlines()[0]}",
+                remedy="one type for each column, as the first rows have it, and in JSON lines the same fields",
+            ) from error
+    if waiting:
+        yield pyarrow.concat_tables(waiting)
+
+
+def _read_batches(file: Path) -> Iterator[Any]:
+    kind = _find_kind(file)
+    if kind == "parquet":
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(file, pre_buffer=False) as opened:
+            yield from opened.iter_batches(batch_size=8192)
+    elif kind == "csv":
+        from pyarrow import csv
+
+        separator = "\t" if ".tsv" in file.name.lower() else ","
+        yield from csv.open_csv(
+            file, csv.ReadOptions(block_size=_PIECE), csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+        )
+    else:
+        from pyarrow import json as arrow_json
+
+        yield from arrow_json.open_json(file, arrow_json.ReadOptions(block_size=_PIECE))
+
+
+def _decode_dictionaries(table: Any) -> Any:
+    """Categories as their values, since a dataset's files have no dictionaries."""
+    pyarrow = load_pyarrow()
+    for at, field in enumerate(table.schema):
+        if pyarrow.types.is_dictionary(field.type):
+            table = table.set_column(at, field.name, table.column(at).cast(field.type.value_type))
+    return table
+
+
+def _close(writer: Any, sink: Any) -> None:
+    for each in (writer, sink):
+        if each is not None:
+            each.close()
+
+
+def _sync(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _read_umask() -> int:
+    umask = os.umask(0o022)
+    os.umask(umask)
+    return umask
+
+
+def convert_data(source: str, to: str) -> dict[str, Any]:
+    """Convert a file or folder; returns what was written, for JSON.
+
+    Raises:
+        RequestError: a path that is none, or what `convert_to_arrow` refuses.
+    """
+    paths = []
+    for label, value in (("SOURCE", source), ("--to", to)):
+        try:
+            paths.append(parse_path(value))
+        except ValueError as error:
+            raise RequestError(f"{label} {error}") from error
+    written = convert_to_arrow(*paths)
+    return {"to": str(Path(to)), **written._asdict()}
+
+
+def format_conversion(found: dict[str, Any]) -> list[str]:
+    """What was written, as lines."""
+    files = pluralize(found["files"], "file")
+    return [
+        f"{found['to']}: {pluralize(found['rows'], 'row')}, {found['bytes']:,} bytes in {files}",
+        *(f"  {name}: {kind}" for name, kind in found["columns"].items()),
+        f"train on it: multigpu --data arrow --data-dir {found['to']} --set data.target=COLUMN",
+    ]

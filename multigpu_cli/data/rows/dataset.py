@@ -1,0 +1,153 @@
+"""Rows of a store as samples: numbers by whole batches, tokens, and encoded images one by one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from multigpu_cli.data.collate import IGNORED
+from multigpu_cli.data.order import RowSelection
+from multigpu_cli.data.pixels import cut_square, decode_image
+from multigpu_cli.data.rows.store import RowStore
+from multigpu_cli.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRoles:
+    """What the columns of a store are for.
+
+    Attributes:
+        inputs: the columns that the model sees.
+        target: the column that it predicts.
+        stacked: inputs are single numbers, side by side in a vector.
+        labels: the class number of each value of the target, where these are not class numbers themselves.
+        num_classes: 0 where targets are numbers.
+    """
+
+    inputs: tuple[str, ...]
+    target: str
+    stacked: bool = False
+    labels: Mapping[Any, int] | None = None
+    num_classes: int = 0
+
+
+class NumberRows(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of numbers: inputs (features,) float32 or as they are stored, and the target. It draws no random numbers.
+
+    Attributes:
+        num_classes: 0 where targets are numbers.
+        shape, dtype: of the inputs of a sample.
+    """
+
+    def __init__(self, store: RowStore, selection: RowSelection, roles: RowRoles) -> None:
+        self.store, self.selection, self.roles = store, selection, roles
+        self.num_classes = roles.num_classes
+        columns = [store.columns[name] for name in roles.inputs]
+        self.shape = (len(columns),) if roles.stacked else columns[0].shape
+        stored = np.dtype(columns[0].dtype)
+        self.dtype = np.dtype(np.float32) if roles.stacked or stored in (np.float64, np.bool_) else stored
+
+    def __len__(self) -> int:
+        return len(self.selection)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.fetch_batch(np.array([index]))
+        return inputs[0], targets[0]
+
+    def fetch_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs (n, …) and targets (n, …) of some samples."""
+        inputs = make_batch(len(indices), self.shape, self.dtype)
+        return torch.from_numpy(inputs), self.fetch_into(indices, inputs, range(len(indices)))
+
+    def fetch_into(self, indices: np.ndarray, out: np.ndarray, at: Sequence[int]) -> Tensor:
+        """Write the inputs of some samples to the entries `at` of a batch; returns their targets."""
+        rows = self.selection.find_rows(indices)
+        for column, name in enumerate(self.roles.inputs):
+            self.store.read_into(name, rows, out[:, column] if self.roles.stacked else out, at)
+        return read_targets(self.store, rows, self.roles)
+
+
+class TokenRows(NumberRows):
+    """Rows of tokens: inputs (t,) int64, and the tokens that follow each as targets; -100 behind the last.
+
+    Where the target is another column (labels), it holds a label beside each token, and is moved by one as well.
+    """
+
+    def __init__(self, store: RowStore, selection: RowSelection, roles: RowRoles) -> None:
+        super().__init__(store, selection, roles)
+        self.dtype = np.dtype(np.int64)
+
+    def fetch_into(self, indices: np.ndarray, out: np.ndarray, at: Sequence[int]) -> Tensor:
+        """The same of tokens (n, t); targets (n, t)."""
+        rows = self.selection.find_rows(indices)
+        (name,) = self.roles.inputs
+        tokens = self.store.read(name, rows).astype(np.int64)
+        least, most = int(tokens.min()), int(tokens.max())
+        if least < 0 or most >= self.num_classes:
+            wrong = least if least < 0 else most
+            raise RequestError(
+                f"--data: {self.store.label}: token {wrong} is beyond the vocabulary of {self.num_classes}",
+                remedy="a larger data.args.vocabulary",
+            )
+        labels = tokens if self.roles.target == name else self.store.read(self.roles.target, rows).astype(np.int64)
+        targets = np.full_like(labels, IGNORED)
+        targets[:, :-1] = labels[:, 1:]
+        out[at] = tokens
+        return torch.from_numpy(targets)
+
+
+class ImageRows(Dataset[tuple[Tensor, Tensor]]):
+    """Bytes (3, size, size) of an encoded image, and the target; resized and cut as in --data image-folder.
+
+    Attributes:
+        num_classes: 0 where targets are numbers.
+    """
+
+    def __init__(
+        self, store: RowStore, selection: RowSelection, roles: RowRoles, sizes: tuple[int, int], *, augment: bool
+    ) -> None:
+        self.store, self.selection, self.roles = store, selection, roles
+        self.size, self.resize = sizes
+        self.augment, self.num_classes = augment, roles.num_classes
+
+    def __len__(self) -> int:
+        return len(self.selection)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        rows = self.selection.find_rows([index])
+        (name,) = self.roles.inputs
+        (content,) = self.store.read(name, rows)
+        pixels = decode_image(content, self.resize, f"--data: {self.store.label}: row {rows[0]}, column {name!r},")
+        return cut_square(pixels, self.size, augment=self.augment), read_targets(self.store, rows, self.roles)[0]
+
+
+def make_batch(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """An empty batch, whose first byte lies as in any tensor of torch's: sums over it have the same bits."""
+    return torch.empty((count, *shape), dtype=torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
+
+
+def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRoles) -> Tensor:
+    """(n,) int64 class numbers, or (n, …) float32.
+
+    Raises:
+        RequestError: a row has a label that training does not know.
+    """
+    found = store.read(roles.target, rows)
+    if not roles.num_classes:
+        return torch.from_numpy(np.asarray(found, dtype=np.float32))
+    if roles.labels is None:
+        return torch.from_numpy(np.asarray(found).astype(np.int64))
+    values = found.tolist() if isinstance(found, np.ndarray) else found
+    numbers = [roles.labels.get(value) for value in values]
+    if None in numbers:
+        at = numbers.index(None)
+        raise RequestError(
+            f"--data: {store.label}: row {int(rows[at])} has the label {values[at]!r}, which is none of the "
+            f"{roles.num_classes} classes",
+            remedy="data.args.classes=[…], all of them; or leave out such rows",
+        )
+    return torch.from_numpy(np.array(numbers))

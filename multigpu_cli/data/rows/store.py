@@ -1,0 +1,195 @@
+"""`RowStore`: rows of named columns that stay on the disk, whatever the format of their files."""
+
+import fcntl
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+
+from multigpu_cli.errors import RequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of a store.
+
+    Attributes:
+        name: as the files call it.
+        kind: number, of a fixed shape; bytes (an encoded image, say), text, or other, which nobody reads.
+        shape: of the numbers in one row.
+        dtype: NumPy's name of their type.
+        class_names: the names of the classes that the numbers stand for, where the files say so.
+        gaps: rows without a value, as far as the files say it.
+        description: the type in the words of the files, for messages.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    class_names: tuple[str, ...] = ()
+    gaps: int = 0
+    description: str = ""
+
+    @property
+    def is_integer(self) -> bool:
+        return self.kind == "number" and np.dtype(self.dtype).kind in "iub"
+
+
+class RowStore(Protocol):
+    """Rows on the disk; reading is safe in forked processes, and a pickled store opens its files anew.
+
+    Attributes:
+        label: its files, for messages.
+        columns: by name, in the files' order.
+    """
+
+    label: str
+    columns: dict[str, Column]
+
+    def __len__(self) -> int: ...
+
+    def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
+        """A column of some rows: (n, *shape) numbers, or a list of bytes or texts.
+
+        Raises:
+            RequestError: a row has no such value; names it.
+        """
+
+    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
+        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type.
+
+        Raises:
+            RequestError: as `read`.
+        """
+
+    def list_values(self, name: str) -> list[Any]:
+        """The different values of a column of single numbers or texts, in any order.
+
+        Raises:
+            RequestError: too many rows to read them all for that.
+        """
+
+
+_MAGIC = b"mgpuidx1"
+
+Build = Callable[[Callable[[np.ndarray], None]], dict[str, Any]]
+"""Passes pieces (n, width) int64 of the table to its argument, in order; returns facts, plain values for JSON."""
+
+
+class Index(NamedTuple):
+    """A table of places, and what was learned of the files on the way.
+
+    Attributes:
+        rows: (n, width) int64, mapped.
+        facts: plain values.
+    """
+
+    rows: np.ndarray
+    facts: dict[str, Any]
+
+
+def open_index(name: str, files: Sequence[Path], width: int, build: Build, version: str) -> Index:
+    """The index that an earlier process has left beside the first file, or else one that is made now.
+
+    It holds as long as names, sizes and times of change of all files are the same. Processes that ask for it at once
+    wait for the first of them. Where the folder can't be written, each process makes its own, which ends with it.
+
+    Args:
+        name: of the dataset, for messages.
+        width: numbers in a row.
+        version: of what `build` writes.
+
+    Raises:
+        RequestError: there is no room, or `build` refuses the files.
+    """
+    facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    mark = {"version": version, "files": facts, "width": width}
+    folder = files[0].parent
+    place = folder / f".multigpu-{sha256(repr([file.name for file in files]).encode()).hexdigest()[:12]}.index"
+    with _locked(folder) as alone:
+        if found := _find(place, mark):
+            return found
+        try:
+            for left in folder.glob(f"{place.name}.*.draft") if alone else ():  # by a process that was killed
+                left.unlink(missing_ok=True)
+            number, draft = tempfile.mkstemp(prefix=f"{place.name}.", suffix=".draft", dir=folder)
+        except OSError:  # read-only: a file of this process's own
+            with tempfile.TemporaryFile() as file:
+                return _make(name, file, mark, build)
+        try:
+            with open(number, "w+b") as file:
+                index = _make(name, file, mark, build)
+            Path(draft).chmod(0o644)
+            Path(draft).replace(place)
+            return index
+        finally:
+            Path(draft).unlink(missing_ok=True)
+
+
+def _make(name: str, file: Any, mark: dict[str, Any], build: Build) -> Index:
+    try:
+        facts = build(lambda rows: file.write(np.ascontiguousarray(rows, dtype=np.int64).tobytes()))
+        foot = json.dumps({**mark, "facts": facts}).encode()
+        file.write(foot + len(foot).to_bytes(8, "little") + _MAGIC)
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise RequestError(
+            f"--data {name}: no index can be written ({error})", remedy="room for it, beside the data or in TMPDIR"
+        ) from error
+    index = _open(file, mark)
+    assert index is not None
+    return index
+
+
+def _find(place: Path, mark: dict[str, Any]) -> Index | None:
+    try:
+        with place.open("rb") as file:
+            return _open(file, mark)
+    except OSError:
+        return None
+
+
+def _open(file: BinaryIO, mark: dict[str, Any]) -> Index | None:
+    """The index, if it is whole and of these files."""
+    if os.fstat(file.fileno()).st_size < 16:
+        return None
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    end = len(mapped) - 16
+    if mapped[-8:] != _MAGIC:
+        return None
+    length = int.from_bytes(mapped[end : end + 8], "little")
+    try:
+        foot = json.loads(mapped[max(0, end - length) : end])
+        if {key: foot[key] for key in mark} != mark:
+            return None
+        facts = foot["facts"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    numbers = np.frombuffer(mapped, dtype=np.int64, count=(end - length) // 8)
+    return Index(numbers.reshape(-1, mark["width"]), facts)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Wait until no other process holds the folder; whether that is known, for some file systems have no locks.
+
+    It only saves work: files appear whole, whoever writes them.
+    """
+    number, alone = os.open(folder, os.O_RDONLY), False
+    try:
+        with suppress(OSError):
+            fcntl.flock(number, fcntl.LOCK_EX)
+            alone = True
+        yield alone
+    finally:
+        os.close(number)

@@ -1,0 +1,273 @@
+"""Rows of WebDataset shards: the members of a .tar that share a name up to its first dot are one sample.
+
+The shards stay as they are; an index of the members' places is made once, and a member is then read by its place.
+"""
+
+import json
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from multigpu_cli.config.paths import IMAGES
+from multigpu_cli.data.files import OpenFiles
+from multigpu_cli.data.rows.store import Column, open_index
+from multigpu_cli.errors import RequestError
+
+_NUMBERS = ("cls", "id", "index")  # a whole number as text: it is kept in the index itself
+_TEXTS = ("txt", "text")
+_MOST = 16  # kinds of members in a sample
+_INSIDE = -2  # in place of a size: the number itself stands in place of a place
+_VALUES = 1000  # different numbers of a column that the index keeps
+_PIECE = 16384  # rows
+
+
+class _Member(NamedTuple):
+    """One file within a shard."""
+
+    key: str
+    ending: str
+    offset: int
+    size: int
+
+
+class TarStore:
+    """A RowStore of shards that are not compressed; see there. A member KEY.ENDING is in the column ENDING.
+
+    Images are bytes; .cls, .id and .index hold a whole number; .txt a text; .npy an array; of the object in a .json,
+    its numbers and texts are columns json.FIELD, as the first sample has them.
+
+    Args:
+        files: the shards, in order.
+
+    Raises:
+        RequestError: a shard is compressed or damaged, or its samples are of other members than the first one.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = [Path(file).absolute() for file in files]
+        self.label = str(files[0]) if len(files) == 1 else str(Path(files[0]).parent)
+        for file in self.files:
+            _check_uncompressed(file)
+        self._endings = _read_endings(self.files)
+        width = 1 + 2 * len(self._endings)  # the shard, then place and size of each kind of member
+        index = open_index("tar", self.files, width, self._index, "tar 1")
+        self._rows, self._open = index.rows, OpenFiles(self.files)
+        self._values: dict[str, list[int] | None] = index.facts["values"]
+        gaps = dict(zip(self._endings, index.facts["gaps"], strict=True))
+        self.columns = {column.name: column for each in self._endings for column in self._describe(each, gaps[each])}
+
+    def __reduce__(self) -> tuple[Callable[..., "TarStore"], tuple[list[Path]]]:
+        return TarStore, (self.files,)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
+        """A column of some rows: (n, *shape) numbers, or a list of bytes or texts."""
+        ending, _, field = name.partition("json.")
+        column, at = self.columns[name], 1 + 2 * self._endings.index(ending or "json")
+        places = self._rows[np.asarray(rows, dtype=np.int64)]
+        if len(places) and places[0, at + 1] == _INSIDE:
+            return places[:, at]
+        contents = [self._open.read(*place) for place in places[:, [0, at, at + 1]].tolist()]
+        if field:
+            values = [_read_field(content, field, column, self.label) for content in contents]
+            return values if column.kind == "text" else np.asarray(values, dtype=column.dtype)
+        if column.kind == "number":
+            return np.stack([self._read_array(content, column) for content in contents])
+        return [_decode(content, name, self.label) for content in contents] if column.kind == "text" else contents
+
+    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
+        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
+        out[at] = self.read(name, rows)
+
+    def list_values(self, name: str) -> list[Any]:
+        """The different values of a column of whole numbers."""
+        if (found := self._values.get(name)) is None:
+            raise RequestError(
+                f"--data tar: {self.label}: the classes in .{name} are not known before all of them are read",
+                remedy="data.classes=N for class numbers, or data.classes=[…], all labels",
+            )
+        return list(found)
+
+    def _read_array(self, content: bytes, column: Column) -> np.ndarray:
+        found = _load_array(content, column.name, self.label)
+        if found.shape != column.shape or found.dtype != column.dtype:
+            raise RequestError(
+                f"--data tar: {self.label}: a .{column.name} holds {found.dtype} {found.shape}, and {column.dtype} "
+                f"{column.shape} in the first sample",
+                remedy="arrays of one type and shape",
+            )
+        return found
+
+    def _describe(self, ending: str, gaps: int) -> Iterator[Column]:
+        """The columns of one kind of member, by the first sample that has it."""
+        at, last = 2 * self._endings.index(ending) + 1, ending.rpartition(".")[2].lower()
+        if ending in _NUMBERS:
+            yield Column(name=ending, kind="number", dtype="int64", gaps=gaps, description="a whole number")
+            return
+        if f".{last}" in IMAGES:
+            yield Column(name=ending, kind="bytes", gaps=gaps, description="an image")
+            return
+        if last in _TEXTS:
+            yield Column(name=ending, kind="text", gaps=gaps, description="a text")
+            return
+        row = next((row for row in self._rows[:1000] if row[at + 1] >= 0), None)
+        content = b"" if row is None else self._open.read(int(row[0]), int(row[at]), int(row[at + 1]))
+        if last == "npy" and content:
+            array = _load_array(content, ending, self.label)
+            yield Column(
+                name=ending, kind="number", shape=array.shape, dtype=str(array.dtype), gaps=gaps, description="an array"
+            )
+        elif ending == "json" and content:
+            yield from _describe_json(content, gaps)
+        else:
+            yield Column(name=ending, kind="other", gaps=gaps, description=f".{ending} files")
+
+    def _index(self, write: Callable[[np.ndarray], None]) -> dict[str, Any]:
+        values: dict[str, set[int] | None] = {each: set() for each in self._endings if each in _NUMBERS}
+        missing, rows = [0] * len(self._endings), []
+        for number, file in enumerate(self.files):
+            for members in _group_members(file):
+                rows.append(self._index_sample(number, members, values))
+                for at in range(len(missing)):
+                    missing[at] += rows[-1][2 + 2 * at] == -1
+                if len(rows) == _PIECE:
+                    write(np.array(rows))
+                    rows = []
+        if rows:
+            write(np.array(rows))
+        known = {name: None if found is None else sorted(found) for name, found in values.items()}
+        return {"values": known, "gaps": missing}
+
+    def _index_sample(self, shard: int, members: Sequence[_Member], values: dict[str, set[int] | None]) -> list[int]:
+        row = [shard, *[-1, -1] * len(self._endings)]
+        for member in members:
+            where = f"{self.files[shard]}: {member.key}.{member.ending}"
+            if member.ending not in self._endings:
+                raise RequestError(
+                    f"--data tar: {where}: the first sample has no .{member.ending}",
+                    remedy="the same kinds of members in every sample, and those of a sample side by side",
+                )
+            place, size = member.offset, member.size
+            if member.ending in _NUMBERS:
+                place, size = _read_number(self.files[shard], member, where), _INSIDE
+                known = values[member.ending]
+                if known is not None:
+                    known.add(place)
+                    values[member.ending] = known if len(known) <= _VALUES else None
+            at = 1 + 2 * self._endings.index(member.ending)
+            row[at : at + 2] = place, size
+        return row
+
+
+def _read_endings(files: Sequence[Path]) -> list[str]:
+    """The kinds of members of the first sample."""
+    first = next((members for file in files for members in _group_members(file)), [])
+    endings = [member.ending for member in first]
+    if not endings or len(endings) > _MOST or len(set(endings)) < len(endings):
+        raise RequestError(
+            f"--data tar: {files[0]}: the first sample has {len(endings)} members ({', '.join(endings[:20])})",
+            remedy=f"members KEY.jpg and KEY.cls, say; at most {_MOST}, and each ending once",
+        )
+    return endings
+
+
+def _check_uncompressed(file: Path) -> None:
+    with file.open("rb") as opened:
+        head = opened.read(6)
+    marks = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"}
+    for mark, command in marks.items():
+        if head.startswith(mark):
+            raise RequestError(
+                f"--data tar: {file} is compressed, so its members can't be read by their places",
+                remedy=f"{command} {file.name}, once",
+            )
+
+
+def _group_members(file: Path) -> Iterator[list[_Member]]:
+    """The samples of a shard, each as its members."""
+    waiting: list[_Member] = []
+    try:
+        with tarfile.open(file, "r:") as archive:
+            while (info := archive.next()) is not None:
+                archive.members = []  # type: ignore[attr-defined]  # it would keep them all
+                if not info.isreg():
+                    continue
+                folder, _, name = info.name.rpartition("/")
+                base, _, ending = name.partition(".")
+                if not base or not ending:
+                    continue
+                key = f"{folder}/{base}"
+                if waiting and waiting[0].key != key:
+                    yield waiting
+                    waiting = []
+                waiting.append(_Member(key, ending, info.offset_data, info.size))
+    except (tarfile.TarError, OSError) as error:
+        raise RequestError(f"--data tar: {file}: {error}", remedy="copy or write the shard anew") from error
+    if waiting:
+        yield waiting
+
+
+def _read_number(file: Path, member: _Member, where: str) -> int:
+    with file.open("rb") as opened:
+        opened.seek(member.offset)
+        text = opened.read(min(member.size, 100))
+    try:
+        number = int(text)
+        if not -(2**63) <= number < 2**63:
+            raise ValueError("too large")
+        return number
+    except ValueError as error:
+        raise RequestError(
+            f"--data tar: {where} holds {text[:20]!r}, no whole number of 64 bits",
+            remedy="the number of the class, as text",
+        ) from error
+
+
+def _load_array(content: bytes, ending: str, label: str) -> np.ndarray:
+    try:
+        found: np.ndarray = np.load(BytesIO(content), allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise RequestError(f"--data tar: {label}: a .{ending} is no array ({error})", remedy="np.save(…)") from error
+    return found
+
+
+def _decode(content: bytes, ending: str, label: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--data tar: {label}: a .{ending}: {error}", remedy="texts in UTF-8") from error
+
+
+def _describe_json(content: bytes, gaps: int) -> Iterator[Column]:
+    try:
+        record = json.loads(content)
+    except ValueError:
+        record = None
+    for field, value in record.items() if isinstance(record, dict) else ():
+        if isinstance(value, str):
+            yield Column(name=f"json.{field}", kind="text", gaps=gaps, description="a text")
+        elif isinstance(value, bool | int | float):
+            dtype = "float64" if isinstance(value, float) else "int64"
+            yield Column(name=f"json.{field}", kind="number", dtype=dtype, gaps=gaps, description="a number")
+
+
+def _read_field(content: bytes, field: str, column: Column, label: str) -> Any:
+    """The value of a field, of the kind that the first sample has."""
+    try:
+        value = json.loads(content)[field]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RequestError(
+            f"--data tar: {label}: a .json without {field!r} ({error})", remedy="the same fields in every sample"
+        ) from error
+    whole = column.dtype == "int64" and isinstance(value, int)
+    if not (isinstance(value, str) if column.kind == "text" else whole or isinstance(value, float | int)):
+        raise RequestError(f"--data tar: {label}: {field!r} in a .json is {value!r}", remedy=f"{column.description}")
+    if column.dtype == "int64" and not whole:
+        raise RequestError(f"--data tar: {label}: {field!r} in a .json is {value!r}", remedy="whole numbers in all")
+    return value

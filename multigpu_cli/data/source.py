@@ -1,0 +1,207 @@
+"""`DataSource`: the splits of a dataset, its transforms, and the facts that model and task need."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, is_dataclass
+from hashlib import sha256
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from multigpu_cli.data.collate import PAIR, Collate, SampleForm, get_sample, unwrap_dataset
+from multigpu_cli.data.order import KeyedRandom, SampleOrder
+from multigpu_cli.errors import RequestError
+from multigpu_cli.planning.batch import make_key
+from multigpu_cli.runtime.model_call import TARGETS
+from multigpu_cli.runtime.seeding import seed_everything
+
+if TYPE_CHECKING:
+    from multigpu_cli.data.tables.features import TableFeatures
+    from multigpu_cli.language.vocabulary import Vocabulary
+
+
+def to_float(inputs: Tensor) -> Tensor:
+    """The default `prepare`: uint8 is scaled to 0…1, other types are unchanged."""
+    return inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """Options of the DataLoader, where samples are fetched one by one.
+
+    Attributes:
+        pin_memory: copy through page-locked host memory; has no effect without a GPU.
+        prefetch: batches that each loader process prepares ahead; None uses torch's default.
+    """
+
+    pin_memory: bool = True
+    prefetch: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """A dataset, split and ready to train on.
+
+    A split is a map-style `torch.utils.data.Dataset` of (input, target), or as `form` says. A `TensorDataset` (inputs
+    (n, …), targets (n,)) is kept in memory and indexed by whole batches; any other is fetched sample by sample, by
+    loader processes.
+
+    Attributes:
+        train, val, test: the splits, or None.
+        new: unlabeled samples, for predictions only; their targets are placeholders.
+        input_shape: shape of one sample as the model receives it (after `prepare`).
+        num_classes: number of classes; 0 if targets are not classes.
+        num_outputs: number of values in a target that is not a class.
+        class_names: one name per class, or empty.
+        prepare: a stored batch on its device → the model's input (normalization, channel mode).
+        augment: a stored batch and its random numbers → augmented batch; before `prepare`, in training only.
+        target_scale: mean and deviation of the training targets of a regression.
+        vocabulary: converts between text and tokens, if samples are text.
+        text_model: what checkpoints record of a pretrained model's tokenizer, if it made the tokens.
+        table: converts rows of text to features, if samples are rows of a table.
+        note: a property of the samples that the plan shows.
+        warnings: what looks wrong in the data but may be intended.
+        packed: a training sample holds several texts side by side, told apart by their position ids.
+        paired: a sample is a chosen and a rejected answer, in rows of their own.
+        order: the user's own order of training samples; None shuffles them by seed and epoch.
+        order_has_repeats: that order numbers a sample that comes again beyond the dataset's end, by its length.
+        shuffle_block: neighbours that are shuffled as a block, where data.shuffle_block says nothing; see BlockOrder.
+        loader_options: options of the DataLoader.
+        form: which parts of a sample are inputs, and which are targets.
+        model_kwargs: further arguments that a model's factory may name.
+        fixed_batch_sizes: samples of a micro-batch and of a global batch, if the dataset defines them.
+        epochs: number of epochs, if the dataset defines it.
+        transform_signature: identifies transforms that were fitted to the training split and applied to the samples.
+        model, task: the defaults for this dataset.
+    """
+
+    train: Dataset[Any]
+    val: Dataset[Any] | None
+    test: Dataset[Any] | None
+    input_shape: tuple[int, ...]
+    num_classes: int
+    num_outputs: int = 1
+    class_names: tuple[str, ...] = ()
+    prepare: Callable[[Tensor], Tensor] = to_float
+    augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
+    target_scale: tuple[float, float] | None = None
+    vocabulary: "Vocabulary | None" = None
+    text_model: Mapping[str, str] = field(default_factory=dict)
+    table: "TableFeatures | None" = None
+    note: str = ""
+    warnings: tuple[str, ...] = ()
+    transform_signature: str = ""
+    new: Dataset[Any] | None = None
+    order: SampleOrder | None = None
+    order_has_repeats: bool = False
+    shuffle_block: int | None = None
+    packed: bool = False
+    paired: bool = False
+    loader_options: LoaderOptions = LoaderOptions()
+    form: SampleForm = PAIR
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    fixed_batch_sizes: tuple[int, int] | None = None
+    epochs: int | None = None
+    model: str = "mlp"
+    task: str = "classification"
+
+    @property
+    def num_train_samples(self) -> int:
+        """The number of samples in an epoch of training."""
+        return len(self.train if self.order is None else self.order)  # type: ignore[arg-type]
+
+    def signature(self) -> str:
+        """A checksum of what was fitted to the training split (classes, tokens, scales), on which weights depend."""
+        scale = repr(self.prepare) if is_dataclass(self.prepare) else ""
+        tokens = self.vocabulary.serialize() if self.vocabulary else ""
+        numbers = f"{self.num_classes} {scale} {self.target_scale}"
+        # three digits, since machines round differently
+        rounded = re.sub(r"\d+\.\d+(e[-+]\d+)?", lambda found: f"{float(found[0]):.3g}", numbers)
+        return sha256(repr((rounded, self.class_names, tokens, self.transform_signature)).encode()).hexdigest()[:16]
+
+
+class UnlabeledDataset(Dataset[Any]):
+    """A dataset of inputs only: tensors, mappings without a target, or anything that its collate_fn accepts.
+
+    Args:
+        target: the placeholder target of each sample.
+    """
+
+    def __init__(self, dataset: Dataset[Any], target: Tensor) -> None:
+        self.dataset, self.target = dataset, target
+        own = getattr(unwrap_dataset(dataset), "collate_fn", None)
+        if own is not None:
+            self.collate_fn = self._collating(own)
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        item = self.dataset[index]
+        if hasattr(self, "collate_fn"):
+            return item
+        if isinstance(item, Mapping):
+            return {**item, TARGETS[0]: self.target}
+        return (*item, self.target) if isinstance(item, tuple | list) else (item, self.target)
+
+    def _collating(self, own: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        def collate_fn(samples: list[Any]) -> Any:
+            return own(samples), self.target.expand(len(samples), *self.target.shape)
+
+        return collate_fn
+
+
+def wrap_unlabeled(dataset: Dataset[Any], train: Dataset[Any], form: SampleForm = PAIR) -> UnlabeledDataset | None:
+    """The dataset with placeholder targets; None if it has targets, or if the training samples have none."""
+    item, known = get_sample(dataset, 0), get_sample(train, 0)
+    if (own := getattr(unwrap_dataset(dataset), "collate_fn", None)) is not None:
+        item, known = own([item]), own([known])
+    if _has_target(item, form) or not _has_target(known, form):
+        return None
+    return UnlabeledDataset(dataset, torch.zeros_like(Collate(train, form)([(0, get_sample(train, 0))]).targets[0]))
+
+
+def _has_target(item: Any, form: SampleForm) -> bool:
+    if isinstance(item, Mapping):
+        return any(name in item for name in TARGETS)
+    return isinstance(item, tuple | list) and len(item) > (form.inputs or 1)
+
+
+MOST = 100_000  # samples that are read
+_STREAM = 0x57E4  # separates its random numbers from those of other streams
+
+
+class MaterializedIterable(Dataset[Any]):
+    """An IterableDataset, read once to its end, so that its samples have indices.
+
+    Order, resume and exactness then hold as for any dataset. Two limits remain: its random numbers are drawn once, as
+    it is read, and not in each epoch; and it must yield the same samples in every process.
+
+    Raises:
+        RequestError: it is empty, or yields more than a hundred thousand samples.
+    """
+
+    def __init__(self, stream: IterableDataset[Any], name: str, seed: int) -> None:
+        seed_everything(make_key(seed, _STREAM))
+        self.samples = list(islice(stream, MOST + 1))
+        if not self.samples:
+            raise RequestError(
+                f"--data {name}: the iterable dataset is empty", remedy="return None if there is no such split"
+            )
+        if len(self.samples) > MOST:
+            raise RequestError(
+                f"--data {name}: the iterable dataset does not end after {MOST:,} samples",
+                remedy="use a map-style dataset (__len__ and __getitem__), which can be resumed and divided exactly",
+            )
+        for attribute in ("num_classes", "classes", "collate_fn"):
+            if hasattr(stream, attribute):
+                setattr(self, attribute, getattr(stream, attribute))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]

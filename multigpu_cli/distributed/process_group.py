@@ -1,0 +1,230 @@
+"""Forms the process group of a run, or uses an existing one and restores its timeouts."""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group  # for a run that has failed
+
+from multigpu_cli.config.schema import DeviceConfig
+from multigpu_cli.distributed import attempts
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
+from multigpu_cli.distributed.processes import die_with_parent
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import RequestError, TrainingError
+
+_PATIENCE = 120.0  # seconds for the other ranks to load torch and arrive
+
+
+@contextmanager
+def process_group(
+    launch_env: LaunchEnv | None, device: torch.device, *, timeout: float, backend: str | None = None
+) -> Iterator[World]:
+    """Form the process group for the duration of the context; without a launcher, a world of size 1.
+
+    Args:
+        timeout: timeout of collectives, in seconds.
+        backend: None uses nccl for CUDA and gloo otherwise (with nccl, two processes can't share a GPU).
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launch_env is None:
+        yield World(device)
+        return
+    if dist.is_initialized():  # the caller's own group, which the caller destroys
+        shared: Any = dist.distributed_c10d._get_default_store()
+        with _restore_timeouts():
+            yield _build_world(device, launch_env, shared, _clone_store(shared))
+        return
+    die_with_parent()
+    world, store = rendezvous(launch_env, device, timeout=timeout)
+    with init_process_group(world, store, timeout=timeout, backend=backend):
+        yield world
+
+
+@contextmanager
+def _restore_timeouts() -> Iterator[None]:
+    """Restore the timeouts of the caller's process group, which `disable_collective_timeout` changes."""
+    group: Any = dist.group.WORLD
+    backends = [group._get_backend(kind) for kind in group._device_types]
+    clocks = [(each, each.options._timeout) for each in backends if hasattr(each, "options")]
+    try:
+        yield
+    finally:
+        for backend, clock in clocks:
+            backend._set_default_timeout(clock)
+
+
+def rendezvous(launch_env: LaunchEnv, device: torch.device, *, timeout: float) -> tuple[World, dist.Store]:
+    """Rendezvous with all ranks, before a process group is formed; returns the world and a store for the group."""
+    store = _open_store(launch_env, timeout, hosts=not launch_env.agent_store and launch_env.rank == 0)
+    client = _open_store(launch_env, timeout, hosts=False)  # a second connection, for other threads
+    return _build_world(device, launch_env, store, client), store
+
+
+@contextmanager
+def init_process_group(
+    world: World, store: dist.Store, *, timeout: float, backend: str | None = None
+) -> Iterator[None]:
+    """Form the process group after rendezvous, for the duration of the context.
+
+    Raises:
+        RequestError: two ranks share a GPU, which NCCL does not support.
+    """
+    backend = backend or ("nccl" if world.device.type == "cuda" else "gloo")
+    if backend == "nccl":
+        check_own_gpus(world)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(world.store_prefix, store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout),
+        device_id=world.device if backend == "nccl" else None,
+    )
+    try:
+        yield
+    except BaseException as error:
+        if backend == "nccl" and not _is_shared_error(error):  # destroying it would wait for peers that may be dead
+            _abort_process_group()
+        else:
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _is_shared_error(error: BaseException) -> bool:
+    """Whether all ranks raise this error: an abort would interrupt the broadcast of the error to the other ranks."""
+    return isinstance(error, TrainingError) and error.shared and not error.caused_by_peer
+
+
+def check_own_gpus(world: World) -> None:
+    """Raise the same RequestError on all ranks if two ranks of a machine share a GPU."""
+    users: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, (host, gpu) in enumerate(zip(world.hosts, world.gpus, strict=True)):
+        if gpu is not None:
+            users[host, gpu.uuid].append(rank)
+    shared = next(((host, ranks) for (host, _), ranks in users.items() if len(ranks) > 1), None)
+    if shared is None:
+        return
+    host, ranks = shared
+    gpus = sum(where == host for where, _ in users)
+    error = RequestError(
+        f"ranks {','.join(map(str, ranks))} share a GPU of {host}, and NCCL needs one GPU per rank",
+        remedy=f"use --nproc_per_node={gpus}, or one GPU per process, or set CUDA_VISIBLE_DEVICES= to train on CPU",
+    )
+    error.shared = True
+    raise error
+
+
+def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
+    """Rendezvous with all ranks and agree on this attempt.
+
+    Args:
+        client: another connection to the store.
+
+    Raises:
+        AttemptRefused: an earlier attempt ended with an error that must not be repeated.
+    """
+    from multigpu_cli.distributed.rendezvous import RankGpu, RankInfo, agree_on_roster
+
+    environ = launch_env.environ
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    hello = RankInfo(
+        rank=launch_env.rank,
+        size=launch_env.size,
+        nonce=uuid4().hex,
+        host=os.uname().nodename,
+        node=attempts.node_name(environ),
+        attempt=attempts.attempt_number(environ) if environ else launch_env.attempt,
+        restarts_left=launch_env.restarts_left,
+        verdict=attempts.read_last_verdict(environ),
+        previous_attempt=attempts.read_previous_attempt(environ),
+        gpu=RankGpu(str(gpu.uuid), gpu.name) if gpu else None,
+    )
+    agreed = agree_on_roster(store, hello, patience=_PATIENCE)
+    if agreed.verdict:
+        raise attempts.AttemptRefused(agreed.verdict)
+    attempts.record_attempt(environ, agreed.attempt, agreed.agent_ids)
+    return World(
+        device,
+        launch_env.rank,
+        launch_env.size,
+        launch_env.local_rank,
+        launch_env.local_size,
+        agreed.attempt,
+        dist.PrefixStore(agreed.store_prefix, client),
+        hosts=agreed.hosts,
+        agent_ids=agreed.agent_ids,
+        restarts_left=agreed.restarts_left,
+        previous_attempt=agreed.previous_attempt,
+        agent_dir=attempts.find_agent_dir(environ),
+        store_prefix=agreed.store_prefix,
+        gpus=agreed.gpus,
+    )
+
+
+def _open_store(launch_env: LaunchEnv, timeout: float, *, hosts: bool) -> dist.TCPStore:
+    try:
+        store = dist.TCPStore(
+            launch_env.address,
+            launch_env.port,
+            launch_env.size,
+            is_master=hosts,
+            timeout=timedelta(seconds=_PATIENCE),
+            wait_for_workers=False,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error):
+            raise RequestError(
+                f"MASTER_PORT={launch_env.port} in the environment: another program uses that port",
+                remedy="use torchrun --standalone, which chooses a free port, or another --master-port",
+            ) from error
+        raise _missing_store_error(launch_env) from error
+    store.set_timeout(timedelta(seconds=max(timeout, 300)))
+    return store
+
+
+def _missing_store_error(launch_env: LaunchEnv) -> TrainingError:
+    problem = f"no answer from {launch_env.address}:{launch_env.port}, where rank 0's store should be"
+    if launch_env.agent_store and launch_env.size > launch_env.local_size:
+        problem += "; if rank 0 has moved to another node, torchrun still uses the address of the first one"
+    error = TrainingError(problem, remedy="use TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun … on every node")
+    error.caused_by_peer = True
+    return error
+
+
+def _clone_store(store: Any) -> dist.Store:
+    """A second connection, for other threads, if this version of torch supports it."""
+    return store.clone() if hasattr(store, "clone") else store  # type: ignore[no-any-return]
+
+
+def place_on_machine(device: DeviceConfig, launch_env: LaunchEnv | None = None) -> Placement:
+    """Choose among the GPUs and CPU cores that this process may use."""
+    return choose_placement(device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+
+
+def place_on_one_device(device: DeviceConfig) -> Placement:
+    """One process on the first device that the settings allow."""
+    return place_on_machine(replace(device, multi_gpu="none", nproc_per_node=None))
+
+
+@contextmanager
+def join_workers(device: DeviceConfig, timeout: float) -> Iterator[tuple[Placement, World]]:
+    """Join the process group of the workers that a launcher has started.
+
+    Args:
+        timeout: seconds after which a collective that lacks a rank fails.
+    """
+    launch_env = LaunchEnv.current()
+    placement = place_on_machine(device, launch_env)
+    with process_group(launch_env, placement.devices[0], timeout=timeout, backend=placement.backend) as world:
+        yield placement, world

@@ -1,0 +1,176 @@
+"""The handshake of all ranks over the launcher's store: which ranks take part, and which attempt this is.
+
+The agents keep one store over all restarts and each counts its own restarts, so neither the store nor the count tells
+which entries belong to this attempt. Rank 0 publishes a new generation with the nonce of every rank that it has read;
+each rank whose own nonce is in it acknowledges; when all have, it is sealed. Entries of earlier attempts belong to
+other generations.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, NoReturn
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from multigpu_cli.distributed.attempts import FinalVerdict, PreviousAttempt
+from multigpu_cli.errors import TrainingError
+
+_GO = "multigpu/go"
+_PAUSE = 0.02  # seconds between two polls
+
+
+class RankGpu(NamedTuple):
+    """The GPU of a rank: its unique id, and its model."""
+
+    uuid: str
+    model: str
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A rank's description of itself and its node.
+
+    Attributes:
+        nonce: unique to this process.
+        host, node: its machine, and its agent.
+        attempt: the number of this attempt, from the agent's records.
+        restarts_left: how often the agent would still restart its workers.
+        verdict: the final verdict of an earlier attempt under that agent, if any.
+        previous_attempt: how the previous attempt under that agent ended, if known.
+        gpu: the rank's GPU; None on CPU.
+    """
+
+    rank: int
+    size: int
+    nonce: str
+    host: str
+    node: str
+    attempt: int = 0
+    restarts_left: int = 0
+    verdict: FinalVerdict | None = None
+    previous_attempt: PreviousAttempt | None = None
+    gpu: RankGpu | None = None
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: bytes) -> "RankInfo":
+        found: dict[str, Any] = json.loads(text)
+        found["verdict"] = FinalVerdict.of(*found["verdict"]) if found["verdict"] else None
+        found["previous_attempt"] = PreviousAttempt(*found["previous_attempt"]) if found["previous_attempt"] else None
+        found["gpu"] = RankGpu(*found["gpu"]) if found["gpu"] else None
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The result of the handshake, equal on all ranks.
+
+    Attributes:
+        store_prefix: the prefix of this attempt's keys in the store.
+        attempt: how often the job was started before: the largest number that any agent has recorded.
+        hosts, agent_ids: machine and agent of each rank.
+        restarts_left: the smallest number of any agent.
+        verdict: the final verdict of an earlier attempt that forbids this one, or None.
+        previous_attempt: how the previous attempt ended, or None.
+        gpus: the GPU of each rank.
+    """
+
+    store_prefix: str
+    attempt: int
+    hosts: tuple[str, ...]
+    agent_ids: tuple[str, ...]
+    restarts_left: int
+    verdict: FinalVerdict | None
+    previous_attempt: PreviousAttempt | None
+    gpus: tuple[RankGpu | None, ...]
+
+
+def merge_rank_infos(hellos: Sequence[RankInfo], generation: str) -> Roster:
+    """The roster that follows from the infos of all ranks, in rank order."""
+    nodes = tuple(hello.node for hello in hellos)
+    number = max(hello.attempt for hello in hellos)
+    verdicts = [hello.verdict for hello in hellos if hello.verdict and hello.verdict.applies_to(nodes)]
+    ends = [hello.previous_attempt for hello in hellos if hello.previous_attempt and hello.attempt == number]
+    return Roster(
+        store_prefix=generation,
+        attempt=number,
+        hosts=tuple(hello.host for hello in hellos),
+        agent_ids=nodes,
+        restarts_left=min(hello.restarts_left for hello in hellos),
+        verdict=next(iter(verdicts), None),
+        previous_attempt=min(ends, key=lambda end: -end.last_progress_time, default=None),
+        gpus=tuple(hello.gpu for hello in hellos),
+    )
+
+
+def agree_on_roster(store: dist.Store, own: RankInfo, *, patience: float) -> Roster:
+    """Run the handshake with all other ranks.
+
+    Args:
+        store: shared by all ranks; it may still have entries of earlier attempts.
+        patience: seconds to wait for all ranks.
+
+    Raises:
+        TrainingError: a rank did not arrive; the message names it.
+    """
+    until = time.monotonic() + patience
+    return _lead(store, own, until) if own.rank == 0 else _follow(store, own, until)
+
+
+def _lead(store: dist.Store, own: RankInfo, until: float) -> Roster:
+    seen: list[bytes] = []
+    now = merge_rank_infos([own], uuid4().hex)
+    while own.size > 1:
+        texts = [_read_key(store, f"multigpu/hello-{rank}") for rank in range(1, own.size)]
+        hellos = [RankInfo.from_text(text) for text in texts if text]
+        if len(hellos) < own.size - 1 or any(hello.size != own.size for hello in hellos):
+            seen = []  # an earlier attempt had another size
+        elif texts != seen:
+            seen, now = [text for text in texts if text], merge_rank_infos([own, *hellos], uuid4().hex)
+            store.set(_GO, json.dumps({hello.rank: hello.nonce for hello in hellos} | {"generation": now.store_prefix}))
+        elif store.check([f"{now.store_prefix}/here-{rank}" for rank in range(1, own.size)]):
+            break
+        if time.monotonic() > until:
+            _give_up(store, own, now.store_prefix)
+        time.sleep(_PAUSE)
+    store.set(f"{now.store_prefix}/sealed", json.dumps([own.as_text(), *(text.decode() for text in seen)]))
+    return now
+
+
+def _follow(store: dist.Store, own: RankInfo, until: float) -> Roster:
+    store.set(f"multigpu/hello-{own.rank}", own.as_text())
+    generation = ""
+    while not (generation and store.check([f"{generation}/sealed"])):
+        go = json.loads(_read_key(store, _GO) or b"{}")
+        if go.get(str(own.rank)) == own.nonce and go["generation"] != generation:
+            generation = go["generation"]
+            store.set(f"{generation}/here-{own.rank}", "")
+        if time.monotonic() > until:
+            _give_up(store, own, generation)
+        time.sleep(_PAUSE)
+    hellos = [RankInfo.from_text(text.encode()) for text in json.loads(store.get(f"{generation}/sealed"))]
+    return merge_rank_infos(hellos, generation)
+
+
+def _read_key(store: dist.Store, key: str) -> bytes | None:
+    return bytes(store.get(key)) if store.check([key]) else None
+
+
+def _give_up(store: dist.Store, own: RankInfo, generation: str) -> NoReturn:
+    """Raise the error that names the missing ranks, as far as this rank knows."""
+    ranks = range(1, own.size)
+    silent = [rank for rank in ranks if not store.check([f"multigpu/hello-{rank}"])]
+    missing = silent or [rank for rank in ranks if not store.check([f"{generation}/here-{rank}"])]
+    who = f"rank {', '.join(map(str, missing[:8]))}{' …' if missing[8:] else ''}" if own.rank == 0 else "rank 0"
+    error = TrainingError(
+        f"{who} of {own.size} did not arrive: its node may have failed while it started",
+        remedy="use multigpu doctor under the same torchrun to test the connections; torchrun --max-restarts=… tries "
+        "again",
+    )
+    error.caused_by_peer = True
+    raise error

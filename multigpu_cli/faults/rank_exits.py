@@ -1,0 +1,181 @@
+"""What the ranks of an attempt publish in the launcher's store: progress, a hang, and how each rank ended."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from threading import Thread
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from multigpu_cli.distributed.attempts import PreviousAttempt, record_end
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import FAILED
+
+Answer = TypeVar("Answer")
+
+_TIMEOUT = 5.0  # seconds for an answer
+
+
+class DeadlineStore:
+    """A store whose calls return or raise within a few seconds.
+
+    torch's `check` waits for as long as the connection seems open, which is up to 15 minutes without a network.
+    So each call runs in a thread of its own; while one is overdue, no other is started.
+
+    Raises:
+        RuntimeError: the store is gone or does not answer, as torch's own stores do.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._asking: Thread | None = None
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(lambda: bytes(self._store.get(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(lambda: int(self._store.add(key, amount)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(lambda: bool(self._store.check(list(keys))))
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer:
+        if self._asking and self._asking.is_alive():
+            raise RuntimeError("the store does not answer")
+        answer: Future[Answer] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(question())
+            except BaseException as error:  # raised again where the answer is read
+                answer.set_exception(error)
+
+        asking = Thread(target=ask, name="question", daemon=True)
+        asking.start()
+        asking.join(_TIMEOUT)  # its end, not its answer: Python's exit aborts a thread that it finds in torch's code
+        if asking.is_alive():
+            self._asking = asking
+            raise RuntimeError("the store does not answer")
+        return answer.result()
+
+
+_LONGEST = 20_000  # characters of a stack
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """How one rank ended.
+
+    Attributes:
+        place: its position in the run, as text.
+        problem: the exception's type and message.
+        stack: its traceback.
+        caused_by_peer: it only lost its peers.
+        exit_code: of its process.
+        samples: sample numbers of the micro-batch that it worked on.
+    """
+
+    rank: int
+    place: str
+    problem: str
+    stack: str
+    caused_by_peer: bool
+    exit_code: int = FAILED
+    samples: Sequence[int] = ()
+
+
+class RankExits:
+    """Publishes how this rank ended, and reads how the others did; in a world of one it only keeps its own.
+
+    Attributes:
+        store: the launcher's store, None in a world of one.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world, self.store = world, DeadlineStore(world.store) if world.store is not None else None
+        self._own: list[RankExit] = []
+        self._read: list[RankExit] = []
+
+    def publish(self, end: RankExit) -> None:
+        """Publish how this rank ended; the store keeps the order of publication.
+
+        Once is enough, but a rank that has only lost its peers may find a fault of its own after that.
+        """
+        if self._own and (end.caused_by_peer or not self._own[-1].caused_by_peer):
+            return
+        self._own = [end]
+        if self.store is not None:
+            with suppress(RuntimeError):  # the rank or agent that held the store may be gone
+                turn = self.store.add("ends", 1)
+                self.store.set(f"end-{turn}", json.dumps(asdict(end) | {"stack": end.stack[-_LONGEST:]}))
+
+    def wait_for_exits(self, *, patience: float = 0.0) -> list[RankExit]:
+        """How the ranks ended, in order of publication; waits up to `patience` seconds for all of them."""
+        if self.store is None:
+            return self._own
+        deadline = time.monotonic() + patience
+        try:
+            while len(exits := self._read_exits(self.store)) < self._world.size and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return exits
+        except RuntimeError:  # without the store no rank can be asked
+            return self._own
+
+    def _read_exits(self, store: DeadlineStore) -> list[RankExit]:
+        """The last that each rank published."""
+        for turn in range(len(self._read) + 1, store.add("ends", 0) + 1):
+            self._read.append(RankExit(**json.loads(store.get(f"end-{turn}"))))
+        last = {end.rank: end for end in self._read}
+        return [end for end in self._read if end is last[end.rank]]
+
+    def has_exits(self) -> bool:
+        """Whether a rank has published how it ended."""
+        return self._is_flagged("end-1")
+
+    def add_progress(self, own: int) -> int | None:
+        """Add this rank's progress since the last call; returns the total of all ranks, None without a store."""
+        if self.store is None:
+            return None
+        try:
+            return self.store.add("moves", own)
+        except RuntimeError:
+            return None
+
+    def is_hang(self) -> bool:
+        """Whether a rank has flagged a hang."""
+        return self._is_flagged("hang")
+
+    def flag_hang(self) -> None:
+        """Make every rank publish its position, and end."""
+        if self.store is not None:
+            with suppress(RuntimeError):  # every rank also measures the time itself
+                self.store.set("hang", "")
+
+    def _is_flagged(self, name: str) -> bool:
+        try:
+            return self.store is not None and self.store.check([name])
+        except RuntimeError:  # the agent is gone with its store, and will end this process
+            return False
+
+    def record_cause(self, text: str, step: int | None, moved: float) -> None:
+        """Record the cause for the next attempt.
+
+        Args:
+            step: optimizer steps done, None before the first.
+            moved: when this rank last made progress, in Unix seconds.
+        """
+        record_end(self._world.agent_dir, self._world.attempt, PreviousAttempt(text, step, moved))
+
+
+def read_previous_cause(world: World) -> str | None:
+    """Why the previous attempt ended; None in the first attempt."""
+    if not world.attempt:
+        return None
+    return world.previous_attempt.cause if world.previous_attempt else "all workers ended without an error message"

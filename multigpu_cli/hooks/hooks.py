@@ -1,0 +1,283 @@
+"""Calls the hooks of --hook in their order, and sees to it that they change nothing."""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, enable_grad
+
+from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.faults.interpret_error import name_own_code
+from multigpu_cli.hooks.load import HookClass, load_hooks
+from multigpu_cli.optimizers.build import base_rate
+from multigpu_cli.run.assembly.components import StepResult, TrainComponents
+from multigpu_cli.run.part import Part
+from multigpu_cli.run.request.spec import RunSpec
+from multigpu_cli.run.run import Run
+from multigpu_cli.runtime.module_state import TensorVersions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HookNumbers:
+    """Where a run stands, as plain values that nobody can change.
+
+    Attributes:
+        rank, world_size: of this process.
+        folder: the run folder.
+        step: optimizer steps done, with the one in progress in after_backward; counted over the whole run.
+        total_steps: of the run.
+        epoch: that of the step, counted from 1.
+        samples: trained on so far, over all workers.
+        learning_rate: of the step.
+        loss: mean over the global batch of the step; in step_end alone.
+        grad_norm: of the global batch's gradient, before it is clipped; in step_end alone.
+        skipped: the optimizer skipped the step, since the gradient was not finite; in step_end alone.
+        loss_scale: what gradients are multiplied by in after_backward: 1, but with fp16.
+        split: val or test, in evaluated.
+        metrics: of that evaluation as val_NAME or test_NAME; elsewhere those of the newest evaluations and train_loss.
+        checkpoint: its folder, in saved.
+        status: completed or stopped, in end; failed, in failed.
+        error: why the run failed, in failed.
+    """
+
+    rank: int
+    world_size: int
+    folder: str
+    step: int
+    total_steps: int
+    epoch: int
+    samples: int
+    learning_rate: float
+    loss: float | None = None
+    grad_norm: float | None = None
+    skipped: bool = False
+    loss_scale: float = 1.0
+    split: str = ""
+    metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    checkpoint: str = ""
+    status: str = ""
+    error: str = ""
+
+
+@dataclass
+class _Hook:
+    """A hook with this rank's object, None where it wants none."""
+
+    kind: HookClass
+    object: Any
+    warned: bool = False
+
+
+class UserHooks(Part):
+    """The hooks of a run; all ranks know all classes. Which rank is called, and when, follows from them alone."""
+
+    _hooks: list[_Hook]
+    _left: dict[str, Any]  # states of the checkpoint, by name, of hooks that may have no rank among these workers
+    _written = -1  # step of the last checkpoint that is on disk, as far as this rank has told its hooks
+
+    def __init__(self, spec: RunSpec, world: World) -> None:
+        self._classes, self._world = run_on_all_ranks(world, lambda: load_hooks(spec.config.hook)), world
+        processes = max(world.size, spec.placement.num_processes_to_launch)
+        self._processes = 1 if spec.placement.strategy == "dp" else processes
+
+    def plan_notes(self) -> dict[str, str | list[str]]:
+        return {"hooks": [each.describe(self._processes) for each in self._classes]}
+
+    def fitted(self, components: TrainComponents) -> None:
+        """Make the hooks of this rank, with their states; each rank of a hook loads the same."""
+        states, world = components.state.part_states["hooks"], self._world
+        self._left = {each.name: states.pop(each.name) for each in self._classes if each.name in states}
+        self._hooks = run_on_all_ranks(world, lambda: [_build(each, world, self._left) for each in self._classes])
+
+    def start(self, run: Run, stack: ExitStack) -> None:
+        self._call(run, "start")
+
+    def after_backward(self, run: Run, step: int) -> None:
+        if any(hook.kind.is_due("after_backward", step + 1) for hook in self._hooks):
+            scale = float(run.state.precision.state_dict().get("scale", 1.0))
+            self._call(run, "after_backward", step=step + 1, loss_scale=scale)
+
+    def step_end(self, run: Run, step: int, outcome: StepResult) -> None:
+        """Where a hook asks for it, the step's loss is reduced and the host waits."""
+        if any(hook.kind.is_due("step_end", step + 1) for hook in self._hooks):
+            run.observer.loss.all_reduce_pending()
+            norm, skipped = float(outcome.grad_norm), bool(outcome.skipped)
+            self._call(run, "step_end", step=step + 1, loss=run.observer.loss.last, grad_norm=norm, skipped=skipped)
+
+    def evaluated(self, run: Run, split: str, metrics: Mapping[str, float]) -> None:
+        named = {f"{split}_{name}": value for name, value in metrics.items()}
+        self._call(run, "evaluated", split=split, metrics=MappingProxyType(named))
+
+    def epoch_end(self, run: Run) -> None:
+        with run.observer.timer.pause():
+            self._call(run, "epoch_end")
+
+    def written(self, run: Run) -> None:
+        self._call_saved(run, run.checkpointer.written)
+
+    def saved(self, run: Run) -> None:
+        """Tell the other ranks, if a hook there asks."""
+        self._call_saved(run, run.checkpointer.written)
+        if any("saved" in hook.kind.methods and hook.kind.ranks != (0,) for hook in self._hooks):
+            self._call_saved(run, int(broadcast_object(run.world, self._written)))
+
+    def end(self, run: Run, summary: Mapping[str, Any]) -> None:
+        """A hook's error does not hide that of the run."""
+        if summary["status"] != "failed":
+            self._call(run, "end", status=summary["status"])
+            return
+        try:
+            self._call(run, "failed", status="failed", error=str(summary.get("error", "")))
+        except TrainingError as error:  # the run's own error is on its way
+            _warn(run, error.problem)
+
+    def state_dict(self, run: Run) -> dict[str, Any]:
+        """Of each hook with a state that of its lowest rank, by name.
+
+        What has no rank among these workers keeps the state that it had.
+
+        Raises:
+            TrainingError: state_dict failed, or returned what a checkpoint can't hold.
+        """
+        states: dict[str, Any] = {}
+        for hook in self._hooks:
+            source, name = hook.kind.first_rank(run.world), hook.kind.name
+            if hook.kind.has_state and source is None:
+                states |= {name: self._left[name]} if name in self._left else {}
+            elif hook.kind.has_state:
+                own = None
+                if run.world.rank == source:
+                    with name_own_code(f"--hook {hook.kind.code}: state_dict"):
+                        found = hook.object.state_dict()
+                    own = copy_state(found, f"--hook {hook.kind.code}: state_dict returned")
+                states[name] = broadcast_object(run.world, own, source=source) if source else own
+        return {"hooks": states}
+
+    def _call_saved(self, run: Run, step: int) -> None:
+        if step > self._written:
+            self._written = step
+            self._call(run, "saved", checkpoint=str(run.folder / "checkpoints" / f"step_{step:08d}"))
+
+    def _call(self, run: Run, method: str, **more: Any) -> None:
+        """Call this rank's hooks that have the method, and are due."""
+        step = more.get("step", run.progress.step)
+        hooks = [hook for hook in self._hooks if hook.object is not None and hook.kind.is_due(method, step)]
+        if not hooks:
+            return
+        numbers, weights = _read_numbers(run, step, more), _name_tensors(run)
+        gradients = _name_tensors(run, gradients=True) if method == "after_backward" else {}
+        shown = {"after_backward": gradients, "step_end": weights}
+        tensors = (MappingProxyType(shown[method]),) if method in shown else ()
+        for hook in hooks:
+            _call_one(run, hook, method, numbers, tensors, {"weight": weights, "gradient": gradients})
+
+
+def _call_one(
+    run: Run, hook: _Hook, method: str, numbers: HookNumbers, tensors: tuple[Any, ...], watched: dict[str, Any]
+) -> None:
+    """Call one method of one hook.
+
+    Raises:
+        TrainingError: it failed, or changed a tensor in place.
+    """
+    call, watchdog = f"--hook {hook.kind.code}: {method}", run.observer.watchdog
+    versions = TensorVersions(watched)
+    watchdog.mark_progress()
+    began = time.perf_counter()
+    with name_own_code(call), enable_grad():  # ends with the mode that was there before
+        getattr(hook.object, method)(numbers, *tensors)
+    taken = 1e3 * (time.perf_counter() - began)
+    watchdog.mark_progress()
+    if changed := versions.find_changed():
+        what, _, name = changed.partition(".")
+        raise TrainingError(
+            f"{call} changed the {what} of {name} at step {numbers.step}, and a hook must change nothing: the run "
+            "would depend on which ranks it is on",
+            remedy="clone() the tensor first; to change gradients or weights, an optimizer or task of your own",
+        )
+    if taken > hook.kind.budget_ms and not hook.warned:
+        hook.warned = True
+        _warn(
+            run,
+            f"{call} took {taken:.1f} ms at step {numbers.step}, of a budget of {hook.kind.budget_ms:g} ms "
+            "(its budget_ms): training waits for it. This is said once.",
+        )
+
+
+def _read_numbers(run: Run, step: int, more: Mapping[str, Any]) -> HookNumbers:
+    batches = run.plan.batches
+    facts: dict[str, Any] = {
+        "rank": run.world.rank,
+        "world_size": run.world.size,
+        "folder": str(run.folder),
+        "step": step,
+        "total_steps": run.plan.schedule.total_steps,
+        "epoch": -(-step // batches.steps_per_epoch),
+        "samples": run.loaders.train.samples_seen_at(step, batches),
+        "learning_rate": base_rate(run.state.optimizer),
+        "metrics": MappingProxyType(dict(run.progress.last)),
+    }
+    return HookNumbers(**facts | dict(more))
+
+
+def _name_tensors(run: Run, *, gradients: bool = False) -> dict[str, Tensor]:
+    """What this process's optimizer moves, or its gradients, by the names of the parameters."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in run.state.model.named_parameters()}
+    pairs = ((names[run.strategy.find_parameter(moved)], moved) for moved in run.trainable_parameters)
+    if gradients:
+        return {name: moved.grad for name, moved in pairs if moved.grad is not None}
+    return {name: moved.detach() for name, moved in pairs}
+
+
+def _warn(run: Run, text: str) -> None:
+    warn: Callable[[str], object] = run.log.console.warn if run.world.is_main else warnings.warn
+    warn(text)
+
+
+def _build(kind: HookClass, world: World, states: Mapping[str, Any]) -> _Hook:
+    if not kind.is_on(world):
+        return _Hook(kind, None)
+    made = kind.make()
+    if kind.has_state and kind.name in states:
+        try:
+            with name_own_code(f"--hook {kind.code}: load_state_dict, with its state of the checkpoint,"):
+                made.load_state_dict(copy_state(states[kind.name], ""))
+        except TrainingError as error:
+            remedy = f"another name for its new form: --hook NAME={kind.code}"
+            raise RequestError(error.problem, remedy=remedy) from error
+    return _Hook(kind, made)
+
+
+def copy_state(value: Any, what: str) -> Any:
+    """A copy in host memory, in the types that load without running code.
+
+    NumPy's numbers become Python's, and subclasses of plain types the plain ones.
+
+    Args:
+        what: returned the value, for the message.
+
+    Raises:
+        TrainingError: something in it is neither a plain value nor a tensor.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float | str):  # or a subclass, such as NumPy's float64
+        return next(plain(value) for plain in (int, float, str) if isinstance(value, plain))
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {copy_state(name, what): copy_state(entry, what) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(copy_state(entry, what) for entry in value)
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    raise TrainingError(
+        f"{what} a {type(value).__module__}.{type(value).__name__}, which a checkpoint can't hold",
+        remedy="numbers, texts and tensors, in dicts, lists and tuples (an array: torch.tensor(array))",
+    )

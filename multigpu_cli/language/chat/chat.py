@@ -1,0 +1,389 @@
+"""Conversations, or plain text, from .jsonl files, for fine-tuning a language model."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from multigpu_cli.data.collate import IGNORED
+from multigpu_cli.data.files import JsonLines, locate_other_file
+from multigpu_cli.data.order import split_by_sample
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.language.chat import conversations, samples
+from multigpu_cli.language.chat import encoder as chat_tokens
+from multigpu_cli.language.chat.conversations import FORMS, PREFERENCE, detect_form, read_conversation
+from multigpu_cli.language.chat.encoder import LOSS_ON, ChatEncoder, ChatTokens, check_template_values
+from multigpu_cli.language.chat.records import TokenFile, open_tokens
+from multigpu_cli.language.chat.samples import Answers, Chats, Packs, Pairs, check_differences, encode_pair
+from multigpu_cli.language.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
+from multigpu_cli.language.vocabulary import Subwords
+
+_OVERLONG = ("stop", "drop", "truncate")
+_UNLIMITED = 10**9  # what tokenizers say that know no longest text is above
+
+
+def load(
+    data_dir: str | None,
+    seed: int,
+    model_dir: str | None = None,
+    max_length: int | None = None,
+    packing: str = "on",
+    format: str = "auto",
+    chat_template: str | None = None,
+    template_args: dict[str, Any] | None = None,
+    loss_on: str | None = None,
+    overlong: str = "stop",
+    val: float = 0.05,
+    file: str | None = None,
+) -> DataSource:
+    """Conversations, or plain text, for --model pretrained.
+
+    Args:
+        data_dir: a .jsonl file, or a folder with train.jsonl and perhaps val.jsonl and test.jsonl.
+        seed: draws the validation split and the packs.
+        model_dir: the model, whose tokenizer and chat template are used.
+        max_length: tokens of a sample or pack (default: as many as the model knows places for).
+        packing: on or off: several samples in a row, in training alone; pairs of preferences never share one.
+        format: preference, messages, sharegpt, alpaca, completion, text, or auto: by the fields of the first record.
+        chat_template: file of a template in place of the model's own.
+        template_args: what the chat template is given beside the messages, such as {enable_thinking: false}.
+        loss_on: assistant, completion or all (default: the assistant's messages, completions, all of a plain text).
+        overlong: stop, drop or truncate: samples of more than max_length tokens.
+        val: share for validation, drawn by seed; without effect where there is a val.jsonl.
+        file: the .jsonl file in data_dir, where there are several.
+
+    Raises:
+        RequestError: a record that is none, a template that does not fit, samples of which nothing is learned.
+    """
+    _check_choices(format, loss_on, overlong, val)
+    files, text = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
+    template = None if chat_template is None else _read_template(data_dir, chat_template)
+    form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
+    limit, (learns, paired) = _find_limit(text.config, text.tokenizer, max_length), _choose_loss(form, loss_on)
+    encoder, text_model, identity = _make_encoder(text, template, template_args, learns)
+    tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, text.ends, identity))
+    splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(text.tokenizer))
+    notes = [check_samples(name, part, overlong, learns, text.ends, text.tokenizer) for name, part in splits.items()]
+    packs = Packs(splits["train"], seed) if packing == "on" and not paired else None
+    samples = {name: Pairs(part) if isinstance(part, Answers) else part for name, part in splits.items()}
+    return DataSource(
+        train=packs or samples["train"],
+        val=samples.get("val"),
+        test=samples.get("test"),
+        input_shape=(limit,),
+        num_classes=text.config.get_text_config().vocab_size,
+        transform_signature=f"{identity} {learns} {limit}",
+        note=_join_notes(_describe(form, learns, splits["train"], packs), *notes),
+        text_model=text_model,
+        vocabulary=Subwords(text.tokenizer.backend_tokenizer.to_str()),
+        packed=packs is not None,
+        paired=paired,
+        warnings=tuple(_warn_of_pairs(samples)),
+        model="pretrained",
+        task="dpo" if paired else "language-model",
+    )
+
+
+def _open_splits(
+    parts: Mapping[str, tuple[JsonLines, np.ndarray]],
+    open_tokens: Callable[[JsonLines], TokenFile],
+    paired: bool,
+    limit: int,
+    padding: int,
+) -> dict[str, Chats]:
+    """The samples of each split; a file that is divided is opened once."""
+    tokens = {records: open_tokens(records) for records in dict.fromkeys(records for records, _ in parts.values())}
+    kind = Answers if paired else Chats
+    return {name: kind(records, tokens[records], rows, limit, padding) for name, (records, rows) in parts.items()}
+
+
+def _make_encoder(
+    text: TextModel, template: str | None, values: dict[str, Any] | None, learns: str
+) -> tuple[ChatEncoder, dict[str, str], str]:
+    """What makes tokens, what a checkpoint records of that, and a checksum of all that they depend on.
+
+    Raises:
+        RequestError: see `_check_tokenizer` and `check_template_values`.
+    """
+    _check_tokenizer(text.tokenizer, text.config, text.ends)
+    if values is not None:
+        check_template_values(text.tokenizer, values)
+    record = describe_tokenizer(text.tokenizer, template)
+    identity = sha256(repr(_sort((record, values))).encode()).hexdigest()
+    return ChatEncoder(text.tokenizer, template, learns, text.ends, values), record, identity
+
+
+def _join_notes(*notes: str) -> str:
+    return "".join(f"{each}; " for each in notes if each)
+
+
+def _sort(values: Any) -> Any:
+    """The same for mappings that differ in the order of their names only."""
+    if isinstance(values, dict):
+        return sorted((name, _sort(value)) for name, value in values.items())
+    return [_sort(each) for each in values] if isinstance(values, list | tuple) else values
+
+
+def _find_padding(tokenizer: Any) -> int:
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+
+
+def _warn_of_pairs(samples: Mapping[str, Dataset[Any]]) -> Iterator[str]:
+    for name, part in samples.items():
+        if isinstance(part, Pairs):
+            yield from check_differences(name, part)
+
+
+def _describe(form: str, learns: str, train: Chats, packs: Packs | None) -> str:
+    tokens = int(np.minimum(train.lengths, train.limit).sum(dtype=np.int64))
+    learned = int(train.learned.sum(dtype=np.int64))
+    text = f"{pluralize(len(train), train.noun)} ({form}) of {tokens:,} tokens; learned: {learns}, {learned:,}"
+    if packs is not None:
+        filled = tokens / (len(packs) * packs.limit)
+        text += f"; packs of at most {packs.limit} tokens, {100 * filled:.1f} % full"
+    return "; ".join(filter(None, (text, train.own_file_because)))
+
+
+def _choose_loss(form: str, loss_on: str | None) -> tuple[str, bool]:
+    """What is learned, and whether records are preferences, which can't follow all settings."""
+    learns = loss_on or FORMS[form].loss_on
+    if form != PREFERENCE:
+        return learns, False
+    if learns == "all":
+        raise RequestError(
+            "data.args.loss_on=all: of preferences the answers are compared, and not their common prompt",
+            remedy="leave it out, or data.args.loss_on=completion: the last answer only",
+        )
+    return learns, True
+
+
+def _check_tokenizer(tokenizer: Any, config: Any, ends: tuple[int, ...]) -> None:
+    rows = config.get_text_config().vocab_size
+    if len(tokenizer) > rows:
+        raise RequestError(
+            f"--model-dir: its tokenizer has {len(tokenizer)} tokens, and the model's embedding {rows}",
+            remedy="the tokenizer of this model; or model.resize_token_embeddings(…) and save_pretrained(…)",
+        )
+    if not ends:
+        raise RequestError(
+            "--model-dir: its tokenizer has no EOS token, so that nothing would ever end",
+            remedy="eos_token in tokenizer_config.json",
+        )
+
+
+def _find_limit(config: Any, tokenizer: Any, asked: int | None) -> int:
+    """Tokens of a sample at most: --max-length, or as many as model and tokenizer take."""
+    places = getattr(config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED
+    limit = min(int(places), int(tokenizer.model_max_length))
+    if asked is None and limit >= _UNLIMITED:
+        raise RequestError("--max-length: the model names no longest text", remedy="--max-length 2048, say")
+    if asked is not None and asked > limit:
+        raise RequestError(
+            f"--max-length {asked}: the model knows {limit} places", remedy=f"--max-length {limit}, or less"
+        )
+    return asked or limit
+
+
+def _read_template(data_dir: str | None, file: str) -> str:
+    return locate_other_file("chat", Path(str(data_dir)), file).read_text()
+
+
+def _check_choices(format: str, loss_on: str | None, overlong: str, val: float) -> None:
+    rules: list[tuple[str, Any, bool, str]] = [
+        ("format", format, format in ("auto", *FORMS), " or ".join(("auto", *FORMS))),
+        ("loss_on", loss_on, loss_on is None or loss_on in LOSS_ON, " or ".join(LOSS_ON)),
+        ("overlong", overlong, overlong in _OVERLONG, " or ".join(_OVERLONG)),
+        ("val", val, isinstance(val, int | float) and 0 <= val < 1, "a share from 0 to below 1"),
+    ]
+    for name, value, holds, right in rules:
+        if not holds:
+            raise RequestError(f"data.args.{name}: {value!r}", remedy=right)
+
+
+_SPLITS = ("train", "val", "test")
+_LAYOUT = (
+    "a .jsonl file, or a folder with train.jsonl and perhaps val.jsonl and test.jsonl; datasets' "
+    "to_json('train.jsonl') writes one"
+)
+
+
+class ChatFiles(NamedTuple):
+    """The records of each split; only `train` where the file is to be divided."""
+
+    train: JsonLines
+    val: JsonLines | None = None
+    test: JsonLines | None = None
+
+
+def find_files(data_dir: str | None, file: str | None) -> ChatFiles:
+    """The files at --data-dir.
+
+    Args:
+        file: data.file, the file in a folder that holds several.
+
+    Raises:
+        RequestError: there is none, several could be meant, or one is empty.
+    """
+    if data_dir is None:
+        raise RequestError("--data chat needs --data-dir", remedy=_LAYOUT)
+    place = Path(data_dir)
+    if not place.exists():
+        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=_LAYOUT)
+    if place.is_dir():
+        names = sorted(path.name for path in place.glob("*.jsonl"))
+        if file is None and "train.jsonl" in names:
+            found = {name: JsonLines(place / f"{name}.jsonl") for name in _SPLITS if f"{name}.jsonl" in names}
+            return _check_records(ChatFiles(**found))
+        if file is None and len(names) != 1:
+            raise RequestError(
+                f"--data-dir {data_dir} holds {', '.join(names) or 'no .jsonl file'}",
+                remedy=f"{_LAYOUT}{'; or --set data.file=' + names[0] if names else ''}",
+            )
+        place = locate_other_file("chat", place, file or names[0])
+    return _check_records(ChatFiles(JsonLines(place)))
+
+
+def _check_records(files: ChatFiles) -> ChatFiles:
+    for records in files:
+        if records is not None and not len(records):
+            raise RequestError(f"--data chat: {records.path} is empty", remedy="one JSON object per line")
+    return files
+
+
+def divide_files(files: ChatFiles, val: float, seed: int) -> dict[str, tuple[JsonLines, np.ndarray]]:
+    """The records of each split, as numbers of records in a file.
+
+    Raises:
+        RequestError: too few for a validation split.
+    """
+    found = {name: (file, np.arange(len(file))) for name, file in zip(_SPLITS, files, strict=True) if file is not None}
+    if files.val is None and val > 0:
+        _check_divisible(files.train, val)
+        parts = split_by_sample(len(files.train), (val,), seed)
+        train, held_out = (part.sort().values.numpy() for part in parts)
+        found |= {"train": (files.train, train), "val": (files.train, held_out)}
+    return {name: found[name] for name in _SPLITS if name in found}
+
+
+def _check_divisible(records: JsonLines, val: float) -> None:
+    if not 0 < round(val * len(records)) < len(records):
+        raise RequestError(
+            f"--data chat: {pluralize(len(records), 'record')} in {records.path} leave none for a split of "
+            f"data.val={val:g}",
+            remedy="--set data.val=0, to train without validation; or a folder with train.jsonl and val.jsonl",
+        )
+
+
+def check_samples(split: str, chats: Chats, overlong: str, learns: str, ends: tuple[int, ...], tokenizer: Any) -> str:
+    """Drop or cut what is too long, and check the rest; returns a note about it.
+
+    Args:
+        overlong: stop, drop or truncate.
+        learns: what is learned, for messages.
+        ends: the tokens at which generation stops.
+
+    Raises:
+        RequestError: samples that are too long, of which nothing is learned, or which never end.
+    """
+    note = _apply_length_limit(split, chats, overlong)
+    _check_learned(chats, learns)
+    _check_ends(chats, ends, tokenizer)
+    return note
+
+
+def _apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
+    """Drop or cut what is too long, and say so.
+
+    Raises:
+        RequestError: data.args.overlong=stop, or nothing is left.
+    """
+    beyond = int((chats.lengths > chats.limit).sum())
+    if not beyond:
+        return ""
+    longest = int(chats.lengths.argmax())
+    if overlong == "stop":
+        raise RequestError(
+            f"--max-length {chats.limit}: {beyond} of {pluralize(len(chats), chats.noun)} for {split} are longer, "
+            f"the longest has {chats.lengths[longest]} tokens ({chats.describe(longest)})",
+            remedy="--set data.args.overlong=drop or truncate; or, if the model knows as many places, "
+            f"--max-length {chats.lengths[longest]}",
+        )
+    if overlong == "drop":
+        chats.select(np.flatnonzero(chats.lengths <= chats.limit))
+        if not len(chats):
+            raise RequestError(
+                f"--max-length {chats.limit}: no {chats.noun} for {split} is as short", remedy="a larger one"
+            )
+    return f"{pluralize(beyond, f'overlong {chats.noun}')} of {split} {'dropped' if overlong == 'drop' else 'cut'}"
+
+
+def _check_learned(chats: Chats, learns: str) -> None:
+    """Refuse samples of which nothing is learned: they would only cost time, and are rarely meant."""
+    without = np.flatnonzero(chats.learned == 0)
+    if not len(without):
+        return
+    first = int(without[0])
+    if chats.lengths[first] > chats.limit:
+        raise RequestError(
+            f"--max-length {chats.limit}: of {pluralize(len(without), chats.noun)} nothing is learned; the first "
+            f"({chats.describe(first)}) is cut off before what the model is to say",
+            remedy="a larger --max-length, or --set data.args.overlong=drop",
+        )
+    raise RequestError(
+        f"--data chat: of {pluralize(len(without), chats.noun)} nothing is learned with data.loss_on={learns}; the "
+        f"first is {chats.describe(first)}",
+        remedy="records with an answer, or another data.loss_on",
+    )
+
+
+def _check_ends(chats: Chats, ends: tuple[int, ...], tokenizer: Any) -> None:
+    """Refuse where the model would never learn to stop, or begins twice; the first sample stands for all."""
+    sample = chats[0]
+    ids, labels = sample["input_ids"], sample["labels"]
+    if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+        raise RequestError(
+            f"--data chat: {chats.describe(0)} begins with {tokenizer.bos_token!r} twice",
+            remedy="a text or a chat template without it",
+        )
+    if chats.lengths[0] <= chats.limit and not np.isin(labels.numpy(), ends).any():
+        last = tokenizer.convert_ids_to_tokens(int(labels[labels != IGNORED][-1]))
+        names = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))
+        raise RequestError(
+            f"--data chat: what is learned of {chats.describe(0)} ends with {last!r}, and generation with {names}: "
+            "the model would never learn to stop",
+            remedy="the eos_token that the chat template writes, in tokenizer_config.json or generation_config.json",
+        )
+
+
+_CODE = (chat_tokens, conversations, samples)
+_LIBRARIES = ("transformers", "tokenizers", "jinja2")
+
+
+def open_record_tokens(records: JsonLines, form: str, encoder: ChatEncoder, conditions: object) -> TokenFile:
+    """The tokens of all records, in a file below Hugging Face's cache; a preference is two samples.
+
+    Args:
+        form: of the records.
+        conditions: what their tokens depend on, beside file, form, code and libraries.
+
+    Raises:
+        RequestError: a record is not of that form or can't be encoded, or there is no room.
+    """
+    from huggingface_hub.constants import HF_HOME  # late: transformers has loaded it
+
+    def encode(row: int) -> Sequence[ChatTokens]:
+        place = records.describe(row)
+        conversation = read_conversation(records[row], form, place)
+        return encode_pair(encoder, conversation, place) if paired else (encoder.encode(conversation, place),)
+
+    paired = form == PREFERENCE
+    code, versions = [inspect.getsource(module) for module in _CODE], [version(library) for library in _LIBRARIES]
+    key = sha256(repr((records.digest, form, conditions, code, versions)).encode()).hexdigest()
+    return open_tokens(Path(HF_HOME, "multigpu"), key, len(records), encode, Answers.width if paired else 1)

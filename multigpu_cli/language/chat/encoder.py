@@ -1,0 +1,212 @@
+"""Conversations as tokens, with those that are learned, by the model's own tokenizer and chat template."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Any, NamedTuple
+
+from multigpu_cli.errors import RequestError
+from multigpu_cli.language.chat.conversations import Conversation, is_learned
+
+LOSS_ON = ("assistant", "completion", "all")
+_SHOWN = 60  # characters of a rendered text in a message
+_OWN_VALUES = ("messages", "tools", "strftime_now", "bos_token", "eos_token")
+TODAY = date(2024, 7, 26)
+"""For templates that write the date: Llama 3.1's own. Samples may not change from day to day."""
+
+
+class ChatTokens(NamedTuple):
+    """The tokens of a sample.
+
+    Attributes:
+        ids: (t,) each below the size of the vocabulary.
+        learned: (t,) whether the model learns to say it.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+
+
+class ChatEncoder:
+    """Renders a conversation and marks what is learned.
+
+    Which characters are the assistant's is found by rendering the messages before one of its own, with the template's
+    call for an answer, and those up to it: marks inside a template are missing from most. Tokens are those of the whole
+    text, so they are what the model sees when it answers.
+
+    Args:
+        tokenizer: a fast one of transformers.
+        template: a chat template in place of the tokenizer's own, or None.
+        loss_on: assistant (each of its messages), completion (its last one), or all.
+        ends: tokens at which generation stops, such as EOS; what follows them in a message is not learned.
+        values: what the template is given beside messages and tools, by name.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        template: str | None,
+        loss_on: str,
+        ends: Sequence[int],
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer, self._template, self._loss_on = tokenizer, template, loss_on
+        self._ends, self._values = frozenset(ends), dict(values or {})
+
+    def encode(self, conversation: Conversation, place: str) -> ChatTokens:
+        """Tokens of one conversation.
+
+        Args:
+            place: of its record, for messages.
+
+        Raises:
+            RequestError: the template does not take it, or renders a message otherwise when more follow.
+        """
+        if conversation.messages is None:
+            return self._encode_text(conversation)
+        self._check_template(place)
+        if self._loss_on == "all" and not all(map(is_learned, conversation.messages)):
+            raise RequestError(
+                f"--data chat: {place} has a message with weight 0 or train false: data.args.loss_on=all learns each",
+                remedy="data.args.loss_on=assistant",
+            )
+        whole = self._render(conversation, len(conversation.messages), place, asks=False)
+        spans = [(0, len(whole))] if self._loss_on == "all" else self._find_answers(conversation, whole, place)
+        found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = found["input_ids"], found["offset_mapping"]
+        learned = [False] * len(ids)
+        for first, end in spans:
+            inside = [at for at, (start, stop) in enumerate(places) if start < end and stop > first]
+            stops = [at for at in inside if ids[at] in self._ends]
+            for at in inside:
+                learned[at] = self._loss_on == "all" or not stops or at <= stops[-1]
+            after = inside[-1] + 1 if inside and not stops else len(ids)
+            if after < len(ids) and ids[after] in self._ends:  # GLM ends an answer with the role of who speaks next
+                learned[after] = True
+        return ChatTokens(ids, learned)
+
+    def encode_prompt(self, conversation: Conversation, place: str) -> list[int]:
+        """Tokens up to the point where the model answers.
+
+        Raises:
+            RequestError: the template does not take the messages.
+        """
+        if conversation.messages is None:
+            return list(self._tokenizer(conversation.prompt)["input_ids"])
+        text = self._render(conversation, len(conversation.messages), place, asks=True)
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _encode_text(self, conversation: Conversation) -> ChatTokens:
+        """A plain text, as the tokenizer begins it, and with EOS at its end."""
+        prompt, completion = conversation.prompt, conversation.completion
+        found = self._tokenizer(prompt + completion, return_offsets_mapping=True)
+        ids, places = list(found["input_ids"]), list(found["offset_mapping"])
+        end = self._tokenizer.eos_token_id
+        if ids and ids[-1] != end:
+            ids, places = [*ids, end], [*places, (0, 0)]
+        first = 0 if self._loss_on == "all" else len(prompt)
+        learned = [stop > first for _, stop in places]
+        learned[-1:] = [True]
+        return ChatTokens(ids, learned)
+
+    def _find_answers(self, conversation: Conversation, whole: str, place: str) -> list[tuple[int, int]]:
+        """First character and end of each message that is learned, in the whole rendered text."""
+        messages = conversation.messages or []
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [number for number in answers if number >= conversation.given and is_learned(messages[number])]
+        if self._loss_on == "completion":
+            answers = [number for number in answers if number == len(messages) - 1]
+        if 0 in answers:
+            raise RequestError(
+                f"--data chat: {place} begins with a message of the assistant: nothing comes before it",
+                remedy="a message of a user or system first, or data.args.loss_on=completion",
+            )
+        return [self._find_answer(conversation, number, whole, place) for number in answers]
+
+    def _find_answer(self, conversation: Conversation, number: int, whole: str, place: str) -> tuple[int, int]:
+        before = self._render(conversation, number, place, asks=True)
+        if not whole.startswith(before):
+            raise self._refuse(whole, before, f"asks for message {number + 1} otherwise than it is rendered", place)
+        through, messages = whole, conversation.messages or []
+        if number + 1 < len(messages):
+            through = self._render(conversation, number + 1, place, asks=False)
+            if not whole.startswith(through):  # some end the whole conversation with EOS
+                through = through.removesuffix(self._tokenizer.eos_token or "")
+        if not whole.startswith(through):
+            raise self._refuse(whole, through, f"renders message {number + 1} otherwise when more follow", place)
+        _check_said(messages[number], whole[len(before) : len(through)], number + 1, place)
+        return len(before), len(through)
+
+    def _check_template(self, place: str) -> None:
+        if not (self._template or self._tokenizer.chat_template):
+            raise RequestError(
+                f"--data chat: {place} has messages, and the model has no chat template to render them with",
+                remedy="a model that is made for chat, or --set data.chat_template=FILE (TRL has some, in Jinja); "
+                "a base model learns from records with prompt and completion, or text",
+            )
+
+    def _refuse(self, whole: str, text: str, how: str, place: str) -> RequestError:
+        at = next((at for at, (one, other) in enumerate(zip(whole, text, strict=False)) if one != other), len(whole))
+        last = "" if self._loss_on == "completion" else "--set data.loss_on=completion, for the last message only, or "
+        return RequestError(
+            f"--data chat: {place}: the chat template {how}: {text[at : at + _SHOWN]!r} becomes "
+            f"{whole[at : at + _SHOWN]!r}, so that what is learned is not what the model says",
+            remedy=f"{last}a template for training with --set data.chat_template=FILE",
+        )
+
+    def _render(self, conversation: Conversation, count: int, place: str, *, asks: bool) -> str:
+        """The first messages as text; with `asks` up to the point where the model answers."""
+        from jinja2 import TemplateError  # late: transformers has loaded it
+
+        messages = (conversation.messages or [])[:count]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                tools=conversation.tools,
+                tokenize=False,
+                add_generation_prompt=asks,
+                strftime_now=TODAY.strftime,
+                **self._values,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(
+                f"--data chat: {place}: the chat template does not take its first {count} messages ({error})",
+                remedy="other roles, or another template with --set data.chat_template=FILE",
+            ) from error
+        return text
+
+
+def check_template_values(tokenizer: Any, values: Any) -> None:
+    """Refuse what is no mapping of names, and names that the tokenizer itself has a use for.
+
+    Raises:
+        RequestError: names what is wrong.
+    """
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise RequestError(
+            f"data.args.template_args: {values!r} is no mapping", remedy="of names to values: {enable_thinking: false}"
+        )
+    taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *_OWN_VALUES} - {"kwargs"}
+    if used := sorted(taken & values.keys()):
+        raise RequestError(
+            f"data.args.template_args: {used[0]} is no value of the template's own: the data decides it",
+            remedy="names that are read by the chat template, such as enable_thinking",
+        )
+
+
+def _check_said(message: dict[str, Any], rendered: str, number: int, place: str) -> None:
+    """Refuse a template that leaves out what is to be learned, up to white space and thoughts.
+
+    Raises:
+        RequestError: content, or a call of a tool, is not in the rendered answer.
+    """
+    content = message["content"].rpartition("</think>")[2]
+    wanted = [content, *(call.get("function", call)["name"] for call in message.get("tool_calls", ()))]
+    there = "".join(rendered.split())
+    for text in wanted:
+        if "".join(text.split()) not in there:
+            raise RequestError(
+                f"--data chat: {place}: the chat template leaves {text[:_SHOWN]!r} of message {number} out",
+                remedy="a template that renders it, with --set data.chat_template=FILE",
+            )

@@ -1,0 +1,193 @@
+"""Tokens of samples in a file that is mapped into memory: made once on a machine, for all its ranks and later runs."""
+
+import fcntl
+import mmap
+import os
+import stat
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from multigpu_cli.distributed.processes import say_before_run
+from multigpu_cli.errors import RequestError
+from multigpu_cli.language.chat.encoder import ChatTokens
+
+_UNUSED = {".tokens": 30 * 24 * 3600.0, ".lock": 30 * 24 * 3600.0, ".draft": 24 * 3600.0}  # seconds, then it is removed
+_PATIENCE = 5.0  # seconds of silent waiting for another process
+
+Encode = Callable[[int], Sequence[ChatTokens]]
+"""A record's number → the tokens of its samples."""
+
+
+class TokenFile:
+    """Tokens of samples, and whether each is learned.
+
+    The file: the place of each sample's first token, and the number of all, (n + 1,) int64; then the tokens, int32. A
+    token that is learned is stored as its complement, which is negative.
+
+    Args:
+        file: open for reading; it may be closed afterwards.
+        count: of samples.
+
+    Attributes:
+        starts: (n + 1,) int64.
+        own_because: why no other process reads it; empty where others do.
+
+    Raises:
+        ValueError: the file is not whole.
+    """
+
+    def __init__(self, file: BinaryIO, count: int) -> None:
+        mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+        head = 8 * (count + 1)
+        self.starts = mapped[:head].view(np.int64)
+        if len(self.starts) != count + 1 or len(mapped) != head + 4 * self.starts[-1]:
+            raise ValueError("the file is not whole")
+        self._tokens = mapped[head:].view(np.int32)
+        self.own_because = ""
+
+    def read(self, index: int, limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (t,) int32 of a sample, and which are learned (t,) bool; at most `limit`."""
+        stored = self._tokens[self.starts[index] : self.starts[index + 1]][:limit]
+        learned = stored < 0
+        return np.where(learned, ~stored, stored), learned
+
+
+def open_tokens(folder: Path, key: str, count: int, encode: Encode, width: int = 1) -> TokenFile:
+    """The tokens that an earlier process has left, or else those that `encode` makes now.
+
+    Processes that ask for the same at once wait for the first of them. Where the folder can't be written, or
+    others can write into it too, each process has a file of its own, which ends with it.
+
+    Args:
+        folder: of such files, for all programs of this user; what was not used for 30 days is removed.
+        key: of all that the tokens depend on.
+        count: of records.
+        width: samples of each record.
+
+    Raises:
+        RequestError: there is no room, or a sample can't be encoded.
+    """
+    reason = ""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_own(folder):
+            with _locked(folder / f"{key}.lock"):
+                found = _find(folder / f"{key}.tokens", count, encode, width)
+                return found or _make(folder, key, count, encode, width)
+        reason = "others can write into it"
+    except OSError as error:  # read-only, full, or without locks
+        reason = error.strerror or str(error)
+    try:
+        with tempfile.TemporaryFile() as file:
+            _write(file, count, encode, width)
+            tokens = TokenFile(file, count * width)
+    except OSError as error:
+        raise RequestError(
+            f"--data chat: the tokens can be stored neither in {folder} ({reason}) nor in {tempfile.gettempdir()} "
+            f"({error.strerror or error})",
+            remedy="room in one of them (HF_HOME and TMPDIR say where they are): about as much as the data takes",
+        ) from error
+    tokens.own_because = f"tokens in a temporary file of each process, since {folder} is not used: {reason}"
+    return tokens
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else writes there: their tokens would be trained on."""
+    found = folder.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait until no other process holds it. It only saves work: files appear whole, whoever writes them."""
+    with path.open("ab") as file:
+        os.utime(path)
+        deadline = time.monotonic() + _PATIENCE
+        while not _try_lock(file):
+            if time.monotonic() > deadline:
+                say_before_run(f"waiting for another process, which encodes the same data: it holds {path}")
+                fcntl.flock(file, fcntl.LOCK_EX)
+                break
+            time.sleep(0.05)
+        yield
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _encode(encode: Encode, record: int) -> Sequence[ChatTokens]:
+    """The tokens of a record's samples.
+
+    Raises:
+        RequestError: the record can't be read any more, which is no fault of the file that is written.
+    """
+    try:
+        return encode(record)
+    except OSError as error:
+        raise RequestError(
+            f"--data chat: record {record + 1} can't be read: {error}",
+            remedy="the data and the model's folder where they were when the command began",
+        ) from error
+
+
+def _find(path: Path, count: int, encode: Encode, width: int) -> TokenFile | None:
+    """The file, if it is there, whole, and holds what `encode` makes of its first, middle and last record."""
+    try:
+        with path.open("rb") as file:
+            found = TokenFile(file, count * width)
+    except (FileNotFoundError, ValueError):
+        return None
+    for record in {0, count // 2, count - 1}:
+        for index, sample in enumerate(_encode(encode, record), record * width):
+            ids, learned = found.read(index)
+            if (ids.tolist(), learned.tolist()) != tuple(sample):
+                return None
+    os.utime(path)
+    return found
+
+
+def _make(folder: Path, key: str, count: int, encode: Encode, width: int) -> TokenFile:
+    _remove_unused(folder)
+    number, name = tempfile.mkstemp(prefix=f"{key}.", suffix=".draft", dir=folder)
+    draft = Path(name)
+    try:
+        with open(number, "r+b") as file:
+            _write(file, count, encode, width)
+            draft.replace(folder / f"{key}.tokens")
+            return TokenFile(file, count * width)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _write(file: BinaryIO, count: int, encode: Encode, width: int) -> None:
+    starts = array("q", [0])
+    file.seek(8 * (count * width + 1))
+    for record in range(count):
+        for ids, learned in _encode(encode, record):
+            tokens = np.array(ids, dtype=np.int32)
+            file.write(np.where(np.array(learned, dtype=bool), ~tokens, tokens).tobytes())
+            starts.append(starts[-1] + len(ids))
+    file.seek(0)  # last: without it the file is not whole
+    file.write(starts.tobytes())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _remove_unused(folder: Path) -> None:
+    now = time.time()
+    for path in folder.iterdir():
+        with suppress(OSError):  # another process was faster
+            if now - path.stat().st_mtime > _UNUSED.get(path.suffix, now):
+                path.unlink()

@@ -1,0 +1,294 @@
+"""The samples of conversations: each alone, or several packed into a row."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from multigpu_cli.data.collate import IGNORED
+from multigpu_cli.data.files import JsonLines
+from multigpu_cli.data.order import epoch_order
+from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.language.chat.conversations import Conversation
+from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
+from multigpu_cli.language.chat.records import TokenFile
+from multigpu_cli.planning.batch import make_key
+
+_PACKING = 0x9AC4  # separates the stream of packs from the epochs' orders
+
+
+class Chats(Dataset[dict[str, Tensor]]):
+    """Samples: input_ids, position_ids and labels, (t,) int64 each, as they are asked for; tokens lie in a file.
+
+    Labels stand at their own token, and are -100 where a token is not learned, as in Hugging Face's datasets.
+
+    Args:
+        records: of the file, for the places in messages.
+        tokens: of all records, `width` samples each.
+        rows: which of the records are used.
+        limit: tokens of a sample at most; what is beyond is cut off.
+        padding: the token that fills up a batch. It is never a label, also where it is EOS.
+
+    Attributes:
+        lengths: (n,) int32 tokens of each sample, not cut.
+        learned: (n,) int32 how many of them count in the loss.
+        rows: (n,) int32 the record of each sample.
+        noun: what a sample is called in messages.
+        width: how many samples stand in a record.
+        own_file_because: why the tokens are in a file of this process alone; empty where they are not.
+    """
+
+    noun, width = "sample", 1
+
+    def __init__(
+        self, records: JsonLines, tokens: TokenFile, rows: Sequence[int] | np.ndarray, limit: int, padding: int
+    ) -> None:
+        self.records, self.limit = records, limit
+        self.collate_fn = partial(pad_samples, padding=padding)
+        self._tokens, self.own_file_because = tokens, tokens.own_because
+        self.rows = np.repeat(np.asarray(rows, dtype=np.int32), self.width)
+        samples = self.rows * self.width + np.arange(len(self.rows)) % self.width
+        self.lengths = np.diff(tokens.starts)[samples].astype(np.int32)
+        counts = (int(self._read(index)[1].sum()) for index in range(len(self.rows)))
+        self.learned = np.fromiter(counts, dtype=np.int32, count=len(self.rows))
+
+    def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, learned = self._tokens.read(self.rows[index] * self.width + index % self.width, self.limit)
+        learned[:1] = False  # nothing foretells the first
+        return ids, learned
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens, learned = self._read(index)
+        ids = torch.from_numpy(tokens).long()
+        labels = torch.where(torch.from_numpy(learned), ids, IGNORED)
+        return {"input_ids": ids, "position_ids": torch.arange(len(ids)), "labels": labels}
+
+    def describe(self, index: int) -> str:
+        """A sample's place, for messages."""
+        return self.records.describe(self.rows[index])
+
+    def select(self, chosen: np.ndarray) -> None:
+        """Keep these samples only."""
+        self.rows, self.lengths, self.learned = self.rows[chosen], self.lengths[chosen], self.learned[chosen]
+
+
+class Packs(Dataset[dict[str, Tensor]]):
+    """Samples side by side in rows of at most `limit` tokens; position ids begin anew with each.
+
+    The packs of an epoch are a function of seed, epoch and lengths. An epoch always has the same number, so that the
+    run's length is known: where an order needs fewer, the last are empty and count for nothing.
+    """
+
+    def __init__(self, chats: Chats, seed: int) -> None:
+        self.chats, self.limit, self._seed = chats, chats.limit, seed
+        self.collate_fn = chats.collate_fn
+        lengths = np.minimum(chats.lengths, chats.limit)
+        self._lengths = array("i", lengths.tobytes())  # numbers of Python: numpy's are slow one by one
+        tightest = count_first_fit(array("i", np.sort(lengths)[::-1].tobytes()), self.limit)
+        self._epoch = 0
+        self._set(self._pack(0))
+        self._count = max(tightest, len(self._ends) - 1)
+
+    def make_packs_of_epoch(self, epoch: int) -> None:
+        """Make the packs of an epoch; called by the loader before it asks for one of its samples."""
+        if epoch != self._epoch:
+            self._set(self._pack(epoch))
+            if len(self._ends) - 1 > self._count:
+                self._set(pack_first_fit(range(len(self.chats)), self._lengths, self.limit))
+            self._epoch = epoch
+
+    def _pack(self, epoch: int) -> Iterable[list[int]]:
+        order = epoch_order(len(self.chats), make_key(self._seed, _PACKING), epoch)
+        return pack_windows(array("q", order.numpy().tobytes()), self._lengths, self.limit)
+
+    def _set(self, packs: Iterable[list[int]]) -> None:
+        self._samples, self._ends = array("i"), array("i", [0])  # of all packs in turn, and where each ends
+        for pack in packs:
+            self._samples.extend(pack)
+            self._ends.append(len(self._samples))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        first, end = (self._ends[min(each, len(self._ends) - 1)] for each in (index, index + 1))
+        samples = [self.chats[each] for each in self._samples[first:end]]
+        empty = torch.zeros(0, dtype=torch.int64)
+        return {
+            name: torch.cat([empty, *(sample[name] for sample in samples)])
+            for name in ("input_ids", "position_ids", "labels")
+        }
+
+
+def pad_samples(samples: Sequence[dict[str, Tensor]], *, padding: int) -> dict[str, Tensor]:
+    """(n, t) each: samples filled up to the longest. Padding is a text of its own, of which nothing is learned."""
+    longest = max(1, *(len(sample["input_ids"]) for sample in samples))
+    fill = {"input_ids": torch.full((longest,), padding), "labels": torch.full((longest,), IGNORED)}
+    fill["position_ids"] = torch.arange(longest)
+    return {
+        name: torch.stack([torch.cat([sample[name], fill[name][: longest - len(sample[name])]]) for sample in samples])
+        for name in fill
+    }
+
+
+_SIDES = ("chosen", "rejected")
+
+
+def encode_pair(encoder: ChatEncoder, conversation: Conversation, place: str) -> tuple[ChatTokens, ChatTokens]:
+    """The tokens of both answers with their prompt.
+
+    What is learned begins with the answers, or where tokens differ before: a tokenizer may join the prompt's last
+    characters with the first ones of one answer and not of the other.
+
+    Raises:
+        RequestError: see `ChatEncoder.encode`; names the answer.
+    """
+    assert conversation.rejected is not None
+    both = (conversation, conversation.rejected)
+    chosen, rejected = (encoder.encode(each, f"{place}, {side}") for each, side in zip(both, _SIDES, strict=True))
+    alike = zip(chosen.ids, rejected.ids, strict=False)
+    first = next((at for at, (one, other) in enumerate(alike) if one != other), len(chosen.ids))
+    for tokens in (chosen, rejected):
+        begun = tokens.learned.index(True) if True in tokens.learned else 0
+        tokens.learned[first:begun] = [True] * max(0, begun - first)
+    return chosen, rejected
+
+
+class Answers(Chats):
+    """Both answers of each pair, the chosen one first, as 2n samples of their own; see `Chats` for the arguments."""
+
+    noun, width = "answer", len(_SIDES)
+
+    def describe(self, index: int) -> str:
+        return f"{super().describe(index)}, {_SIDES[index % 2]}"
+
+    def select(self, chosen: np.ndarray) -> None:
+        """Keep the pairs of which both answers are among these."""
+        super().select(chosen[np.isin(chosen ^ 1, chosen)])
+
+    def are_same(self, pair: int) -> bool:
+        """Whether both answers of a pair have the same tokens, as far as they are used."""
+        first = 2 * pair
+        one, other = (min(int(length), self.limit) for length in self.lengths[first : first + 2])
+        return one == other and bool(np.array_equal(self._read(first)[0], self._read(first + 1)[0]))
+
+
+class Pairs(Dataset[list[dict[str, Tensor]]]):
+    """Samples: the chosen and the rejected answer, each as in `Chats`; a batch has them as (n, 2, t)."""
+
+    def __init__(self, answers: Answers) -> None:
+        self.answers, self._pad = answers, answers.collate_fn
+
+    def __len__(self) -> int:
+        return len(self.answers) // 2
+
+    def __getitem__(self, index: int) -> list[dict[str, Tensor]]:
+        return [self.answers[2 * index], self.answers[2 * index + 1]]
+
+    def collate_fn(self, pairs: Sequence[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
+        """(n, 2, t) each: all answers filled up to the longest."""
+        padded: dict[str, Tensor] = self._pad(list(chain.from_iterable(pairs)))
+        return {name: rows.unflatten(0, (-1, 2)) for name, rows in padded.items()}
+
+
+def check_differences(split: str, pairs: Pairs) -> list[str]:
+    """A warning, if there are pairs of which nothing can be learned, since their answers are the same.
+
+    Raises:
+        RequestError: all are so.
+    """
+    same = [index for index in range(len(pairs)) if pairs.answers.are_same(index)]
+    if not same:
+        return []
+    first = pairs.answers.records.describe(pairs.answers.rows[2 * same[0]])
+    if len(same) == len(pairs):
+        raise RequestError(
+            f"--data chat: of {pluralize(len(pairs), 'pair')} for {split}, chosen and rejected are the same in each; "
+            f"the first is {first}",
+            remedy="answers that differ within --max-length",
+        )
+    return [
+        f"chosen and rejected are the same in {len(same)} of {pluralize(len(pairs), 'pair')} for {split}, of which "
+        f"nothing is learned; the first is {first}"
+    ]
+
+
+WINDOW = 1024
+"""Samples that are packed among themselves, so that an epoch's packs follow the epoch's order."""
+
+
+def pack_windows(
+    order: Sequence[int], lengths: Sequence[int], capacity: int, window: int = WINDOW
+) -> Iterator[list[int]]:
+    """The samples of each pack in turn: each window of the order is packed by itself.
+
+    Args:
+        order: samples, as an epoch has them.
+        lengths: tokens of each sample, from 1 to the capacity.
+        capacity: tokens of a pack.
+        window: samples that are packed among themselves.
+    """
+    for start in range(0, len(order), window):
+        yield from pack_first_fit(order[start : start + window], lengths, capacity)
+
+
+def pack_first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """First-fit decreasing (Johnson 1973): the longest first, each into the first pack that has room for it.
+
+    At most 11/9 of the fewest packs possible, plus one. Samples of one length stay in their order.
+    """
+    ranked = sorted(samples, key=lambda sample: -lengths[sample])
+    packs: list[list[int]] = []
+    for sample, place in zip(ranked, _place(map(lengths.__getitem__, ranked), len(ranked), capacity), strict=True):
+        if place == len(packs):
+            packs.append([])
+        packs[place].append(sample)
+    return packs
+
+
+def count_first_fit(descending: Sequence[int], capacity: int) -> int:
+    """The number of packs of `pack_first_fit`, which depends on the lengths alone.
+
+    Args:
+        descending: lengths of all samples, the longest first.
+    """
+    return 1 + max(_place(descending, len(descending), capacity), default=-1)
+
+
+def _place(descending: Iterable[int], count: int, capacity: int) -> Iterator[int]:
+    """The number of the pack of each of `count` samples."""
+    room = _Room(count, capacity)
+    return map(room.take, descending)
+
+
+class _Room:
+    """The room left in each of `count` packs, as a tree of maxima: the first with enough of it is found in log2 steps.
+
+    Args:
+        count: more packs are never needed.
+    """
+
+    def __init__(self, count: int, capacity: int) -> None:
+        self._leaves = 1 << max(0, count - 1).bit_length()
+        self._most = array("q", [capacity]) * (2 * self._leaves)
+
+    def take(self, length: int) -> int:
+        """The first pack with room for `length`, which it then has no more."""
+        node = 1
+        while node < self._leaves:
+            node *= 2
+            node += self._most[node] < length
+        place = node - self._leaves
+        self._most[node] -= length
+        while node > 1:
+            node //= 2
+            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
+        return place

@@ -1,0 +1,271 @@
+"""Networks of the transformers library by the name of their architecture, built from a configuration: no download."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.errors import RequestError, did_you_mean, pluralize
+from multigpu_cli.language.model_folder import check_weight_files, find_model_folder, import_transformers, load_config
+from multigpu_cli.language.token_losses import TokenLosses, TokenTargets, compute_token_losses
+from multigpu_cli.runtime.model_call import Labelled, ModelCall
+
+_LENGTHS = ("n_positions", "max_position_embeddings")  # how configurations call the longest sequence
+
+
+class NamedInputs(nn.Module):
+    """Stands between a transformers network and a task: named or unnamed inputs in, its output object out.
+
+    Args:
+        network: a `transformers.PreTrainedModel`, or whatever names its input.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self._input: str = network.main_input_name  # type: ignore[assignment]
+        inner: Any = getattr(network, "get_base_model", lambda: network)()  # that of peft
+        names = ModelCall.of(network).names + ModelCall.of(inner).names
+        self._call = replace(ModelCall.of(network), names=names, takes_any=False)
+
+    @property
+    def callees(self) -> tuple[nn.Module, ...]:
+        """What a call may go to, the outer one first."""
+        return (self.network,)
+
+    def forward(self, inputs: Tensor | Mapping[str, Tensor] | Labelled) -> Any:
+        if isinstance(inputs, Labelled):
+            return self._call_by_name(self.network, inputs.inputs, labels=inputs.targets)
+        return self._call_by_name(self.network, inputs)
+
+    def _call_by_name(self, callee: nn.Module, inputs: Tensor | Mapping[str, Tensor], **more: Tensor) -> Any:
+        named = (dict(inputs) if isinstance(inputs, Mapping) else {self._input: inputs}) | more
+        self._call.check_names(named)  # its **kwargs would pass over them in silence
+        return callee(**named)
+
+    def make_cache(self) -> Any:
+        """An empty cache of keys and values, which passes with `past_key_values` fill; None where there is no use."""
+        if "past_key_values" not in self._call.names:
+            return None
+        from transformers import DynamicCache  # late: to generate text only
+
+        config: Any = self.network.config
+        return DynamicCache(config=config)
+
+
+class Logits(NamedInputs):
+    """The same with `.logits` out; or, called with `TokenTargets`, the losses of tokens.
+
+    The network's own `.loss` is a mean over its micro-batch, so it is of no use where several share a step.
+
+    Attributes:
+        uncompiled: a method that torch.compile leaves alone: the number of tokens differs from batch to batch.
+    """
+
+    uncompiled = "compute_losses"
+
+    def forward(self, inputs: Tensor | Mapping[str, Tensor] | Labelled | TokenTargets) -> Any:
+        if isinstance(inputs, TokenTargets):
+            return self.compute_losses(self._call_by_name(self._backbone, inputs.inputs), inputs)
+        return super().forward(inputs).logits
+
+    def compute_losses(self, output: Any, wanted: TokenTargets) -> TokenLosses:
+        """The losses of tokens, given what the backbone returns."""
+        head, vocabulary = partial(self._compute_logits, type(output)), self._head.weight.shape[0]
+        return compute_token_losses(head, vocabulary, output.last_hidden_state, wanted)
+
+    @property
+    def limits(self) -> tuple[int, int | None]:
+        """How many tokens it has an embedding for, and how many places; None: it names no such number."""
+        places = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
+        return self._causal.get_input_embeddings().num_embeddings, places
+
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether its configuration adds a loss of its own, which balances the experts of a mixture."""
+        return bool(getattr(self._causal.config.get_text_config(), "output_router_logits", False))
+
+    @property
+    def callees(self) -> tuple[nn.Module, ...]:
+        return self.network, self._backbone
+
+    @property
+    def _causal(self) -> Any:
+        """The network within that of peft."""
+        return getattr(self.network, "get_base_model", lambda: self.network)()
+
+    @property
+    def _backbone(self) -> nn.Module:
+        """What computes hidden states: the network without its head."""
+        found: nn.Module = self._causal.base_model
+        return found
+
+    @property
+    def _head(self) -> Any:
+        return self._causal.get_output_embeddings()
+
+    def _compute_logits(self, output: Callable[..., Any], hidden: Tensor) -> Tensor:
+        """(k, width) → logits (k, vocabulary), by what the network's own `forward` does after its backbone.
+
+        That is its head, and in many architectures a scale or a soft cap.
+
+        Args:
+            output: the class of what the backbone returns.
+        """
+        for module in (self._head, self._backbone):
+            if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+                raise ValueError(
+                    "strategy.wrap gathers its head or backbone, which every worker would call its own number of times"
+                )
+        with _answer(self._backbone, output(last_hidden_state=hidden[None])):
+            logits: Tensor = type(self._causal).forward(self._causal).logits
+        return logits[0]
+
+
+@contextmanager
+def _answer(backbone: nn.Module, output: Any) -> Iterator[None]:
+    """Let a backbone answer every call with this output; a `forward` of its own, as checkpointing sets, comes back."""
+    before = backbone.__dict__.get("forward")
+    backbone.forward = lambda *_, **__: output
+    try:
+        yield
+    finally:
+        if before is None:
+            del backbone.forward
+        else:
+            backbone.forward = before
+
+
+def build(
+    input_shape: tuple[int, ...], num_classes: int, task: str, architecture: str = "gpt2", **settings: Any
+) -> nn.Module:
+    """A network with fresh weights: for causal language modelling, or for classes of images or sequences.
+
+    Vocabulary, sequence length, image size, channels and number of classes follow from the dataset where the
+    architecture has them and `settings` does not say otherwise.
+
+    Args:
+        task: language-model, or anything else for classes.
+        architecture: as in transformers' model_type: gpt2, llama, bert, vit, resnet, …
+        settings: of its configuration, by transformers' own names.
+
+    Raises:
+        RequestError: transformers is not installed, or knows no such architecture or setting.
+    """
+    try:
+        import transformers
+    except ImportError as missing:
+        raise RequestError("--model transformers: it is not installed", remedy="pip install transformers") from missing
+    known = transformers.CONFIG_MAPPING
+    if architecture not in known:
+        raise RequestError(f"model.args.architecture: {architecture!r}", remedy=did_you_mean(architecture, known))
+    fields = set(known[architecture]().to_dict()) | set(known[architecture].attribute_map)
+    if unknown := sorted(settings.keys() - fields):
+        raise RequestError(
+            f"model.args.{unknown[0]}: {architecture} has no such setting", remedy=did_you_mean(unknown[0], fields)
+        )
+    language, image = task == "language-model", len(input_shape) == 3
+    derived: dict[str, Any] = {"num_labels": num_classes} if not language else {"vocab_size": num_classes}
+    if image:
+        derived |= {"num_channels": input_shape[0], "image_size": input_shape[-1]}
+    elif len(input_shape) == 1:
+        derived |= dict.fromkeys(_LENGTHS, input_shape[0])
+    derived = {name: value for name, value in derived.items() if name in fields or name == "num_labels"}
+    config = known[architecture](**derived | settings)
+    config.use_cache = False  # keys and values of earlier places help generation only
+    kind = "CausalLM" if language else "ImageClassification" if image else "SequenceClassification"
+    factory = getattr(transformers, f"AutoModelFor{kind}")
+    try:
+        model: nn.Module = factory.from_config(config)
+    except ValueError as error:
+        said = str(error).splitlines()[0]
+        raise RequestError(f"--model transformers: {architecture} is not made for this: {said}") from error
+    return model
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
+_QUANTIZED = ("none", "4bit")
+_LISTED = 4
+
+
+def build_pretrained(
+    model_dir: str | None = None, dtype: str = "float32", attention: str = "sdpa", quantize: str = "none"
+) -> nn.Module:
+    """The model of a folder, whole: nothing in it is as initialised.
+
+    Args:
+        model_dir: --model-dir.
+        dtype: of the weights. In half precision AdamW does not move most of them: --amp bf16 computes in it instead.
+        attention: sdpa, eager, or flash (of the flash-attn package).
+        quantize: none, or 4bit (of the bitsandbytes package): an adapter learns beside linear layers in 4 bits.
+
+    Raises:
+        RequestError: weights are missing, pickled, or not those of the configuration.
+    """
+    choices = (("dtype", dtype, _DTYPES), ("attention", attention, _ATTENTION), ("quantize", quantize, _QUANTIZED))
+    for name, value, known in choices:
+        if value not in known:
+            raise RequestError(f"model.args.{name}: {value!r}", remedy=" or ".join(known))
+    folder = find_model_folder(model_dir)
+    config = load_config(folder)
+    if torch.get_default_device().type == "meta":  # a rank that is sent the weights
+        return _build_without_weights(config, dtype, attention)
+    check_weight_files(folder)
+    more = {} if quantize == "none" else {"quantization_config": _configure_4_bits()}
+    try:
+        network, told = import_transformers().AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=_DTYPES[dtype],
+            attn_implementation=_ATTENTION[attention],
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are told below
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **more,
+        )
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        remedy = "a causal language model of transformers"
+        if attention == "flash" and isinstance(error, ImportError):
+            remedy = "pip install flash-attn, where there is a GPU for it; or --set model.args.attention=sdpa"
+        raise RequestError(f"--model-dir {folder}: {said}", remedy=remedy) from error
+    wrong = [*told["missing_keys"], *(each[0] for each in told["mismatched_keys"])]
+    if wrong:
+        raise RequestError(
+            f"--model-dir {folder}: its weights are not those of its config.json; {pluralize(len(wrong), 'tensor')} "
+            f"would be as initialised: {', '.join(sorted(wrong)[:_LISTED])}",
+            remedy="the config.json and the weights of one model, with its language-model head",
+        )
+    model: nn.Module = network
+    return model
+
+
+def _configure_4_bits() -> Any:
+    """NF4 with doubly quantized scales, computing in bfloat16 (Dettmers et al. 2023, QLoRA); not run by any test.
+
+    Raises:
+        RequestError: bitsandbytes is not installed.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise RequestError("model.args.quantize 4bit: bitsandbytes is not installed", remedy="pip install bitsandbytes")
+    return import_transformers().BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def _build_without_weights(config: Any, dtype: str, attention: str) -> nn.Module:
+    model: nn.Module = import_transformers().AutoModelForCausalLM.from_config(
+        config, dtype=_DTYPES[dtype], attn_implementation=_ATTENTION[attention]
+    )
+    return model

@@ -1,0 +1,143 @@
+"""Language modelling: the next token at every place of a sequence, by cross-entropy."""
+
+from collections.abc import Callable
+from math import exp
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.errors import RequestError
+from multigpu_cli.language.hugging_face import Logits
+from multigpu_cli.language.token_losses import (
+    TokenLosses,
+    TokenTargets,
+    check_causal,
+    check_packing,
+    count_tokens_at_once,
+    find_difference,
+    score_logits,
+)
+from multigpu_cli.runtime.model_call import IGNORED
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
+from multigpu_cli.tasks.classification import compute_accuracy, count_right
+
+_LARGEST_LOSS = 700.0  # nats, of which e to the power is a number
+
+
+class LanguageModel(Task):
+    """Inputs (n, t) int64 tokens, targets (n, t) int64 or -100 where none counts, model outputs (n, t, vocabulary).
+
+    Loss and accuracy are means over the targets that count, on all workers together: nats per token, and the share of
+    tokens that were the likeliest ones; perplexity is e to the loss. The better result has the lower loss.
+
+    Raises:
+        RequestError: the dataset has no vocabulary, or has preferences.
+    """
+
+    unit = "token"
+    expected_shapes = "targets (n, t) int64 tokens, -100 where none counts; outputs (n, t, vocabulary) logits"
+
+    def __init__(self, source: DataSource, config: TaskConfig) -> None:
+        super().__init__(source, config)
+        if source.num_classes < 2:
+            raise RequestError(
+                f"--task language-model: the dataset has a vocabulary of {source.num_classes} tokens",
+                remedy="--data text, or a dataset with an attribute num_classes: the size of its vocabulary",
+            )
+        if source.paired:
+            raise RequestError(
+                "--task language-model: the data are preferences, a chosen and a rejected answer each",
+                remedy="--task dpo; or data.args.format=messages, say, where records hold a conversation beside them",
+            )
+        self.units_per_sample = max(1, source.input_shape[-1]) if source.input_shape else 1
+        self._in_chunks = False
+
+    def check_model(self, model: nn.Module, precision: Precision) -> None:
+        """See `Task`; also that packed texts do not see each other, and whether the model can compute token losses."""
+        with precision.autocast():
+            check_network(model, self.source)
+            if self.source.packed:
+                check_packing(model, self.source.num_classes, next(model.parameters()).device)
+            self._in_chunks, self.logits_note = try_chunks(model)
+        if self._in_chunks and self.own_metrics:
+            self.logits_note += "; in evaluations all of a batch, for --metric"
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        smoothing = self.config.label_smoothing
+        if self._in_chunks:
+            return self._compute_losses(model, batch, smoothing).losses.sum()
+        logits = at_least_float32(_check_logits(model(batch.inputs), batch.targets).flatten(0, -2))
+        return cross_entropy(
+            logits, batch.targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+        )
+
+    def units(self, batch: Batch) -> Tensor:
+        return torch.count_nonzero(batch.targets != IGNORED)
+
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
+        losses, right = self._compute_losses(model, batch, whole=bool(self.own_metrics))
+        return BatchMetrics(losses.double().sum(), count_right(right, losses))
+
+    def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
+        counting = (batch.targets != IGNORED).sum(1)
+        mean = self._compute_losses(model, batch).losses.double().sum(1) / counting.clamp(min=1)
+        return {"tokens": counting.tolist(), "loss": mean.tolist()}
+
+    def _compute_losses(
+        self, model: Callable[..., Any], batch: Batch, smoothing: float = 0.0, *, whole: bool = False
+    ) -> TokenLosses:
+        if self._in_chunks and not whole:  # a metric compares the logits of all tokens
+            learned = batch.tokens and batch.tokens.learned
+            found: TokenLosses = model(TokenTargets(batch.inputs, batch.targets, learned, smoothing))
+            return found
+        return score_logits(_check_logits(model(batch.inputs), batch.targets), batch.targets)
+
+    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
+        return {"accuracy": compute_accuracy(counts, units)}
+
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        return {"perplexity": exp(min(means["loss"], _LARGEST_LOSS))}
+
+
+def check_network(model: nn.Module, source: DataSource) -> None:
+    """Whether the loss of the next token is all that a network of transformers has to learn.
+
+    Raises:
+        RequestError: it sees that token, or has a loss beside: a product of means over a micro-batch, not a sum.
+    """
+    if not isinstance(model, Logits):
+        return
+    vocabulary, places = model.limits
+    if source.vocabulary is not None:  # else targets may be masked tokens
+        check_causal(model, vocabulary, next(model.parameters()).device, places)
+    if model.has_router_loss:
+        raise RequestError(
+            "--model: output_router_logits of its config.json asks for a second loss, which balances its experts: it "
+            "is no mean over the tokens of a global batch, and would be left out",
+            remedy='"output_router_logits": false in config.json, to train without it',
+        )
+
+
+def try_chunks(model: nn.Module) -> tuple[bool, str]:
+    """Whether a model computes the losses of tokens in chunks, and how many tokens' logits there are at a time.
+
+    The latter is for the plan, and "" where the question does not arise.
+    """
+    if not isinstance(model, Logits):
+        return False, ""
+    vocabulary, places = model.limits
+    if difference := find_difference(model, vocabulary, next(model.parameters()).device, places):
+        return False, f"of all tokens at once, since in chunks {difference}"
+    return True, f"of the learned tokens alone, at most {count_tokens_at_once(vocabulary):,} at once"
+
+
+def _check_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(f"outputs {tuple(logits.shape)} for targets {tuple(targets.shape)}: (n, tokens, vocabulary)?")
+    return logits

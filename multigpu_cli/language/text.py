@@ -1,0 +1,166 @@
+"""Text as windows of tokens: the characters or bytes of a file, or arrays of tokens that somebody else made.
+
+Nothing is copied into memory that the file system can serve: bytes and arrays are memory-mapped.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from multigpu_cli.data.files import locate_single_file
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.errors import RequestError
+from multigpu_cli.language.vocabulary import Bytes, Numbers, Vocabulary, build_characters
+
+IGNORED = -100  # targets beyond the end: no loss (torch's own default)
+_SPLITS = ("train", "val", "test")
+_KINDS = ("characters", "bytes", "arrays")
+_LAYOUT = "one .txt file, or arrays of tokens: train.bin and val.bin (uint16, as nanoGPT writes them) or .npy"
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Inputs (block,) int64 and targets (block,) int64: the tokens that follow each of them.
+
+    A window that moves starts anywhere in its own stretch of the text, which the loader's seed for (seed, epoch,
+    sample) decides: an epoch covers all of the text about once, each time cut elsewhere. Windows that stand still lie
+    end to end and hold each token as a target once; targets beyond the end are -100.
+
+    Args:
+        tokens: (n,) whole numbers, at least two.
+        block: length of a window; a moving one needs block + 1 tokens.
+        vocabulary: tokens are below this.
+        count: windows in an epoch (default: as many as cover the text).
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, block: int, vocabulary: int, *, moving: bool, count: int | None = None
+    ) -> None:
+        self.tokens, self.block, self.vocabulary, self.moving = tokens, block, vocabulary, moving
+        self.starts = len(tokens) - block  # of windows with a target for each input
+        self.count = count or -(-(len(tokens) - 1) // block)
+        if moving:
+            self.count = min(self.count, self.starts)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.block
+        if self.moving:
+            low, high = (self.starts * at // self.count for at in (index, index + 1))
+            start = int(torch.randint(low, high, ()))
+        piece = torch.from_numpy(self.tokens[start : start + self.block + 1].astype(np.int64))
+        if (most := int(piece.max())) >= self.vocabulary:
+            raise RequestError(
+                f"--data text: token {most} near place {start} is beyond the vocabulary of {self.vocabulary}",
+                remedy="a larger data.args.vocabulary, or the right data.args.dtype",
+            )
+        inputs, targets = torch.zeros(self.block, dtype=torch.int64), torch.full((self.block,), IGNORED)
+        inputs[: len(piece) - 1], targets[: len(piece) - 1] = piece[:-1], piece[1:]
+        return inputs, targets
+
+
+def load(
+    data_dir: str | None,
+    file: str | None = None,
+    tokens: str | None = None,
+    block: int = 128,
+    val: float = 0.1,
+    windows: int | None = None,
+    vocabulary: int | None = None,
+    dtype: str = "uint16",
+) -> DataSource:
+    """A text, cut into windows; the last part of it is for validation.
+
+    Args:
+        data_dir: the file or its folder, or that of train.bin and val.bin (also test.bin, and .npy in their place).
+        file: name of the text file in it, where there are several.
+        tokens: characters, bytes, or arrays (default: arrays where there is a train.bin or train.npy, else characters).
+        block: tokens that the model sees at once.
+        val: share for validation, at the end; without effect where there is a val.bin.
+        windows: samples in an epoch (default: as many as cover the training text).
+        vocabulary: how many tokens an array knows (default: the largest in it, plus one).
+        dtype: number format of .bin files.
+
+    Raises:
+        RequestError: files that are missing or too short, arguments that don't fit.
+    """
+    _check(tokens, block, val, windows, vocabulary)
+    arrays = _arrays(Path(data_dir).expanduser(), dtype) if data_dir and tokens in (None, "arrays") and not file else {}
+    known: Vocabulary
+    if arrays:
+        known = Numbers(vocabulary or 1 + max(int(array.max()) for array in arrays.values()))
+    elif data_dir and tokens == "arrays":
+        raise RequestError(f"--data text: {data_dir} holds no train.bin or train.npy", remedy=_LAYOUT)
+    else:
+        known, whole = _text(locate_single_file("text", data_dir, file, _LAYOUT), tokens or "characters")
+        arrays = {"train": whole}
+    if "val" not in arrays and val > 0:
+        cut = int(len(arrays["train"]) * (1 - val))
+        arrays |= {"train": arrays["train"][:cut], "val": arrays["train"][cut:]}
+    for split, array in arrays.items():
+        if len(array) < block + 1:
+            raise RequestError(
+                f"--data text: {len(array)} tokens for {split} are less than one window of {block} and its targets",
+                remedy="more text, or a smaller data.args.block",
+            )
+    held_out = {name: Windows(array, block, known.size, moving=False) for name, array in arrays.items()}
+    return DataSource(
+        train=Windows(arrays["train"], block, known.size, moving=True, count=windows),
+        val=held_out.get("val"),
+        test=held_out.get("test"),
+        input_shape=(block,),
+        num_classes=known.size,
+        vocabulary=known,
+        model="gpt",
+        task="language-model",
+    )
+
+
+def _arrays(folder: Path, dtype: str) -> dict[str, np.ndarray]:
+    """The token arrays that lie in a folder, memory-mapped; none without one for training."""
+    found: dict[str, np.ndarray] = {}
+    for split in _SPLITS:
+        try:
+            if (path := folder / f"{split}.npy").is_file():
+                found[split] = np.load(path, mmap_mode="r")
+            elif (path := folder / f"{split}.bin").is_file():
+                found[split] = np.memmap(path, dtype=np.dtype(dtype), mode="r")
+        except (ValueError, TypeError, OSError) as error:
+            raise RequestError(f"--data text: {path}: {error}", remedy="data.args.dtype, or write it anew") from error
+        if split in found and (found[split].ndim != 1 or found[split].dtype.kind not in "ui"):
+            raise RequestError(f"--data text: {path} holds {found[split].dtype} {found[split].shape}, not (n,) tokens")
+    return found if "train" in found else {}
+
+
+def _text(path: Path, tokens: str) -> tuple[Vocabulary, np.ndarray]:
+    if path.stat().st_size == 0:
+        raise RequestError(f"--data text: {path} is empty")
+    if tokens == "bytes":
+        return Bytes(), np.memmap(path, dtype=np.uint8, mode="r")
+    try:
+        return build_characters(path.read_bytes().decode())
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"--data text: {path} is not UTF-8 (byte {error.start})", remedy="--set data.args.tokens=bytes"
+        ) from error
+
+
+def _check(tokens: Any, block: Any, val: Any, windows: Any, vocabulary: Any) -> None:
+    def whole(value: Any, least: int) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    rules = [
+        ("tokens", tokens, tokens is None or tokens in _KINDS, " or ".join(_KINDS)),
+        ("block", block, whole(block, 1), "1 or more"),
+        ("val", val, isinstance(val, int | float) and 0 <= val < 1, "a share from 0 to below 1"),
+        ("windows", windows, windows is None or whole(windows, 1), "1 or more"),
+        ("vocabulary", vocabulary, vocabulary is None or whole(vocabulary, 2), "2 or more"),
+    ]
+    for name, value, holds, right in rules:
+        if not holds:
+            raise RequestError(f"data.args.{name}: {value!r} makes no dataset", remedy=right)

@@ -1,0 +1,200 @@
+"""The losses of single tokens from a network's hidden states, with the logits of one chunk of tokens at a time.
+
+The logits of a whole micro-batch (tokens × vocabulary) are often the largest tensors of a fine-tuning: 4 GiB in float32
+for 8,192 tokens of a vocabulary of 131,072. Only tokens with a target go through the head here, and backward computes
+the logits of a chunk again.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from multigpu_cli.distributed.out_of_memory import is_out_of_memory
+from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.model_call import IGNORED
+from multigpu_cli.runtime.module_state import eval_mode
+
+_LOGITS = 2**26
+"""Logits of a chunk. Its borders depend on the micro-batch and the vocabulary alone, never on the workers."""
+
+_PROBE = 11  # tokens
+
+
+class TokenTargets(NamedTuple):
+    """What a network is called with for the losses of tokens, in place of logits.
+
+    Attributes:
+        inputs: as of a batch.
+        targets: (n, t) int64, -100 where none counts.
+        learned: how many targets count at most, which the host knows; None: all may.
+        smoothing: of labels.
+    """
+
+    inputs: Any
+    targets: Tensor
+    learned: int | None = None
+    smoothing: float = 0.0
+
+
+class TokenLosses(NamedTuple):
+    """What a network returns for `TokenTargets`.
+
+    Attributes:
+        losses: (n, t) nats, in at least 32 bits; 0 where no target counts.
+        right: (n, t) bool, whether a target was the likeliest token; False in passes with gradients, which need it not.
+    """
+
+    losses: Tensor
+    right: Tensor
+
+
+def compute_token_losses(
+    head: Callable[[Tensor], Tensor], vocabulary: int, hidden: Tensor, wanted: TokenTargets
+) -> TokenLosses:
+    """The losses of the tokens that have a target.
+
+    Args:
+        head: (k, width) → logits (k, vocabulary).
+        hidden: (n, t, width).
+    """
+    targets, rows = wanted.targets.flatten(), hidden.flatten(0, -2)
+    places = _find_places(targets, wanted.learned)
+    if places is not None:
+        targets, rows = targets[places], rows.index_select(0, places)
+    score, size = partial(_score, head, wanted.smoothing), max(1, _LOGITS // vocabulary)
+    *earlier, last = zip(rows.split(size), targets.split(size), strict=True)
+    scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in earlier]
+    scored.append(score(*last))  # backward begins with it, when it would have the logits of one chunk anyway
+    losses, right = (_spread(torch.cat(part), places, wanted.targets) for part in zip(*scored, strict=True))
+    return TokenLosses(losses, right)
+
+
+def score_logits(logits: Tensor, targets: Tensor) -> TokenLosses:
+    """The losses of all tokens from their logits (n, t, vocabulary), and what was right also with gradients."""
+    flat = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    losses = cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return TokenLosses(losses.view_as(targets), logits.argmax(-1) == targets)
+
+
+def _find_places(targets: Tensor, learned: int | None) -> Tensor | None:
+    """Where the targets are that count, and perhaps some more; None for everywhere. The host does not wait for it."""
+    if learned is None or learned >= len(targets):
+        return None
+    return torch.argsort((targets == IGNORED).byte(), stable=True)[: max(1, learned)]
+
+
+def _score(head: Callable[[Tensor], Tensor], smoothing: float, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    logits = head(rows)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
+    if torch.is_grad_enabled():
+        return losses, torch.zeros_like(targets, dtype=torch.bool)
+    return losses, logits.argmax(1) == targets
+
+
+def _spread(values: Tensor, places: Tensor | None, targets: Tensor) -> Tensor:
+    """The values at their places in the shape of all targets, and zeros elsewhere."""
+    if places is not None:
+        values = values.new_zeros(targets.numel()).index_copy(0, places, values)
+    return values.view_as(targets).clone()  # FSDP's hooks want no views
+
+
+def count_tokens_at_once(vocabulary: int) -> int:
+    """How many tokens' logits are in memory at a time."""
+    return max(1, _LOGITS // vocabulary)
+
+
+def find_difference(model: nn.Module, vocabulary: int, device: torch.device, places: int | None = None) -> str:
+    """Compare the token losses of a network with those of its logits, on a few tokens.
+
+    Args:
+        vocabulary: tokens that the network has an embedding for.
+        places: tokens of a text at most.
+
+    Returns:
+        why they can't be used, "" if they are the same.
+    """
+    tokens = (torch.arange(min(_PROBE, places or _PROBE), device=device) * 7 % vocabulary)[None]
+    targets = tokens.roll(-1).masked_fill(tokens % 3 == 0, IGNORED)
+    with eval_mode(model), torch.no_grad():
+        logits = model(tokens)
+        try:
+            found = model(TokenTargets(tokens, targets, int((targets != IGNORED).sum()))).losses
+        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+            if is_out_of_memory(error):  # of this rank alone: the others would sum in another order
+                raise
+            return (str(error).splitlines() or [type(error).__name__])[0]
+    expected = score_logits(logits, targets).losses
+    close = torch.finfo(logits.dtype).eps ** 0.5
+    if torch.allclose(found, expected, rtol=close, atol=close):
+        return ""
+    return f"the losses differ by {float((found - expected).abs().max()):.2g}"
+
+
+_FIRST, _SECOND = 5, 6  # tokens of two texts
+_LEAK = 1e-3  # of the change that the changed text itself shows
+_AHEAD = 1e-4  # of the change at the changed token; of a network that has learned nothing yet it is small
+
+
+def check_causal(model: nn.Module, vocabulary: int, device: torch.device, places: int | None = None) -> None:
+    """Change the last token: the logits before it, which foretell it, may not move.
+
+    Args:
+        model: (1, t) int64 → logits (1, t, vocabulary).
+        places: tokens of a text at most.
+
+    Raises:
+        RequestError: they move.
+    """
+    tokens = (torch.arange(min(_FIRST + _SECOND, places or _FIRST + _SECOND), device=device) * 7 % vocabulary)[None]
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1 + vocabulary // 2) % vocabulary
+    with eval_mode(model), torch.no_grad():
+        logits = model(tokens)
+        moved = (model(other) - logits).float().abs()[0]
+    leak = float(moved[:-1].max() / moved[-1].max()) if len(moved) > 1 else 0.0
+    if leak > max(_AHEAD, 2 * torch.finfo(logits.dtype).eps):
+        raise RequestError(
+            f"--model: this network sees the tokens that it is to foretell: where the last one changes, the logits "
+            f"before it move by {leak:.2g} of what its own do, as in an encoder (BERT)",
+            remedy="a model made to write text, whose architecture ends in ForCausalLM, such as Llama, Qwen or GPT-2",
+        )
+
+
+def check_packing(model: nn.Module, vocabulary: int, device: torch.device) -> None:
+    """Change one of two packed texts: the other's logits may not move.
+
+    Args:
+        model: mapping with input_ids and position_ids, (1, t) int64 → logits (1, t, vocabulary).
+
+    Raises:
+        RequestError: they move, so that texts have to stand alone.
+    """
+    positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None].to(device)
+    tokens = (torch.arange(_FIRST + _SECOND, device=device) * 7 % vocabulary)[None]
+
+    def run(changed: slice) -> Tensor:
+        ids = tokens.clone()
+        ids[:, changed] = (ids[:, changed] + 1 + vocabulary // 2) % vocabulary
+        logits: Tensor = model({"input_ids": ids, "position_ids": positions})
+        return logits.float()
+
+    first, second = slice(0, _FIRST), slice(_FIRST, None)
+    with eval_mode(model), torch.no_grad():
+        plain = run(slice(0, 0))
+        moved = [(run(changed) - plain).abs() for changed in (first, second)]
+    leaks = [
+        float(change[:, other].max() / change[:, own].max())
+        for change, own, other in ((moved[0], first, second), (moved[1], second, first))
+    ]
+    if not max(leaks) < _LEAK:  # also where it is NaN
+        raise RequestError(
+            f"--packing on: this network lets packed texts see each other: where one changes, the logits of another "
+            f"move by {max(leaks):.2g} of what its own do",
+            remedy="--packing off, or another model.args.attention",
+        )

@@ -1,0 +1,166 @@
+"""The interfaces of loggers: `Logger` for the user's own class, `Destination` for what the sender talks to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError, combine_errors
+from multigpu_cli.loggers.rules import find_logger_errors
+from multigpu_cli.runtime.factories import find_factory
+
+
+class RunIdentity(NamedTuple):
+    """What a logger is told of a run, once.
+
+    Attributes:
+        id: 16 hexadecimal digits, the same in every attempt of the run, on any number of workers.
+        name: that of the run folder.
+        folder: the run folder, as an absolute path.
+        project: the recipe's name, or the dataset's.
+        config: every setting by its key, passwords in addresses left out.
+        began: Unix time of the first attempt.
+    """
+
+    id: str
+    name: str
+    folder: str
+    project: str
+    config: Mapping[str, Any]
+    began: float
+
+
+class Row(NamedTuple):
+    """The numbers of one line of the journal.
+
+    Attributes:
+        line: its number in the journal, counted from 1.
+        step: the optimizer step.
+        time: Unix time.
+        numbers: name → value, such as train/loss, val/accuracy, system/samples_per_second.
+    """
+
+    line: int
+    step: int
+    time: float
+    numbers: dict[str, float]
+
+
+class Ending(NamedTuple):
+    """What a logger is told when an attempt has ended.
+
+    Attributes:
+        status: completed, stopped or failed; killed if the journal has no end.
+        fingerprint: SHA-256 of the final weights of a completed run, or "".
+        checkpoint: the newest checkpoint, as a path within the run folder, or "".
+        files: path within the run folder → SHA-256, of that checkpoint's files and the best weights.
+    """
+
+    status: str
+    fingerprint: str
+    checkpoint: str
+    files: Mapping[str, str]
+
+
+class Logger(Protocol):
+    """What `--logger module:Class` names: a class, called without arguments in a process of its own.
+
+    An error in a method is shown once; the rows that were not taken over come again, after `open` of a new object.
+    """
+
+    def open(self, run_id: str, config: dict[str, Any]) -> None:
+        """Begin, or go on with, a run: the same `run_id` comes again after a restart."""
+
+    def log(self, step: int, numbers: dict[str, float]) -> None:
+        """Take over the numbers of a step, until they are safe; a step may come again: the last counts."""
+
+    def close(self) -> None:
+        """The attempt has ended."""
+
+
+class Destination(Protocol):
+    """One logger, as the sender sees it. Any method may raise any error: the sender tries again, from `open`.
+
+    Attributes:
+        confirms_each: what `send` was given has arrived when it returns; otherwise, when `finish` returns.
+    """
+
+    confirms_each: bool
+
+    def open(self, run: RunIdentity, sent: int) -> int:
+        """Find the run, or create it.
+
+        Args:
+            sent: bytes of the journal that have arrived, as far as is known here.
+
+        Returns:
+            From which byte on the journal is wanted: 0 if the run is not there.
+        """
+
+    def send(self, rows: Sequence[Row]) -> None:
+        """Send rows, in the journal's order."""
+
+    def finish(self, ending: Ending) -> None:
+        """The attempt has ended, and all its rows were sent."""
+
+
+LOGGERS = {
+    "mlflow": "multigpu_cli.loggers.mlflow:MLflowLogger",
+    "wandb": "multigpu_cli.loggers.wandb:WandbLogger",
+}
+
+PACKAGES = {"mlflow": "mlflow", "wandb": "wandb"}
+"""The package that each needs, which is also the name of the extra."""
+
+_METHODS = ("open", "log", "close")
+
+
+def check_own_logger(name: str) -> None:
+    """Import a logger class, and check that it has the methods.
+
+    Raises:
+        RequestError: there is no such class, or a method is missing.
+    """
+    _find_class(name)
+
+
+class OwnLogger:
+    """Calls an object of the user's class."""
+
+    confirms_each = True
+
+    def __init__(self, name: str) -> None:
+        self._logger: Logger = _find_class(name)()
+
+    def open(self, run: RunIdentity, sent: int) -> int:
+        self._logger.open(run.id, dict(run.config))
+        return sent
+
+    def send(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._logger.log(row.step, row.numbers)
+
+    def finish(self, ending: Ending) -> None:
+        self._logger.close()
+
+
+def _find_class(name: str) -> type[Logger]:
+    found = find_factory(name, {}, flag="--logger")
+    if missing := [method for method in _METHODS if not callable(getattr(found, method, None))]:
+        raise RequestError(
+            f"--logger {name}: it has no method {' and no '.join(missing)}",
+            remedy="a class with open(run_id, config), log(step, numbers) and close(): docs/guide/loggers.md",
+        )
+    return found  # type: ignore[return-value]
+
+
+def check_loggers(config: Config) -> None:
+    """Look for the packages of the built-in loggers, and import the user's own classes.
+
+    Raises:
+        RequestError: some logger can't be used; all of them are named.
+    """
+    if errors := list(find_logger_errors(config, PACKAGES)):
+        raise combine_errors(errors)
+    for name in config.log.loggers:
+        if ":" in name:
+            check_own_logger(name)

@@ -1,0 +1,109 @@
+"""--logger: sends the journal to experiment loggers, from a process beside rank 0."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.config import rules
+from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.config.schema import Config, LogConfig
+from multigpu_cli.config.types import loggers as logger_names
+from multigpu_cli.distributed.collectives import run_on_main_rank
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import RequestError, TrainingError, combine_errors, pluralize
+from multigpu_cli.faults.watchdog import Watchdog
+from multigpu_cli.loggers.base import PACKAGES, check_loggers
+from multigpu_cli.loggers.process import LoggerProcess, list_unsent
+from multigpu_cli.loggers.sender import hold_lock, read_position
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.history import JOURNAL
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.part import Part
+from multigpu_cli.run.request.spec import RunSpec
+
+
+class Loggers(Part):
+    """The loggers of a run; what they need is checked on rank 0 alone."""
+
+    def __init__(self, spec: RunSpec, world: World) -> None:
+        self._settings = spec.config.log
+        run_on_main_rank(world, lambda: check_loggers(spec.config))
+
+    def plan_notes(self) -> dict[str, str | list[str]]:
+        return {"loggers": f"{', '.join(self._settings.loggers)}, from the journal, in a process beside rank 0"}
+
+    def follow_journal(
+        self, components: TrainComponents, console: Console, watchdog: Watchdog, stack: ExitStack
+    ) -> LoggerProcess | None:
+        """Start the process that follows the journal; a machine that can't start one trains without."""
+        names, folder = self._settings.loggers, Path(components.spec.resume_point.folder)
+        try:
+            process = LoggerProcess(
+                folder, names, self._settings.logger_wait, console.warn, alive=watchdog.mark_progress
+            )
+        except OSError as error:
+            again = " ".join(f"--to {name}" for name in names)
+            console.warn(f"no process for the loggers ({error}); afterwards: multigpu log {folder} {again}")
+            return None
+        stack.callback(process.close)
+        return process
+
+
+_PATIENCE = 120.0  # seconds without progress; importing a logger may take half a minute
+
+
+def send_journal(run: str, to: Sequence[str], *, again: bool) -> dict[str, Any]:
+    """Send what has not arrived; returns the run, the loggers, and the bytes of the journal that each has.
+
+    Args:
+        to: names of loggers, or module:Class.
+        again: send from the beginning.
+
+    Raises:
+        RequestError: there is no such run or logger, the run has a link in it, or another process is sending it.
+        TrainingError: something was not sent.
+    """
+    folder, names = Path(run), _parse_names(to)
+    if not (folder / JOURNAL).is_file():
+        raise RequestError(f"{run}: no run, for it has no {JOURNAL}", remedy="the --save-dir of a run")
+    refuse_links(folder)
+    for name in names:
+        with hold_lock(folder, name, lambda: True) as held:
+            if not held:
+                raise RequestError(
+                    f"{run} is being sent to {name} just now", remedy="wait for the end of the run, and try again"
+                )
+    notes: list[str] = []
+    LoggerProcess(folder, names, _PATIENCE, notes.append, again=again, replay=True).close()
+    if unsent := list_unsent(folder, names):
+        lines = [f"{each.logger}: {pluralize(n, 'line')} not sent ({each.error or 'no answer'})" for each, n in unsent]
+        raise TrainingError("\n".join(lines), remedy="the same command again: it goes on from there")
+    if notes:
+        raise TrainingError("\n".join(notes), remedy="the same command again")
+    return {"run": run, "sent_bytes": {name: read_position(folder, name).sent for name in names}}
+
+
+def format_sent(sent: dict[str, Any]) -> list[str]:
+    """One line for each logger."""
+    return [f"{name} has all of {sent['run']}" for name in sent["sent_bytes"]]
+
+
+def _parse_names(to: Sequence[str]) -> tuple[str, ...]:
+    """The loggers of --to.
+
+    Raises:
+        RequestError: one is unknown, or can't be used.
+    """
+    try:
+        names = logger_names.parse(list(to))
+    except ValueError as error:
+        raise RequestError(f"--to {error}") from error
+    if not names:
+        raise RequestError("--to names no logger", remedy="--to mlflow, wandb or module:Class")
+    config = replace(Config(), log=LogConfig(loggers=names))
+    if errors := rules.find_rule_errors(config, rules.RuleContext(loggers=PACKAGES), only="logger"):
+        raise combine_errors(errors)
+    check_loggers(config)
+    return tuple(names)

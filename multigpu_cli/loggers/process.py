@@ -1,0 +1,123 @@
+"""Starts the process that follows the journal, tells the user what goes wrong there, and ends it in bounded time."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from multigpu_cli.distributed.processes import Companion, accompany
+from multigpu_cli.loggers.sender import FOLDER, Position, Sender, count_unsent_lines, explain_unsent, read_position
+from multigpu_cli.monitor.journal import Event, Warn
+
+_STOPPED = 5.0  # seconds at most after a stop: torchrun kills 30 s after its signal, of which a checkpoint takes some
+_MARGIN = 1.0  # seconds for the process to end by itself when its time is up
+
+
+class LoggerProcess:
+    """The process that sends a journal to the loggers; a listener of the journal on rank 0.
+
+    Nothing here waits for it before `close`.
+
+    Args:
+        run: the run folder; its journal may not exist yet.
+        loggers: names of the registry, or module:Class.
+        wait: seconds that it may still send after the run has completed.
+        warn: shows a line to the user.
+        again: send from the beginning.
+        replay: the run is over: send what is in the journal, and give up after an error or `wait` without progress.
+        alive: called while `close` waits.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        loggers: Sequence[str],
+        wait: float,
+        warn: Warn,
+        *,
+        again: bool = False,
+        replay: bool = False,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._run, self._loggers, self._wait, self._warn, self._alive = run, loggers, wait, warn, alive
+        self._replay, self._status, self._lost = replay, "", False
+        request: dict[str, Any] = {"run": str(run.resolve()), "loggers": list(loggers), "wait": wait}
+        (run / FOLDER).mkdir(exist_ok=True)
+        text = json.dumps(request | {"again": again, "replay": replay})
+        # its stderr goes nowhere: libraries may name a server with its password
+        self._companion = Companion("multigpu_cli.loggers.process", [text])
+
+    def __call__(self, event: Event) -> None:
+        """Note how the run ends, and show what the process has to say: one read that does not wait."""
+        if event["event"] == "end":
+            self._status = str(event["status"])
+        self._relay()
+        if not self._lost and not self._companion.running:
+            self._lost = True
+            self._warn("the process of the loggers has ended; the training goes on, and the journal has everything")
+
+    def close(self) -> None:
+        """End the process: give it time after a completed run, less after a stop, none after a failure."""
+        patience = {"completed": self._wait, "stopped": min(self._wait, _STOPPED)}.get(self._status, 0.0)
+        until = time.monotonic() + patience + _MARGIN if patience or self._replay else 0.0
+        self._companion.tell_end()
+        try:
+            while self._companion.running and (self._replay or time.monotonic() < until):
+                self._relay()
+                self._alive()
+                time.sleep(0.05)
+        finally:
+            self._relay()
+            self._companion.leave(kill=bool(patience or self._replay))  # after a failure it goes on alone
+        if patience:
+            for position, lines in list_unsent(self._run, self._loggers):
+                self._warn(explain_unsent(self._run, position, lines))
+
+    def _relay(self) -> None:
+        """Show the lines that the process has written."""
+        for line in self._companion.read_notes():
+            self._warn(line + ("" if self._replay else "; the training goes on"))
+
+
+def list_unsent(run: Path, loggers: Sequence[str]) -> list[tuple[Position, int]]:
+    """The loggers that have not got all of a run's journal, each with the number of lines that it lacks."""
+    positions = [read_position(run, name) for name in loggers]
+    return [(each, lines) for each in positions if (lines := count_unsent_lines(run, each))]
+
+
+_LOOK = 0.1  # seconds
+
+
+def follow(request: dict[str, Any], ended: threading.Event, note: Callable[[str], None]) -> None:
+    """Send the journal to all loggers, each in a thread, until everything has arrived or time is up.
+
+    Args:
+        request: run, loggers, wait, again, replay: as `LoggerProcess` writes it.
+        ended: the run has.
+        note: takes lines to the user; the position file has the errors too.
+    """
+    replay = bool(request["replay"])
+    if replay:
+        ended.set()
+    run, again, tries = Path(request["run"]), bool(request["again"]), 1 if replay else 3
+    senders = [
+        Sender(run, name, ended, note, again=again, tries=tries, waits=not replay) for name in request["loggers"]
+    ]
+    for sender in senders:
+        sender.start()
+    ended.wait()
+    began = time.monotonic()
+    while any(sender.is_alive() for sender in senders):
+        since = max([began, *(sender.moved for sender in senders)]) if replay else began
+        if time.monotonic() - since > request["wait"]:
+            return
+        time.sleep(_LOOK)
+
+
+def main(arguments: Sequence[str]) -> NoReturn:
+    """Follow the journal that the request, JSON in the first argument, names."""
+    follow(json.loads(arguments[0]), *accompany())
+    os._exit(0)  # past a library's exit handlers, which may wait for a server

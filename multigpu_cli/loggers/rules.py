@@ -1,0 +1,31 @@
+"""The rules of --logger: known names, installed packages, and no password in any setting."""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+
+from multigpu_cli.config.code_names import has_password
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.errors import RequestError, did_you_mean
+
+
+def find_logger_errors(config: Config, packages: Mapping[str, str]) -> Iterator[RequestError]:
+    """What is wrong with the loggers of a request; nothing of theirs is imported.
+
+    Args:
+        packages: the package that each built-in logger needs; its extra has the logger's name.
+    """
+    for name in config.log.loggers:
+        if name in packages and find_spec(packages[name]) is None:
+            yield RequestError(
+                f"--logger {name} needs the package {packages[name]}", remedy=f"pip install 'multigpu-cli[{name}]'"
+            )
+        elif name not in packages and ":" not in name:
+            remedy = f"{did_you_mean(name, packages)} (or your own as module:Class)"
+            yield RequestError(f"--logger {name}: unknown name", remedy=remedy)
+    if config.log.loggers:
+        for key, entry in SETTINGS.items():
+            if has_password(config.get(key)):
+                yield RequestError(
+                    f"{entry.flag or key}: an address with a password, which --logger would send on",
+                    remedy="leave the password out, and read it from the environment",
+                )

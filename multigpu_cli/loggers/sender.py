@@ -1,0 +1,367 @@
+"""Sends a journal to one logger: in a thread of its own, from where the last one stopped, again after an error."""
+
+import fcntl
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from multigpu_cli.config.code_names import hide_passwords
+from multigpu_cli.distributed.launch_env import list_secrets
+from multigpu_cli.errors import pluralize
+from multigpu_cli.loggers.base import LOGGERS, Destination, Ending, OwnLogger, Row, RunIdentity
+from multigpu_cli.monitor.history import JOURNAL, read_json
+from multigpu_cli.monitor.journal import Event, parse_event
+from multigpu_cli.monitor.tensorboard import list_scalars
+from multigpu_cli.runtime.factories import find_factory
+
+_COMPARED = ("loss", "mean_loss", "lr")
+_ROUNDING = 1e-3  # by which a step that was trained again, perhaps on more workers, may differ; BatchNorm amplifies
+
+
+class Line(NamedTuple):
+    """One line of a journal.
+
+    Attributes:
+        number: counted from 1.
+        end: bytes of the journal up to its end.
+        event: None if the line is no event.
+    """
+
+    number: int
+    end: int
+    event: Event | None
+
+
+class JournalTail:
+    """Reads the whole lines of a journal; what is added later comes with the next call.
+
+    Attributes:
+        end: bytes that were read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.end, self._lines = path, 0, 0
+
+    def read(self) -> Iterator[Line]:
+        """The lines since the last call; none if there is no journal yet."""
+        try:
+            file = open(self._path, "rb")  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self.end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # still being written
+                self.end += len(line)
+                self._lines += 1
+                yield Line(self._lines, self.end, parse_event(line))
+
+
+class RowFilter:
+    """Makes rows of `train` and `eval` lines, and leaves out steps that were trained again with the same result."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, int], dict[str, float]] = {}
+
+    def select(self, line: Line) -> Row | None:
+        """The row of a line, None if it has none; every line of the journal has to pass, also those sent before."""
+        event = line.event
+        if event is None or event["event"] not in ("train", "eval") or not isinstance(event.get("step"), int):
+            return None
+        key = (str(event.get("split", "")), event["step"])
+        compared = {name: event[name] for name in _COMPARED if isinstance(event.get(name), int | float)}
+        before, self._last[key] = self._last.get(key), compared
+        if before is not None and _is_same(before, compared):
+            return None
+        return Row(line.number, event["step"], event["time"], dict(list_scalars(event)))
+
+
+def _is_same(one: dict[str, float], other: dict[str, float]) -> bool:
+    return one.keys() == other.keys() and all(
+        math.isclose(value, other[name], rel_tol=_ROUNDING, abs_tol=1e-9) for name, value in one.items()
+    )
+
+
+_LOOK = 0.5  # seconds between two looks at the journal
+_ROWS = 200  # sent at once
+_LONGEST_PAUSE = 60.0  # seconds between two tries
+_LONGEST_ERROR = 300  # characters
+
+Note = Callable[[str], None]
+
+
+class Sender(threading.Thread):
+    """Follows the journal until the run has ended and everything has arrived.
+
+    Args:
+        run: the run folder.
+        logger: a name of the registry, or module:Class.
+        ended: set when nothing is added to the journal any more.
+        note: gets a line for the user when the logger fails in another way than before.
+        again: send from the beginning, whatever has arrived.
+        tries: once the run has ended, give up after so many errors.
+        waits: also then, for a process that sends the run, as that of a killed attempt still may.
+
+    Attributes:
+        moved: time.monotonic of the last progress.
+        arrived: everything has.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        logger: str,
+        ended: threading.Event,
+        note: Note,
+        *,
+        again: bool = False,
+        tries: int = 3,
+        waits: bool = True,
+    ) -> None:
+        super().__init__(name=f"logger {logger}", daemon=True)
+        self._run, self._logger, self._ended, self._note, self._tries = run, logger, ended, note, tries
+        self._again, self._waits, self._said_waiting = again, waits, False
+        self._position = read_position(run, logger)
+        self.moved, self.arrived = time.monotonic(), False
+
+    def run(self) -> None:
+        """Send, and try again after an error, ever less often."""
+        with hold_lock(self._run, self._logger, self._gives_up) as held:
+            if not held:
+                return
+            self._position = read_position(self._run, self._logger)  # the one before may have moved it
+            self._position.sent = 0 if self._again else self._position.sent
+            pause, failed = 1.0, 0
+            while not self.arrived:
+                try:
+                    destination = _make_destination(self._logger)
+                    self.moved = time.monotonic()  # importing its package may take half a minute
+                    self._send_all(destination)
+                except Exception as error:  # a logger or its server may raise anything: it is told, and tried again
+                    self._record_error(error)
+                    failed += self._ended.is_set()
+                    if failed == self._tries:
+                        return
+                    time.sleep(1.0) if self._ended.is_set() else self._ended.wait(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _gives_up(self) -> bool:
+        """Whether another process, which sends this run, is left to it; at the end of the run it is told of once."""
+        over = self._ended.is_set()
+        if over and not self._said_waiting:
+            self._said_waiting = True
+            self._note(f"logger {self._logger}: another process is sending this run{'; waiting' * self._waits}")
+        return over and not self._waits
+
+    def _send_all(self, destination: Destination) -> None:
+        while (identity := identify_run(self._run)) is None:
+            if self._ended.wait(_LOOK):
+                return
+        tail, rows = JournalTail(self._run / JOURNAL), RowFilter()
+        begin, end = destination.open(identity, self._position.sent), None
+        self._confirm(begin)
+        ended = False
+        while not ended:
+            ended = self._ended.is_set()  # before reading: what is written later is not missed
+            end = self._send_new(destination, tail, rows, begin) or end
+            if not ended:
+                self._ended.wait(_LOOK)
+        destination.finish(describe_ending(self._run, end))
+        self._confirm(tail.end, final=True)
+        self.arrived = True
+
+    def _send_new(self, destination: Destination, tail: JournalTail, rows: RowFilter, begin: int) -> Event | None:
+        """Send what was added to the journal; returns its last `end` or `start`, if any.
+
+        Args:
+            begin: bytes of the journal that the logger has.
+        """
+        batch: list[Row] = []
+        last: Event | None = None
+
+        def send(line: Line) -> None:
+            if batch:
+                destination.send(batch)
+                batch.clear()
+            if destination.confirms_each:
+                self._confirm(line.end)
+
+        line = None
+        for line in tail.read():
+            row = rows.select(line)
+            if line.event and line.event["event"] in ("start", "end"):
+                last = line.event
+            if row and line.end > begin:
+                batch.append(row)
+            if len(batch) == _ROWS:
+                send(line)
+        if line and line.end > begin:
+            send(line)
+        return last
+
+    def _confirm(self, sent: int, *, final: bool = False) -> None:
+        """The journal has arrived up to here."""
+        self.moved = time.monotonic()
+        if (sent, "") != (self._position.sent, self._position.error) or final:
+            self._position.sent, self._position.error = sent, ""
+            write_position(self._run, self._position)
+
+    def _record_error(self, error: Exception) -> None:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        text = hide_passwords(text, list_secrets())[:_LONGEST_ERROR]
+        if text != self._position.error:
+            self._position.error = text
+            self._note(f"logger {self._logger}: {text}")
+        write_position(self._run, self._position)
+
+
+def _make_destination(logger: str) -> Destination:
+    if logger in LOGGERS:
+        destination: Destination = find_factory(logger, LOGGERS, flag="--logger")()
+        return destination
+    return OwnLogger(logger)
+
+
+def identify_run(run: Path) -> RunIdentity | None:
+    """The identity of the run in a folder; None before the first line of its journal.
+
+    The id is a hash of that line, which names host and time: it stays with the journal, wherever the folder goes.
+    """
+    try:
+        with open(run / JOURNAL, "rb") as file:
+            first = file.readline()
+    except FileNotFoundError:
+        return None
+    if not first.endswith(b"\n"):
+        return None
+    config = dict(_flatten(_read_config(run / "config.yaml")))
+    folder = run.resolve()
+    return RunIdentity(
+        id=sha256(first).hexdigest()[:16],
+        name=folder.name,
+        folder=str(folder),
+        project=str(config.get("recipe") or config.get("data.name") or "multigpu"),
+        config=config,
+        began=float(json.loads(first).get("time", 0)),
+    )
+
+
+def describe_ending(run: Path, end: Event | None) -> Ending:
+    """How the last attempt ended, and which files it left.
+
+    Args:
+        end: its `end` event, if there is one.
+    """
+    checkpoints = sorted(run.glob("checkpoints/step_*/manifest.json"))
+    manifest = read_json(checkpoints[-1]) if checkpoints else {}
+    place = f"checkpoints/{checkpoints[-1].parent.name}" if checkpoints else ""
+    files = {f"{place}/{name}": str(listed["sha256"]) for name, listed in manifest.get("files", {}).items()}
+    if best := manifest.get("best"):
+        files["best.pt"] = str(best["sha256"])
+    end = end or {}
+    return Ending(str(end.get("status", "killed")), str(end.get("fingerprint") or ""), place, files)
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    content = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
+def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, dict) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", hide_passwords(value) if isinstance(value, str) else value
+
+
+FOLDER = "loggers"  # in the run folder
+
+
+@dataclass
+class Position:
+    """How far the journal has been sent to one logger.
+
+    Attributes:
+        logger: its name, as --logger gives it.
+        sent: bytes of the journal that have arrived.
+        error: why the last try failed, without passwords; "" if it did not.
+    """
+
+    logger: str
+    sent: int = 0
+    error: str = ""
+
+
+def read_position(run: Path, logger: str) -> Position:
+    """The position in a run folder; that of the beginning where there is none, or none that can be read."""
+    try:
+        content = json.loads(_file(run, logger).read_text())
+        return Position(logger, int(content["sent"]), str(content["error"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Position(logger)
+
+
+def write_position(run: Path, position: Position) -> None:
+    """Replace the file; a reader sees the old content or the new one."""
+    file = _file(run, position.logger)
+    draft = file.with_name(f".{file.name}.{os.getpid()}.draft")
+    draft.write_text(json.dumps(asdict(position)) + "\n")
+    draft.replace(file)
+
+
+def count_unsent_lines(run: Path, position: Position) -> int:
+    """The lines of the journal that have not arrived."""
+    try:
+        with open(run / JOURNAL, "rb") as file:
+            file.seek(position.sent)
+            return sum(1 for line in file if line.endswith(b"\n"))
+    except OSError:
+        return 0
+
+
+def list_positions(run: Path) -> list[Position]:
+    """The positions of all loggers that a run folder knows."""
+    names = [str(read_json(file).get("logger", "")) for file in sorted((run / FOLDER).glob("*.json"))]
+    return [read_position(run, name) for name in names if name]
+
+
+def explain_unsent(run: Path, position: Position, lines: int) -> str:
+    """What was not sent, and what sends it."""
+    reason = f" ({position.error})" if position.error else ""
+    missing = f"{pluralize(lines, 'line')} of {run / JOURNAL} not sent{reason}"
+    return f"logger {position.logger}: {missing}; multigpu log {run} --to {position.logger} sends them"
+
+
+@contextmanager
+def hold_lock(run: Path, logger: str, is_over: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+    """Hold the lock of those who send a run to this logger; wait for it until `is_over`. Yields whether it is held."""
+    (run / FOLDER).mkdir(exist_ok=True)
+    with open(_file(run, logger).with_suffix(".lock"), "a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if is_over():
+                    yield False
+                    return
+                time.sleep(0.1)
+            else:
+                yield True
+                return
+
+
+def _file(run: Path, logger: str) -> Path:
+    return run / FOLDER / (re.sub(r"[^\w.-]+", "-", logger) + ".json")

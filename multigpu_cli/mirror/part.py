@@ -1,0 +1,188 @@
+"""Starts the process that mirrors a run folder, passes its troubles on, and waits for it at the end of the run."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from multigpu_cli.checkpoint.files import is_locked
+from multigpu_cli.checkpoint.manifest import list_checkpoint_folders
+from multigpu_cli.checkpoint.run_folder import holds_run
+from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.distributed.processes import Companion
+from multigpu_cli.errors import RequestError, TrainingError, combine_errors
+from multigpu_cli.mirror import follower
+from multigpu_cli.mirror.follower import Follower, explain_missing, lock_mirror, read_state
+from multigpu_cli.mirror.remote import Mirror, MirrorError
+from multigpu_cli.mirror.rules import find_url_errors, make_absolute
+from multigpu_cli.run.part import Part
+from multigpu_cli.run.run import Run
+
+_STOP_WAIT = 10.0  # seconds that a run which was told to stop waits; the process itself goes on after that
+_HANGS = 300.0  # seconds without a sign of life; until then a driver's own time limits have raised an error
+_SILENT = 2.0  # seconds until the user is told what the end waits for
+
+
+class MirrorProcess:
+    """The process that follows a run folder, seen from rank 0.
+
+    Args:
+        run: the run folder, whose lock is held.
+        keep: how many of the newest checkpoints stay in the mirror.
+    """
+
+    def __init__(self, run: Path, url: str, keep: int) -> None:
+        self._run, self.url = run.absolute(), make_absolute(url)
+        self._log = self._run / "logs" / "mirror.log"
+        self._log.parent.mkdir(exist_ok=True)
+        with open(self._log, "ab") as log:
+            arguments = [str(self._run), self.url, str(keep), str(_HANGS)]
+            self._companion = Companion(follower.__name__, arguments, log)
+        self._reported = self._note = ""
+        self._last_note_at = time.monotonic()
+
+    def read_new_fault(self) -> str:
+        """Why the last upload failed, unless it was said before; "" if none did."""
+        self._read_notes()
+        error = self._find_cause() if self._hangs or read_state(self._run).error else ""
+        if not self._companion.running:
+            error = f"training goes on, but {self._explain_missing()}"
+        elif error:
+            error += "; training goes on, and it is tried again"
+        new, self._reported = error if error != self._reported else "", error
+        return new
+
+    def finish(
+        self,
+        is_stopped: Callable[[], bool],
+        moved: Callable[[], None],
+        say: Callable[[str], None],
+        *,
+        wait: bool = True,
+    ) -> str:
+        """Let the process send what is missing, and end; returns what is missing, with the way out, or "".
+
+        Args:
+            is_stopped: whether a signal asks the run to end soon: then the process goes on alone after some seconds.
+            moved: called while it is at work.
+            say: shows what the run waits for.
+            wait: False: it goes on alone at once.
+        """
+        began = self._last_note_at = time.monotonic()
+        until, said = None if wait else began, False
+        self._companion.tell_end()
+        try:
+            while self._companion.running:
+                moved()
+                self._read_notes()
+                now = time.monotonic()
+                if until is None and is_stopped():
+                    until = now + _STOP_WAIT
+                if until is not None and now >= until:
+                    return f"{self.url} is not complete yet: process {self._companion.process.pid} goes on sending"
+                if self._hangs:
+                    return self._explain_missing()
+                if not said and now - began > _SILENT:
+                    said = True
+                    say(f"the training is done; waiting until all is in {self.url} (Ctrl-C: no longer than 10 s)")
+                time.sleep(0.1)
+        finally:
+            self._read_notes()
+            self._companion.leave(kill=False)
+        return "" if self._companion.process.returncode == 0 else self._explain_missing()
+
+    def _read_notes(self) -> None:
+        """Read what the process has written: what keeps it from sending, or "" as a sign of life."""
+        if notes := self._companion.read_notes():
+            self._last_note_at, self._note = time.monotonic(), notes[-1]
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether the process hangs in the mirror, as it does where a network's file system is gone."""
+        return self._companion.running and time.monotonic() - self._last_note_at > _HANGS
+
+    def _find_cause(self) -> str:
+        """What keeps the process from sending; "" if it has not said."""
+        silence = f"it has not answered for {_HANGS:.0f} s" if self._hangs else ""
+        return "; ".join(filter(None, [self._note or read_state(self._run).error, silence]))
+
+    def _explain_missing(self) -> str:
+        ended = f"its process ended with exit code {self._companion.process.returncode}: {self._log}"
+        return explain_missing(self._run, self.url, self._find_cause() or ended)
+
+
+class Mirroring(Part):
+    """Mirrors the run folder from rank 0; a completed run waits at its end until all is sent.
+
+    It does not wait for a mirror that hangs, nor after a signal.
+    """
+
+    _process: MirrorProcess
+
+    def start(self, run: Run, stack: ExitStack) -> None:
+        if not run.world.is_main:
+            return
+        config, console = run.config.checkpoint, run.log.console
+        self._process = process = MirrorProcess(run.folder, str(config.mirror), config.keep)
+
+        def is_stopped() -> bool:
+            return not run.finished or run.control.stop.signal is not None
+
+        def finish(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+            mark, wait = run.observer.watchdog.mark_progress, error is None
+            if missing := process.finish(is_stopped, mark, console.note, wait=wait):
+                console.warn(missing)
+
+        stack.push(finish)
+
+    def written(self, run: Run) -> None:
+        if fault := self._process.read_new_fault():
+            run.log_fault("mirror", fault)
+
+
+_PATIENCE = 10.0  # seconds for which the command tries again what fails
+_KEEP = 10**6  # nothing is removed there
+
+
+def mirror_run(run: str, url: str) -> dict[str, Any]:
+    """Send what the remote folder lacks; returns the URL and the step of its newest checkpoint.
+
+    Raises:
+        RequestError: there is no such run, it is at work or has a link in it, or the URL is wrong.
+        TrainingError: the remote folder refused it.
+    """
+    folder = Path(run)
+    if errors := list(find_url_errors(url, "--to")):
+        raise combine_errors(errors)
+    if not holds_run(folder):
+        raise RequestError(f"{run}: is no run folder", remedy="name the folder that holds its config.yaml")
+    refuse_links(folder)
+    if not list_checkpoint_folders(folder / "checkpoints"):
+        raise RequestError(f"{run}: has no checkpoint to send", remedy="train it until its first one")
+    if is_locked(folder):
+        raise RequestError(f"{run}: the run is at work", remedy="wait for its end; with --mirror it sends them itself")
+    ended = threading.Event()
+    ended.set()
+    try:
+        with lock_mirror(folder, lambda busy: True):
+            complete = Follower(folder, _open(url), _KEEP).follow(ended, _PATIENCE)
+    except BlockingIOError as error:
+        raise RequestError(f"{run}: {error}", remedy="wait for its end, or end it if it hangs") from error
+    if not complete:
+        raise TrainingError(read_state(folder).error, remedy="the same command once the remote folder is back")
+    return {"url": read_state(folder).url, "step": read_state(folder).step}
+
+
+def _open(url: str) -> Mirror:
+    try:
+        return Mirror(url)
+    except MirrorError as error:
+        raise RequestError(error.problem, remedy="check the URL and the credentials") from error
+
+
+def format_mirrored(found: dict[str, Any]) -> Iterator[str]:
+    """What the remote folder holds now."""
+    yield f"{found['url']} holds the checkpoint of step {found['step']} and the run's files, read back and compared"

@@ -1,0 +1,285 @@
+"""A copy of a run's checkpoints in a remote folder, through fsspec; only what was read back and verified counts.
+
+A checkpoint there is its manifest, which is written last and removed first, with the files that it lists. This file
+loads no torch: a process beside the training uses it.
+"""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.checkpoint.files import (
+    PIECE,
+    Moved,
+    compute_sha256,
+    flush_folder,
+    ignore_progress,
+    publish,
+    publish_stream,
+)
+from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, parse_step
+from multigpu_cli.config.code_names import hide_passwords
+from multigpu_cli.distributed.launch_env import list_secrets
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.mirror.rules import make_absolute
+
+SMALL_FILES = ("config.yaml", "journal.jsonl", "summary.json")
+"""Files of a run folder that are mirrored beside its checkpoints."""
+
+FINAL_FILES = ("best.pt", "last.pt")
+"""Weights for use, which are mirrored once the run has ended."""
+
+OWNER = "run.json"  # which run the remote folder belongs to
+_S3_LIMITS = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 2}}  # seconds, and tries
+
+
+class MirrorError(TrainingError):
+    """The remote folder can't be read or written, or does not hold what it should."""
+
+
+class DamagedMirror(MirrorError):
+    """A checkpoint there is not what its manifest says."""
+
+
+class Mirror:
+    """The remote folder of one run.
+
+    Args:
+        url: s3://…, gs://… or file:…, checked by mirror/rules.py; drivers find their credentials themselves.
+
+    Raises:
+        MirrorError: the driver can't begin, for instance for want of credentials.
+    """
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs  # late: only runs with a mirror load it
+
+        self.url = url = make_absolute(url)
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs with tracebacks what it raises as well
+        options: dict[str, Any] = {"config_kwargs": _S3_LIMITS} if url.startswith("s3:") else {}
+        with self._errors("opening"):
+            self._system, root = url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
+        if url.startswith("s3:"):
+            self._system.retries = 1  # the driver's own, beside those of _S3_LIMITS; the follower tries again
+        self._root, self._on_disk = root.rstrip("/"), url.startswith("file:")
+
+    @contextmanager
+    def _errors(self, doing: str) -> Iterator[None]:
+        """Turn what a driver raises, whatever its classes, into one error that names the URL."""
+        try:
+            yield
+        except MirrorError:
+            raise
+        except Exception as error:  # each driver has errors of its own, not all of them an OSError
+            text = hide_passwords(f"{type(error).__name__}: {error}", list_secrets())[:300]
+            raise MirrorError(f"mirror {self.url}: {doing} failed ({text})") from error
+
+    def _path(self, *names: str) -> str:
+        return "/".join([self._root, *names])
+
+    def read_owner(self) -> str:
+        """The id of the run that this folder belongs to; "" where it belongs to none."""
+        content = self._read(OWNER)
+        with self._errors(f"reading {OWNER}"):
+            return "" if content is None else str(json.loads(content)["id"])
+
+    def write_owner(self, run_id: str) -> None:
+        """Claim the folder for a run, which also shows that it can be written to."""
+        self._write(json.dumps({"id": run_id}).encode(), OWNER)
+
+    def list_steps(self) -> list[int]:
+        """The steps of the complete checkpoints, newest first."""
+        with self._errors("listing"):
+            found = map(Path, self._system.find(self._path("checkpoints")))  # a pattern would expand the URL's [] too
+            steps = [parse_step(path.parent) for path in found if path.name == MANIFEST]
+        return sorted((step for step in steps if step >= 0), reverse=True)
+
+    def upload_checkpoint(self, folder: Path, moved: Moved) -> None:
+        """Copy a checkpoint file by file, each one read back and compared, the manifest last.
+
+        What an interrupted upload has left complete is not sent again. The files stay open, so that the run may remove
+        the checkpoint meanwhile, as it does with old ones: on a slow network each would be gone before it has arrived.
+
+        Raises:
+            MirrorError: the remote folder refused it, or gave back other content.
+            OSError: the checkpoint was removed before the upload began.
+        """
+        with ExitStack() as stack:
+
+            def hold(name: str) -> Path:
+                return Path(f"/dev/fd/{stack.enter_context(open(folder / name, 'rb')).fileno()}")
+
+            content = (folder / MANIFEST).read_bytes()
+            manifest = json.loads(content)
+            sums = {name: str(entry["sha256"]) for name, entry in manifest["files"].items()}
+            if "best" in manifest and (folder / BEST).exists():
+                sums[BEST] = str(manifest["best"]["sha256"])
+            held = {name: hold(name) for name in sums}
+            there = ("checkpoints", folder.name)
+            if self._read(*there, MANIFEST) != content:
+                self._remove_file(*there, MANIFEST)  # of the same step of an earlier attempt
+            for name, wanted in sums.items():
+                self._upload(held[name], wanted, moved, *there, name)
+        self._write(content, *there, MANIFEST)
+
+    def upload_file(self, file: Path, moved: Moved) -> None:
+        """Copy a file of the run folder; one that is not there is removed: a run that goes on has no summary."""
+        try:
+            with open(file, "rb") as held:
+                copied = Path(f"/dev/fd/{held.fileno()}")
+                if file.name in FINAL_FILES:
+                    self._upload(copied, compute_sha256(copied, moved), moved, file.name)
+                else:
+                    self._write(held.read(), file.name)
+        except FileNotFoundError:
+            self._remove_file(file.name)
+
+    def read_manifest(self, step: int) -> dict[str, Any]:
+        """The manifest of a checkpoint, not verified.
+
+        Raises:
+            DamagedMirror: it is none.
+        """
+        name = f"step_{step:08d}"
+        try:
+            return dict(json.loads(self._read("checkpoints", name, MANIFEST) or b""))
+        except (ValueError, TypeError) as error:
+            raise DamagedMirror(f"mirror {self.url}: {name} is damaged: {MANIFEST} can't be read") from error
+
+    def measure_checkpoint(self, step: int) -> int:
+        """The bytes of a checkpoint there."""
+        return sum(self._list_files(step).values())
+
+    def download_checkpoint(self, step: int, run: Path, moved: Moved = ignore_progress) -> None:
+        """Copy a checkpoint into a run folder, verified, and the run's other files before it gets its name there.
+
+        Raises:
+            DamagedMirror: it is damaged there.
+            MirrorError: it could not be read.
+            OSError: the local disk refused it.
+        """
+        name = f"step_{step:08d}"
+        draft, final = run / "checkpoints" / f".draft_mirror_{name}", run / "checkpoints" / name
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        try:
+            for file, size in self._list_files(step).items():
+                self._download_file(draft / file, moved, "checkpoints", name, file, size=size)
+            if damage := find_damage(draft, moved):
+                raise DamagedMirror(f"mirror {self.url}: {name} is damaged: {damage}")
+            for file in (*SMALL_FILES, *FINAL_FILES):
+                if not (run / file).exists():
+                    self._download_file(run / file, moved, file)
+            if final.exists():  # and damaged, or it would not be wanted
+                shutil.rmtree(final)
+            draft.rename(final)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            with suppress(OSError):  # they hold something
+                draft.parent.rmdir()
+                run.rmdir()
+            raise
+        flush_folder(final.parent)
+
+    def _list_files(self, step: int) -> dict[str, int]:
+        """The files of a checkpoint, and their bytes."""
+        name = f"step_{step:08d}"
+        with self._errors(f"listing {name}"):
+            found = self._system.find(self._path("checkpoints", name), detail=True)
+            files = {Path(path).name: int(facts["size"]) for path, facts in found.items()}
+        return {file: size for file, size in files.items() if not file.endswith(".draft")}  # of an upload that was cut
+
+    def _download_file(self, target: Path, moved: Moved, *names: str, size: int = 0) -> None:
+        """Copy a file of any size, if the mirror has it."""
+        if (pieces := self._read_in_pieces(*names)) is not None:
+            publish_stream(target, lambda copy: [copy.write(piece) for piece in pieces], size, moved)
+
+    def discard(self, unwanted: Callable[[int], bool]) -> None:
+        """Remove checkpoints by their step, each one's manifest first."""
+        for step in filter(unwanted, self.list_steps()):
+            name = f"step_{step:08d}"
+            self._remove_file("checkpoints", name, MANIFEST)
+            with self._errors(f"removing {name}"):
+                for path in self._system.find(self._path("checkpoints", name)):
+                    self._system.rm_file(path)
+                if self._on_disk:
+                    self._system.rm(self._path("checkpoints", name), recursive=True)
+
+    def _read(self, *names: str) -> bytes | None:
+        with self._errors(f"reading {names[-1]}"):
+            try:
+                return bytes(self._system.cat_file(self._path(*names)))
+            except FileNotFoundError:
+                return None
+
+    def _write(self, content: bytes, *names: str) -> None:
+        with self._errors(f"writing {names[-1]}"):
+            self._make_folder(*names[:-1])
+            if self._on_disk:
+                publish(Path(self._path(*names)), content)
+            else:
+                self._system.pipe_file(self._path(*names), content)
+        if self._read(*names) != content:
+            raise MirrorError(f"mirror {self.url}: {names[-1]} came back with other content")
+
+    def _upload(self, file: Path, wanted: str, moved: Moved, *names: str) -> None:
+        """Send a file of any size, unless it is there, and read it back; its SHA-256 sum is wanted."""
+        moved()
+        if self._sum(*names, moved=moved) != wanted:
+            self._send(file, moved, *names)
+            if self._sum(*names, moved=moved) != wanted:
+                raise MirrorError(f"mirror {self.url}: {'/'.join(names[-2:])} came back with other content")
+
+    def _send(self, file: Path, moved: Moved, *names: str) -> None:
+        from fsspec.callbacks import Callback
+
+        with self._errors(f"writing {names[-1]}"), open(file, "rb") as content:
+            self._make_folder(*names[:-1])
+            if self._on_disk:  # where a file appears before its content; an object store shows whole ones only
+                size = os.fstat(content.fileno()).st_size
+                target = Path(self._path(*names))
+                publish_stream(target, lambda copy: shutil.copyfileobj(content, copy, PIECE), size, moved)
+            else:
+                sent = Callback(hooks={"moved": lambda *_, **__: moved()})
+                self._system.put_file(str(file), self._path(*names), callback=sent)
+
+    def _make_folder(self, *names: str) -> None:
+        if self._on_disk:  # object stores have no folders, and s3fs would ask for a bucket
+            self._system.makedirs(self._path(*names), exist_ok=True)
+
+    def _sum(self, *names: str, moved: Moved) -> str | None:
+        """SHA-256 of a remote file, read in chunks; None where it is missing."""
+        if (pieces := self._read_in_pieces(*names)) is None:
+            return None
+        digest = sha256()
+        for piece in pieces:
+            digest.update(piece)
+            moved()
+        return digest.hexdigest()
+
+    def _read_in_pieces(self, *names: str) -> Iterator[bytes] | None:
+        """The content of a remote file; None where it is missing."""
+        with self._errors(f"reading {names[-1]}"):
+            try:
+                file = self._system.open(self._path(*names), "rb", block_size=PIECE, cache_type="readahead")
+            except FileNotFoundError:
+                return None
+        return self._iterate_pieces(file, names[-1])
+
+    def _iterate_pieces(self, file: Any, name: str) -> Iterator[bytes]:
+        with self._errors(f"reading {name}"), file:
+            while piece := file.read(PIECE):
+                yield piece
+
+    def _remove_file(self, *names: str) -> None:
+        with self._errors(f"removing {names[-1]}"):
+            try:
+                self._system.rm_file(self._path(*names))
+            except FileNotFoundError:
+                return

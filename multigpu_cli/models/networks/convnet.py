@@ -1,0 +1,116 @@
+"""A small convolutional network for small images: pairs of 3×3 convolutions with max pooling in between (VGG style).
+
+Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015; with the
+batch normalization of Ioffe and Szegedy 2015 and global pooling (Lin et al. 2014) in place of wide dense layers.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from multigpu_cli.errors import RequestError
+
+
+def build(
+    input_shape: tuple[int, ...], num_classes: int, width: int = 32, stages: int = 3, dropout: float = 0.1
+) -> nn.Module:
+    """Images (n, C, H, W) of any size from 4×4 to (n, num_classes) logits.
+
+    Args:
+        width: channels of the first stage; each later stage has twice as many.
+        stages: number of resolutions; fewer if the image is too small to be halved that often.
+
+    Raises:
+        RequestError: the samples are not images, or too small.
+    """
+    if len(input_shape) != 3 or min(input_shape[1:]) < 4:
+        raise RequestError(
+            f"--model convnet needs images (channels, height, width) of at least 4×4; --data gives {input_shape}",
+            remedy="use --model mlp, which accepts samples of any shape",
+        )
+    return ConvNet(input_shape, num_classes, width, stages, dropout)
+
+
+class ConvNet(nn.Module):
+    """Stages of two convolutions each, then mean and maximum over the image, then one linear layer."""
+
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int, stages: int, dropout: float) -> None:
+        super().__init__()
+        channels, *size = input_shape
+        layers: list[nn.Module] = []
+        for stage in range(min(stages, min(size).bit_length() - 1)):  # the last resolution keeps at least 2×2 pixels
+            if stage:
+                layers.append(nn.MaxPool2d(2))
+            layers += [*_convolution(channels, width), *_convolution(width, width)]
+            channels, width = width, 2 * width
+        self.features = nn.Sequential(*layers)
+        self.classify = nn.Sequential(nn.Dropout(dropout), nn.Linear(2 * channels, num_classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.features(images).flatten(2)
+        logits: Tensor = self.classify(torch.cat([features.mean(-1), features.amax(-1)], dim=1))
+        return logits
+
+
+def _convolution(channels: int, width: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(channels, width, 3, padding=1, bias=False),
+        nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True),
+    ]
+
+
+_SHORTEST = 16  # samples of a window, which is halved twice
+
+
+def build_har_convnet(
+    input_shape: tuple[int, ...], num_classes: int, width: int = 48, dropout: float = 0.1
+) -> nn.Module:
+    """Windows (n, channels, samples) to (n, num_classes) logits.
+
+    Args:
+        width: channels of the first stage; the second and third have twice as many.
+
+    Raises:
+        RequestError: the samples are not signals, or too short.
+    """
+    if len(input_shape) != 2 or input_shape[1] < _SHORTEST:
+        raise RequestError(
+            f"--model har-convnet needs signals (channels, samples) of at least {_SHORTEST} samples; "
+            f"--data gives {input_shape}",
+            remedy="use --model mlp for samples of any shape, or --model convnet for images",
+        )
+    return HarConvNet(input_shape[0], num_classes, width, dropout)
+
+
+class HarConvNet(nn.Module):
+    """Three convolutions with mean and maximum over time, concatenated with each channel's mean and log-deviation.
+
+    Normalized features describe the shape of a movement; the two statistics keep its strength and the direction of
+    gravity.
+    """
+
+    def __init__(self, channels: int, num_classes: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            *_convolution_har_convnet(channels, width, 9),
+            nn.MaxPool1d(2),
+            *_convolution_har_convnet(width, 2 * width, 5),
+            nn.MaxPool1d(2),
+            *_convolution_har_convnet(2 * width, 2 * width, 5),
+        )
+        self.classify = nn.Sequential(nn.Dropout(dropout), nn.Linear(4 * width + 2 * channels, num_classes))
+
+    def forward(self, signals: Tensor) -> Tensor:
+        features = self.features(signals)
+        spread = signals.std(-1, correction=0).clamp_min(1e-3).log()
+        summary = torch.cat([features.mean(-1), features.amax(-1), signals.mean(-1), spread], dim=1)
+        logits: Tensor = self.classify(summary)
+        return logits
+
+
+def _convolution_har_convnet(channels: int, width: int, reach: int) -> list[nn.Module]:
+    return [
+        nn.Conv1d(channels, width, reach, padding=reach // 2, bias=False),
+        nn.GroupNorm(1, width),  # unlike BatchNorm, a sample's features do not depend on its micro-batch
+        nn.ReLU(inplace=True),
+    ]

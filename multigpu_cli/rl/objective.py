@@ -1,0 +1,180 @@
+"""The loss of PPO, for each decision."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.errors import RequestError
+
+
+def advantages(
+    rewards: Tensor,
+    values: Tensor,
+    after: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    cut_values: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> Tensor:
+    """(T, E) advantages; with the values added they are the returns (Schulman et al. 2015, arXiv 1506.02438).
+
+    After termination the value is 0; after truncation it is the critic's value of the true last observation. Nothing
+    flows from the next episode into the previous one.
+
+    Args:
+        rewards, values: (T, E), at each step, and of the observation before it.
+        after: (E,) value of the observation after the last step.
+        terminated, truncated: (T, E) bool; where both are set, the episode has terminated.
+        cut_values: (T, E) value of the true last observation where an episode was truncated; unused elsewhere.
+    """
+    going_on = ~(terminated | truncated)
+    following = torch.cat([values[1:], after[None]])
+    following = torch.where(going_on, following, torch.where(truncated & ~terminated, cut_values, 0.0))
+    errors = rewards + gamma * following - values
+    result, running = torch.empty_like(rewards), torch.zeros_like(after)
+    weight = gamma * gae_lambda * going_on.to(rewards.dtype)
+    for step in reversed(range(len(rewards))):
+        running = errors[step] + weight[step] * running
+        result[step] = running
+    return result
+
+
+class RunningMoments:
+    """Count, mean and squared deviations of k quantities, by Chan's parallel update (Chan et al. 1979).
+
+    Attributes:
+        state: (1 + 2k,) float64 on the CPU: count, means, sums of squared deviations.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.state = torch.zeros(1 + 2 * size, dtype=torch.float64)
+
+    def add(self, parts: Tensor) -> None:
+        """Add results of `sum_moments`, (parts, 1 + 2k), row by row."""
+        for count, mean, squares in (row.split([1, self.size, self.size]) for row in parts.cpu()):
+            before, old_mean, old_squares = self.state.split([1, self.size, self.size])
+            if not count:
+                continue
+            whole, away = before + count, mean - old_mean
+            self.state = torch.cat(
+                [
+                    whole,
+                    old_mean + away * count / whole,
+                    old_squares + squares + away.square() * before * count / whole,
+                ]
+            )
+
+    @property
+    def mean(self) -> Tensor:
+        """(k,)"""
+        return self.state[1 : 1 + self.size]
+
+    @property
+    def deviation(self) -> Tensor:
+        """(k,): 1 without data, or where all values are equal."""
+        variance = self.state[1 + self.size :] / self.state[0].clamp(min=1)
+        return torch.where(variance > 1e-12, variance, 1.0).sqrt()
+
+
+def sum_moments(values: Tensor) -> Tensor:
+    """(1 + 2k,) float64: count, mean and squared deviations of (n, k)."""
+    wide = values.double()
+    mean = wide.mean(0)
+    count = torch.full((1,), len(wide), dtype=torch.float64, device=values.device)
+    return torch.cat([count, mean, (wide - mean).square().sum(0)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOSettings:
+    """The numbers of PPO (Schulman et al. 2017, arXiv 1707.06347; defaults as in CleanRL's ppo.py).
+
+    Attributes:
+        rollout: steps that each environment takes between two updates.
+        passes: of the optimizer over each rollout.
+        minibatches: optimizer steps in one pass; --batch-size gives the same in samples.
+        gamma, gae_lambda: discount, and the trade of bias for variance in advantages (Schulman et al. 2015).
+        clip: limit of the change of a probability ratio.
+        value_clip: limit of the change of a value in one update; 0: no limit.
+        value_weight, entropy_weight: of those terms in the loss.
+        target_kl: an update ends after a pass that moved the policy further than this; 0: never.
+        normalize_advantages: over the global batch.
+        normalize_observations, normalize_rewards: by running statistics over all environments of all workers.
+        evaluate_every: updates between two evaluations; there is one at the end.
+        evaluate_episodes: of each evaluation.
+    """
+
+    rollout: int = 128
+    passes: int = 4
+    minibatches: int = 4
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    clip: float = 0.2
+    value_clip: float = 0.2
+    value_weight: float = 0.5
+    entropy_weight: float = 0.01
+    target_kl: float = 0.0
+    normalize_advantages: bool = True
+    normalize_observations: bool = False
+    normalize_rewards: bool = False
+    evaluate_every: int = 10
+    evaluate_episodes: int = 20
+
+    def __post_init__(self) -> None:
+        for name in ("rollout", "passes", "minibatches", "evaluate_every", "evaluate_episodes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RequestError(f"task.args.{name}: {value!r}", remedy="a whole number of at least 1")
+        for name in ("gamma", "gae_lambda", "clip", "value_clip", "value_weight", "entropy_weight", "target_kl"):
+            value, most = getattr(self, name), 1.0 if name in ("gamma", "gae_lambda", "clip") else float("inf")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                raise RequestError(
+                    f"task.args.{name}: {value!r}",
+                    remedy="a number from 0 to 1" if most == 1 else "a number of at least 0",
+                )
+        for name in ("normalize_advantages", "normalize_observations", "normalize_rewards"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"task.args.{name}: {getattr(self, name)!r}", remedy="true or false")
+
+
+METRICS = ("kl", "clip_fraction", "entropy", "policy_loss", "value_loss")
+
+
+class RolloutBatch(NamedTuple):
+    """Decisions of a rollout and their outcomes: all (…,), actions (…, *shape)."""
+
+    actions: Tensor
+    log_probabilities: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+
+def losses(
+    log_probabilities: Tensor, entropies: Tensor, values: Tensor, then: RolloutBatch, settings: PPOSettings
+) -> tuple[Tensor, Tensor]:
+    """(…,) losses, and (5, …) METRICS of each decision, detached (Schulman et al. 2017, equations 7 and 9).
+
+    Args:
+        log_probabilities, entropies, values: (…,) of the current policy.
+        then: of the policy during the rollout.
+    """
+    moved = log_probabilities - then.log_probabilities
+    ratio = moved.exp()
+    clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
+    policy = -torch.minimum(ratio * then.advantages, clipped * then.advantages)
+    error = (values - then.returns).square()
+    if settings.value_clip:
+        near = then.values + (values - then.values).clamp(-settings.value_clip, settings.value_clip)
+        error = torch.maximum(error, (near - then.returns).square())
+    value = 0.5 * error
+    loss = policy + settings.value_weight * value - settings.entropy_weight * entropies
+    with torch.no_grad():
+        divergence = (ratio - 1) - moved  # Schulman, "Approximating KL Divergence", 2020: unbiased, and never below 0
+        outside = ((ratio - 1).abs() > settings.clip).to(ratio.dtype)
+        figures = torch.stack([divergence, outside, entropies, policy, value])
+    return loss, figures

@@ -1,0 +1,133 @@
+"""The parts of a training that a step and an evaluation need."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from multigpu_cli.checkpoint.snapshot import Progress, TrainState
+from multigpu_cli.config.schema import Config
+from multigpu_cli.data.loader import BatchStream, Loader
+from multigpu_cli.distributed.world import World
+from multigpu_cli.optimizers.build import set_rate
+from multigpu_cli.planning.optimizer_names import OPTIMIZERS
+from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.request.spec import RunSpec
+from multigpu_cli.runtime.compile import CompiledModel
+from multigpu_cli.runtime.seeding import seed_optimizer_step
+from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.tasks.base import LossNormalizer, Task
+
+
+@dataclass
+class Loaders:
+    """The data of each split.
+
+    Attributes:
+        max_eval_batch_size: the most samples of an evaluation's batch, if memory limits it.
+    """
+
+    train: BatchStream
+    val: Loader | None
+    test: Loader | None
+    max_eval_batch_size: int | None = None
+
+    def close(self) -> None:
+        """End the loader processes, if there are any."""
+        for loader in (self.train, self.val, self.test):
+            if loader is not None:
+                loader.close()
+
+
+@dataclass
+class TrainComponents:
+    """The parts that a step and an evaluation need.
+
+    Attributes:
+        score: what orders the results of evaluations; None: the task's own.
+        frozen: parameters that do not learn yet, by what the table of learning rates says of them.
+    """
+
+    spec: RunSpec
+    world: World
+    task: Task
+    state: TrainState
+    strategy: Strategy
+    loaders: Loaders
+    loss_normalizer: LossNormalizer
+    score: Callable[[dict[str, float]], Sequence[float]] | None = field(default=None, kw_only=True)
+    compiled: CompiledModel | None = field(default=None, kw_only=True)
+    frozen: dict[str, list[Tensor]] = field(default_factory=dict, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.compiled:
+            self.compiled.full_batch_size = lambda: (
+                self.plan.batches.micro_batch * self.task.rows_per_sample
+            )  # out of memory may halve it during the run
+
+    @property
+    def trainable_parameters(self) -> list[Tensor]:
+        """The tensors that this process's optimizer moves."""
+        return self.strategy.trained
+
+    @property
+    def config(self) -> Config:
+        return self.spec.config
+
+    @property
+    def plan(self) -> Plan:
+        return self.spec.plan
+
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
+
+    def set_learning_rates(self, step: int) -> None:
+        """Set the rate of optimizer step `step`: the schedule's, or that of the user's own optimizer and scheduler."""
+        live = self.spec.user_objects
+        if live and live.optimizer:
+            live.step_scheduler(self.state, step, self.plan.scheduler_every)
+        else:
+            set_rate(self.state.optimizer, self.plan.schedule.rate_at(step))
+
+    def seed_optimizer(self, step: int) -> None:
+        """Before optimizer step `step`: what an optimizer of the user's own draws is the same on every worker."""
+        live = self.spec.user_objects
+        if (live and live.optimizer) or self.config.optimizer.name not in OPTIMIZERS:
+            seed_optimizer_step(self.config.reproducibility.seed, step, *self.spec.placement.devices)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples in one batch of an evaluation: twice a micro-batch, because no activations are kept."""
+        usual = 2 * self.plan.batches.micro_batch
+        return min(usual, self.loaders.max_eval_batch_size or usual)
+
+    @property
+    def evaluates_in_batches(self) -> bool:
+        """Whether the task evaluates batches of samples, rather than in its own way (PPO's episodes)."""
+        return type(self.task).evaluate is Task.evaluate
+
+
+class StepResult(NamedTuple):
+    """The result of one step: tensors that stay on the device until they are logged.
+
+    Attributes:
+        micro_batches: of the step, over all workers.
+        losses: () loss sums of this worker's micro-batches, by their number in the step.
+        grad_norm: () of the global gradient.
+        skipped: () 1 where the optimizer skipped the step.
+    """
+
+    micro_batches: int
+    losses: dict[int, Tensor]
+    grad_norm: Tensor
+    skipped: Tensor
+
+    def losses_by_micro_batch(self, device: torch.device) -> Tensor:
+        """(micro-batches,) float64: this worker's loss sums in their slots, zeros elsewhere."""
+        slots = torch.zeros(self.micro_batches, dtype=torch.float64, device=device)
+        for number, loss in self.losses.items():
+            slots[number] = loss
+        return slots

@@ -1,0 +1,338 @@
+"""Finds a micro-batch that fits into memory before the first step.
+
+Each candidate runs forward and backward without communication, its gradients are discarded, and then the ranks vote:
+an out-of-memory error on one rank in the middle of a reduction would leave the other ranks waiting forever. A batch of
+an evaluation is tried in the same way.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from multigpu_cli.checkpoint.files import fail_on_write_error
+from multigpu_cli.checkpoint.run_folder import read_note, write_note
+from multigpu_cli.data.loader import first_batch
+from multigpu_cli.distributed.out_of_memory import free_memory, is_out_of_memory
+from multigpu_cli.distributed.placement import MULTI_PROCESS
+from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.assembly.model import smoke_test_batch
+from multigpu_cli.run.request.checks import refuse_single_samples
+from multigpu_cli.run.request.prepare import with_measured_batch
+from multigpu_cli.run.request.spec import with_micro_batch
+from multigpu_cli.run.run import Run
+from multigpu_cli.run.step import forward_backward
+from multigpu_cli.runtime.module_state import preserve_buffers
+
+_MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch is not faster
+
+
+def fit_batch_sizes_to_memory(components: TrainComponents) -> list[str]:
+    """Find the micro-batch that fits into memory, and put it into the plan; returns a warning for each halving.
+
+    Raises:
+        TrainingError: not even one sample fits, or the policy is to stop.
+    """
+    first = components.strategy.reduces_first
+    if first:
+        warm_up(components)
+    warnings = [*_choose_micro_batch(components), *_try_evaluation(components)]
+    if not first:
+        warm_up(components)
+    return warnings
+
+
+def try_micro_batch(components: TrainComponents) -> tuple[int, list[str]]:
+    """For a dry run: on a CPU, where memory sets no clear limit, two samples in place of all that fit.
+
+    Returns:
+        The number of samples, and a warning for each halving.
+
+    Raises:
+        RequestError, TrainingError: as `fit_batch_sizes_to_memory` would.
+    """
+    if components.world.device.type == "cuda":
+        warnings = fit_batch_sizes_to_memory(components)
+        return components.plan.batches.micro_batch, warnings
+    size = min(2, components.plan.batches.micro_batch)
+    _try_shortest_micro_batch(components)
+    _fits_in_memory(components, size)
+    return size, [*_try_evaluation(components, size)]
+
+
+def warm_up(components: TrainComponents) -> None:
+    """Run the strategy's warm-up on two samples, which fit wherever a micro-batch does.
+
+    Raises:
+        OutOfMemory: they do not fit, where no micro-batch was tried before.
+    """
+    batch_size = min(2, components.plan.batches.micro_batch)
+    batch = cache(lambda: first_batch(components.loaders.train, batch_size))
+
+    def loss() -> Tensor:
+        with components.state.precision.autocast():
+            return components.task.loss_sum(components.strategy.callable, batch())
+
+    with preserve_buffers(components.state.model):
+        components.strategy.warm_up(loss)
+
+
+def measure_peak_memory(components: TrainComponents) -> int:
+    """Peak bytes of the GPU in a micro-batch, which must fit, including the optimizer's future state."""
+    model, peaks = components.state.model, []
+
+    def work() -> None:
+        _run_micro_batch(components, components.plan.batches.micro_batch)
+        peaks.append(torch.cuda.max_memory_allocated(components.world.device))
+
+    with preserve_buffers(model):
+        _fits_on_all_ranks(components, work)
+    model.zero_grad(set_to_none=True)
+    return peaks[0]
+
+
+def _choose_micro_batch(components: TrainComponents) -> Iterator[str]:
+    spec = components.spec
+    if spec.user_config.batch.size == "auto" and not spec.resume_point.manifest:
+        _find_largest_micro_batch(components)
+        return
+    if smaller := spec.resume_point.micro_batch_after_oom:
+        components.spec = with_micro_batch(spec, smaller)
+    _try_shortest_micro_batch(components)
+    while not _fits_in_memory(components, components.plan.batches.micro_batch):
+        if components.plan.batches.micro_batch == 1:
+            refuse_single_samples(components.spec)
+        yield halve_micro_batch(components)
+
+
+def _try_evaluation(components: TrainComponents, size: int | None = None) -> Iterator[str]:
+    """Try the first batch of an evaluation and the last one, whose samples may be padded, before there is training.
+
+    A task with its own `evaluate` has no batches to try.
+
+    Args:
+        size: of these batches; None: as the run has them.
+    """
+    components.loaders.max_eval_batch_size = components.spec.resume_point.eval_batch_after_oom
+    loader = components.loaders.val if components.loaders.val is not None else components.loaders.test
+    if loader is None or not components.evaluates_in_batches:
+        return
+
+    def evaluate_batches() -> None:
+        most, state = size or components.eval_batch_size, components.state
+        last = -(-loader.size // most) - 1
+        for number, which in {0: "first validation batch", last: "last validation batch"}.items():
+            batch = next(loader.eval_batches(most, number, last + 1))
+            smoke_test_batch(components.spec, components.task, state.eval_model(), state.precision, batch, which=which)
+
+    while not _fits_on_all_ranks(components, evaluate_batches):
+        yield halve_eval_batch(components)
+
+
+def _try_shortest_micro_batch(components: TrainComponents) -> None:
+    """Try a micro-batch of one sample if an epoch has one: BatchNorm over single features fails on it."""
+    batches = components.plan.batches
+    if components.strategy.replicas_per_process > 1 or batches.smallest_micro_batch > 1:
+        return
+    always = batches.micro_batch == 1
+    try:
+        _fits_in_memory(components, 1)
+    except ValueError as error:
+        which = "a batch is one sample" if always else "an epoch ends with one sample"
+        raise RequestError(
+            f"{which}; --model {components.spec.model} can't train on it: {error}",
+            remedy="a larger --batch-size"
+            if always
+            else "--drop-last, or a --batch-size that leaves more than one sample for the last step",
+        ) from error
+
+
+def _find_largest_micro_batch(components: TrainComponents) -> None:
+    """--batch-size auto: double until something does not fit, or a micro-batch is a worker's whole share."""
+    batches = components.plan.batches
+    share = components.config.batch.global_size or components.loaders.train.size
+    limit = max(1, -(-share // batches.workers))
+    limit = min(limit, components.spec.resume_point.micro_batch_after_oom or limit)
+    if components.world.device.type != "cuda":
+        limit = min(limit, _MAX_ON_CPU)
+    size, best = 1, 0
+    try:
+        _fits_in_memory(components, size)
+    except ValueError:  # BatchNorm over single features can't train on one sample; any other error comes again with two
+        size = 2
+    while size <= limit and _fits_in_memory(components, size):
+        size, best = size * 2, size
+    if not best:
+        refuse_single_samples(components.spec)
+        raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=REMEDY)
+    reason = f"measured: {size} does not fit" if size <= limit else "the largest that is of use here"
+    components.spec = with_measured_batch(components.spec, best, components.world, reason)
+    _try_shortest_micro_batch(components)
+
+
+def _fits_in_memory(components: TrainComponents, size: int) -> bool:
+    """Whether forward and backward of so many samples, and the optimizer's state, fit into every rank's memory."""
+    model = components.state.model
+    with preserve_buffers(model):
+        accumulates = _accumulates(components, size)
+        fits = _fits_on_all_ranks(components, lambda: _run_micro_batch(components, size), accumulates=accumulates)
+        if fits and components.strategy.sharded:  # whose probe leaves no gradients
+            _run_micro_batch(components, min(2, size))
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] if fits else []
+    model.zero_grad(set_to_none=True)
+    strategy = components.spec.placement.strategy
+    waits = strategy in MULTI_PROCESS and not components.config.reproducibility.exact
+    if unused and waits and not components.config.communication.find_unused_parameters:
+        names = ", ".join(unused[:4]) + (" …" if len(unused) > 4 else "")
+        raise RequestError(
+            f"--model {components.spec.model}: {names} took no part in the loss, and {strategy.upper()} waits for "
+            "every gradient",
+            remedy="--find-unused-parameters, or --freeze them",
+        )
+    return fits
+
+
+def _accumulates(components: TrainComponents, size: int) -> bool:
+    """Whether a worker has more than one micro-batch of that size in a step."""
+    batches, settings = components.plan.batches, components.config.batch
+    follows = settings.size == "auto" and settings.global_size is None  # the global batch, from the micro-batch
+    return (batches if follows else replace(batches, micro_batch=size)).accumulation > 1
+
+
+def _fits_on_all_ranks(components: TrainComponents, work: Callable[[], None], *, accumulates: bool = False) -> bool:
+    """Whether no rank runs out of memory in it, with the optimizer's future state reserved."""
+
+    def work_beside_the_state() -> None:
+        _reserved = _reserve_optimizer_state(components)
+        work()
+
+    try:
+        components.strategy.probe_memory(work_beside_the_state, accumulates=accumulates)
+    except OutOfMemory:
+        return False
+    finally:
+        free_memory(components.world.device)
+    return True
+
+
+def _reserve_optimizer_state(components: TrainComponents) -> list[Tensor]:
+    """What the optimizer will allocate in its first step on a GPU: two tensors for each parameter (Adam)."""
+    if components.world.device.type != "cuda" or components.state.optimizer.state:
+        return []
+    return [torch.empty_like(p) for p in components.trainable_parameters for _ in range(2)]
+
+
+def _run_micro_batch(components: TrainComponents, size: int) -> None:
+    """Forward and backward; twice on a GPU, where accumulation holds the first pass's gradients in the second."""
+    batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
+    for _ in range(2 if components.world.device.type == "cuda" else 1):
+        try:
+            forward_backward(components, batch, 1.0, last=False)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if not is_out_of_memory(error):
+                state, two = components.state, first_batch(components.loaders.train, 2)
+                strategy, task = components.strategy, components.task
+                strategy.explain_failure(error, partial(task.loss_sum, strategy.callable, two))
+                smoke_test_batch(components.spec, task, state.model, state.precision, two, training=True)
+            raise
+
+
+REMEDY = (
+    "a smaller --batch-size (with the same --global-batch-size), --grad-checkpointing, --amp bf16, or, if the weights "
+    "and the optimizer's state are too large for one of several devices, --multi-gpu fsdp"
+)
+
+
+def halve_micro_batch(components: TrainComponents) -> str:
+    """Halve the micro-batch; the global batch, and so the gradient, stay as they are.
+
+    Raises:
+        TrainingError: it can't be halved, or must not be.
+    """
+    size = components.plan.batches.micro_batch
+    groups = {"whole groups of environments": components.spec.source.fixed_batch_sizes is not None}
+    _check_may_halve(components, size, f"with micro-batches of {size}", groups)
+    components.spec = with_micro_batch(components.spec, size // 2)
+    layers = {type(m).__name__ for m in components.state.model.modules() if isinstance(m, _BatchNorm | _DropoutNd)}
+    text = f"out of memory: micro-batches of {size // 2} instead of {size}, the same global batch"
+    return text + (f"; smaller micro-batches for {' and '.join(sorted(layers))} too" if layers else "")
+
+
+def halve_eval_batch(components: TrainComponents) -> str:
+    """Halve the batches of evaluations, whose metrics are sums over samples and change by rounding only.
+
+    Raises:
+        TrainingError: they can't be halved, or must not be.
+    """
+    size = components.eval_batch_size
+    own = {"the task's own evaluation": not components.evaluates_in_batches}
+    _check_may_halve(components, size, f"in an evaluation with batches of {size}", own)
+    components.loaders.max_eval_batch_size = size // 2
+    return f"out of memory in an evaluation: batches of {size // 2} instead of {size}"
+
+
+def _check_may_halve(components: TrainComponents, size: int, where: str, reasons: dict[str, bool]) -> None:
+    """Raise TrainingError with the first reason that holds."""
+    config = components.config
+    reasons = {
+        "--on-oom stop": config.fault.on_oom == "stop",
+        "one sample": size == 1,
+        "--exact": config.reproducibility.exact,
+    } | reasons
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        raise TrainingError(f"out of memory {where} ({reason})", remedy=REMEDY)
+
+
+def recover_from_out_of_memory(run: Run, error: RuntimeError) -> None:
+    """Discard a step that ran out of memory, and go on with micro-batches of half the size.
+
+    With several processes the others are in the middle of a reduction, and in the optimizer's phase some weights may
+    have moved already. Then the run has to start again: the next attempt reads the note that is left in the folder.
+
+    Args:
+        error: its traceback holds the step's tensors, and releases them here.
+
+    Raises:
+        TrainingError: the run has to start again, or the micro-batch can't be halved.
+    """
+    moved = run.observer.watchdog.phase == "optimizer"
+    run.strategy.abort_step()
+    run.state.optimizer.zero_grad(set_to_none=True)
+    traceback.clear_frames(error.__traceback__)
+    free_memory(run.world.device)
+    text = halve_micro_batch(run)
+    if run.world.size == 1 and not moved:
+        run.log_fault("out of memory", text)
+        return
+    batches = run.plan.batches
+    smaller = {"batch_size": batches.micro_batch, "global_batch_size": batches.global_batch}
+    _end_attempt(run, "in the optimizer " if moved else "", smaller, text)
+
+
+def end_evaluation_without_memory(run: Run) -> NoReturn:
+    """Have the next attempt evaluate in batches of half the size: the other ranks wait in the middle of a pass.
+
+    Raises:
+        TrainingError: always.
+    """
+    text = halve_eval_batch(run)
+    _end_attempt(run, "in an evaluation ", {"eval_batch_size": run.eval_batch_size}, text)
+
+
+def _end_attempt(run: Run, where: str, smaller: dict[str, int], text: str) -> NoReturn:
+    """Leave a note of the smaller sizes, which `text` describes, for the next attempt."""
+    with fail_on_write_error(run.folder):
+        run.folder.mkdir(parents=True, exist_ok=True)  # on a node that has no part of it yet
+        write_note(run.folder, read_note(run.folder) | smaller)
+    who = f"rank {run.world.rank} ran out of memory" if run.world.size > 1 else "out of memory"
+    raise TrainingError(
+        f"{who} {where}at step {run.progress.step}",
+        remedy=f"run the same command again: it goes on from the last checkpoint with {text.split(': ')[1]}",
+    )

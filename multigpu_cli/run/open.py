@@ -1,0 +1,377 @@
+"""Opens a run from its request, and closes it, also after a failure: for command line and Python API."""
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from multigpu_cli.capabilities import PART_STATES
+from multigpu_cli.checkpoint.files import check_unlocked, fail_on_write_error, lock_folder, publish, remove_drafts
+from multigpu_cli.checkpoint.run_folder import rewind_run
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.writer import Writer
+from multigpu_cli.config.schema import Config
+from multigpu_cli.distributed.attempts import record_run
+from multigpu_cli.distributed.collectives import (
+    all_reduce_max,
+    disable_collective_timeout,
+    run_on_all_ranks,
+    run_on_main_rank,
+)
+from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.placement import Placement, describe_unlike_gpus, gpu_models
+from multigpu_cli.distributed.process_group import process_group
+from multigpu_cli.distributed.processes import log_path
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import TrainingError, pluralize
+from multigpu_cli.faults.rank_exits import read_previous_cause
+from multigpu_cli.faults.skipped_steps import SkippedStepLimit
+from multigpu_cli.faults.stop import StopConsensus, StopRequest
+from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.journal import Journal
+from multigpu_cli.monitor.meters import NoiseMeter, StepTimer
+from multigpu_cli.monitor.sample_trace import SampleTrace
+from multigpu_cli.planning.speedup import peak_flops
+from multigpu_cli.run.assembly.assemble import build_components
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.assembly.optimizer import describe_groups
+from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_batch
+from multigpu_cli.run.finalize import (
+    build_summary,
+    finish_failed,
+    name_unused_parameters,
+    restore_best_file,
+    write_run_end,
+)
+from multigpu_cli.run.part import Part, bind_moments, load_parts
+from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import RunSpec
+from multigpu_cli.run.run import Checkpointer, CheckpointSchedule, LossMeter, Run, RunControl, RunLog, StepObserver
+from multigpu_cli.run.train_log import compiler_fields
+from multigpu_cli.runtime.model_call import unbind_call
+from multigpu_cli.runtime.seeding import enable_determinism, enable_fast_kernels
+from multigpu_cli.strategies.fsdp.save import agree_on_owner
+
+if TYPE_CHECKING:
+    from multigpu_cli.monitor.gpu import Sampler
+    from multigpu_cli.monitor.tensorboard import TensorBoard
+    from multigpu_cli.run.request.spec import UserObjects
+
+
+class ResolvedRequest(NamedTuple):
+    """A request that all ranks have resolved, with the signal handler and the watchdog that are active.
+
+    Attributes:
+        began: time.perf_counter at the beginning.
+    """
+
+    spec: RunSpec
+    world: World
+    stop: StopRequest
+    watchdog: Watchdog
+    console: Console
+    began: float
+    parts: list[Part]
+
+
+@contextmanager
+def resolve_request(
+    config: Config,
+    placement: Placement,
+    launch_env: LaunchEnv | None,
+    console: Console,
+    on_fatal_error: Callable[[TrainingError], None],
+    user_objects: "UserObjects | None",
+) -> Iterator[ResolvedRequest]:
+    """Form the process group, for as long as the context lasts, and resolve the request on all ranks.
+
+    Raises:
+        RequestError: it can't be carried out; nothing was written.
+    """
+    began = time.perf_counter()
+    timeout = placement.timeout or max(STARTUP_TIMEOUT, config.fault.hang_timeout)
+    with (
+        process_group(launch_env, placement.devices[0], timeout=timeout, backend=placement.backend) as world,
+        StopRequest() as stop,
+        Watchdog(world, config.fault.hang_timeout, on_fatal_error) as watchdog,
+    ):
+        spec = prepare_spec(
+            config, placement, world, user_objects=user_objects, moved=watchdog.mark_progress, note=console.note
+        )
+        if spec.config.reproducibility.exact:
+            enable_determinism()
+        else:
+            enable_fast_kernels(world.device)
+        for warning in spec.source.warnings:
+            console.warn(warning)
+        parts = [] if spec.is_complete else load_parts(spec, world)
+        yield ResolvedRequest(spec, world, stop, watchdog, console, began, parts)
+
+
+def try_request(request: ResolvedRequest) -> dict[str, Any]:
+    """Build the components as `open_run` does, try a micro-batch, and show the plan; nothing is written.
+
+    Returns:
+        The plan, and what was tried.
+
+    Raises:
+        RequestError: the run would refuse the same.
+        TrainingError: the run would fail before its first step.
+    """
+    spec, world, console = request.spec, request.world, request.console
+    plan, tried, components = spec.plan, "nothing: the run is complete", None
+    if not spec.is_complete:
+        run_on_main_rank(world, lambda: check_unlocked(Path(spec.resume_point.folder)))
+        components = build_components(spec, world, request.parts)
+        with closing(components.loaders):
+            samples, memory_warnings = try_micro_batch(components)
+        for warning in filter(None, [components.state.restore_warning, *memory_warnings]):
+            console.warn(warning)
+        plan = components.plan
+        tried = f"forward and backward with {pluralize(samples, 'sample')}: model, data and task fit"
+        tried += ", in one process" if spec.placement.num_processes_to_launch else ""
+    console.plan([*plan.rows(), ("tried", tried)], "Plan")
+    if components:
+        _show_model_tables(components, console)
+    facts = plan.as_dict() | {"tried": tried}
+    console.print_json(facts)
+    return facts
+
+
+@contextmanager
+def open_run(request: ResolvedRequest) -> Iterator[Run]:
+    """Build the components, probe the memory, and lock the run folder for as long as the context lasts.
+
+    A summary is written however the run ends: by `finish_run`, by `record_failure`, or else here, as stopped.
+
+    Raises:
+        RequestError: model, data and device do not fit; nothing was written.
+        TrainingError: the run failed.
+    """
+    spec, world, stop, watchdog, console, began, parts = request
+    with ExitStack() as stack:
+        if spec.user_objects:
+            stack.callback(unbind_call, spec.user_objects.model)
+        components = build_components(spec, world, parts)
+        stack.callback(components.loaders.close)
+        memory_warnings = fit_batch_sizes_to_memory(components)
+        for part in parts:
+            part.fitted(components)
+        console.plan(components.plan.rows(), "Plan")
+        _show_model_tables(components, console)
+        for entry, flag in PART_STATES.items():
+            if left := sorted(components.state.part_states[entry]):
+                console.note(f"{flag} {', '.join(left)}: not in this command, so its state is left out from now on")
+        run_on_main_rank(world, lambda: stack.enter_context(lock_folder(Path(spec.resume_point.folder))))
+        run = assemble_run(components, console, stop, watchdog, stack, parts)
+        run.progress.startup_seconds += time.perf_counter() - began
+        with record_failure(run):
+            start_run(run, memory_warnings)
+            for begin in run.moments.start:
+                begin(run, stack)
+            yield run
+        if not run.control.summary_written:
+            run.checkpointer.writer.wait()
+            write_run_end(run, build_summary(run, "stopped", {}))
+
+
+def _show_model_tables(components: TrainComponents, console: Console) -> None:
+    """Show beside the plan the learning rates of parts of the model, and where its first weights come from."""
+    if groups := describe_groups(components):
+        console.plan(groups, "Learning rates")
+    if weights := components.state.initial_weights:
+        console.plan(weights.rows(), f"Weights from {components.config.model.init_from}")
+
+
+@contextmanager
+def record_failure(run: Run) -> Iterator[None]:
+    """End the run on an error inside, or a hang: write the reason into its summary, and raise the root cause."""
+
+    def failed(error: BaseException) -> None:
+        if run.control.summary_written:
+            return
+        summary = finish_failed(run, error)
+        if run.world.restarts_left <= 0:  # no restart follows: --json prints this summary
+            run.log.console.print_json(summary)
+
+    run.observer.watchdog.before_fatal_exit = failed
+    try:
+        yield
+    except BaseException as error:
+        name_unused_parameters(run, error)
+        reason = run.observer.watchdog.publish_and_find_root_cause(error)
+        failed(reason)
+        raise reason from (None if reason is error else error)
+
+
+def assemble_run(
+    components: TrainComponents,
+    console: Console,
+    stop: StopRequest,
+    watchdog: Watchdog,
+    stack: ExitStack,
+    parts: Sequence[Part] = (),
+) -> Run:
+    """Open journal, TensorBoard and the rest in the run folder, which this process group has locked.
+
+    Args:
+        stack: closes what is opened here.
+        parts: see what happens in the run.
+    """
+    world, config, plan, progress = components.world, components.config, components.plan, components.progress
+    folder = Path(components.spec.resume_point.folder)
+    board = _open_board(folder, console, stack) if world.is_main else None
+    followers = [part.follow_journal(components, console, watchdog, stack) for part in parts if world.is_main]
+
+    def open_files() -> tuple[Journal, SampleTrace | None]:
+        with fail_on_write_error(folder):
+            path = folder / "journal.jsonl" if world.is_main else None
+            listeners = [each for each in (board, *followers) if each]
+            journal = stack.enter_context(Journal(path, listeners, console.warn))
+            if not config.log.trace_samples:
+                return journal, None
+            trace = SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch, console.warn)
+            return journal, stack.enter_context(trace)
+
+    journal, trace = run_on_all_ranks(world, open_files)
+    components.task.moved, components.strategy.arrived = watchdog.mark_progress, watchdog.count_arrival
+    progress_bar = stack.enter_context(closing(console.progress(plan.schedule.total_steps, progress.step)))
+    fp16 = components.state.precision.name == "fp16"
+    store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.mark_progress)
+    writer = stack.enter_context(Writer())
+    owner = agree_on_owner(world, folder) if components.strategy.sharded else ""
+    if components.strategy.sharded and not owner:
+        console.note(f"not all workers see {folder}: worker 0 gathers what the checkpoints hold, and writes them alone")
+    return Run(
+        **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
+        observer=StepObserver(
+            watchdog,
+            StepTimer(device_runs_ahead=world.device.type == "cuda"),
+            NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor),
+            SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16),
+            LossMeter(world, progress, plan.batches.steps_per_epoch),
+            trace,
+        ),
+        checkpointer=Checkpointer(store, writer, CheckpointSchedule(config.checkpoint), progress.step, owner=owner),
+        log=RunLog(journal, board, console, progress_bar, _watch_gpu(world.device, stack), _count_flops(components)),
+        control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
+        moments=bind_moments(parts),
+    )
+
+
+def _open_board(folder: Path, console: Console, stack: ExitStack) -> "TensorBoard":
+    from multigpu_cli.monitor.tensorboard import TensorBoard  # late: rank 0 alone has one
+
+    return stack.enter_context(TensorBoard(folder / "tensorboard", console.warn))
+
+
+def _watch_gpu(device: torch.device, stack: ExitStack) -> "Sampler | None":
+    """Start sampling this rank's GPU, if it has one."""
+    if device.type != "cuda":
+        return None
+    from multigpu_cli.monitor.gpu import Sampler
+
+    return stack.enter_context(closing(Sampler(str(torch.cuda.get_device_properties(device).uuid))))
+
+
+def _count_flops(components: TrainComponents) -> float | None:
+    """FLOPs of a sample, where some device's peak rate is known; counting costs a forward and backward pass."""
+    known = peak_flops(components.plan.device, components.state.precision.name) is not None
+    if not all_reduce_max(components.world, [known])[0]:  # all ranks count or none, since the passes may communicate
+        return None
+    from multigpu_cli.run.step import count_flops_per_sample  # late: it loads torch's counter
+
+    return count_flops_per_sample(components, components.plan.batches.micro_batch)
+
+
+def start_run(run: Run, memory_warnings: list[str]) -> None:
+    """Write the settings and the first lines of this attempt, with the faults that came before it.
+
+    Args:
+        memory_warnings: from `fit_batch_sizes_to_memory`.
+    """
+    world, start, log, logs = run.world, run.spec.resume_point, run.log, run.folder / "logs"
+    if world.local_rank == 0:
+        record_run(world.agent_dir, world.attempt, str(run.folder))
+    run_on_main_rank(world, lambda: _prepare_folder(run))
+    models = gpu_models(run.spec.placement, world)
+    log.journal.write(
+        "start",
+        plan=run.plan.as_dict(),
+        world_size=world.size,
+        host=platform.node(),
+        hosts=list(dict.fromkeys(world.hosts)),
+        devices=[str(device) for device in run.spec.placement.devices],
+        gpus=list(models.values()),
+        data=run.loaders.train.data_location,
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+        resumed_from=start.checkpoint,
+        **compiler_fields(run),
+    )
+    if weights := run.state.initial_weights:
+        log.journal.write("initial_weights", file=run.config.model.init_from, **weights._asdict())
+    if warning := describe_unlike_gpus(models, "rank" if world.size > 1 else "GPU"):
+        log.console.warn(warning)
+    for warning in start.warnings:
+        run.log_fault("out of memory" if warning.startswith("out of memory") else "damaged checkpoint", warning)
+    for warning in memory_warnings:
+        run.log_fault("out of memory", warning)
+    if cause := read_previous_cause(world):
+        run.log_fault("restart", f"attempt {world.attempt + 1} of this launch: {cause}")
+    if lost := restore_best_file(run):
+        run.log_fault("checkpoint", lost)
+    run.observer.watchdog.start(run.progress.step, logs)
+    disable_collective_timeout(world, run.strategy.groups)
+    if log.console.rank_output:
+        log.console.rank_output.start(logs, world.attempt)
+    log.console.details(lambda: _detail_rows(run))
+    if start.manifest:
+        log.journal.write(
+            "resume", step=run.progress.step, from_world_size=start.manifest["world_size"], world_size=world.size
+        )
+        if run.state.restore_warning:
+            run.log_fault("resume", run.state.restore_warning)
+        if not run.spec.same_length:
+            log.console.note(f"the run now has {run.plan.schedule.total_steps} steps: the schedule was recomputed")
+
+
+def _prepare_folder(run: Run) -> None:
+    with fail_on_write_error(run.folder):
+        rewind_run(run.spec.resume_point, run.checkpointer.store)
+        (run.folder / "summary.json").unlink(missing_ok=True)  # the previous attempt's
+        remove_drafts(run.folder)
+        run.checkpointer.store.sweep()
+        publish(run.folder / "config.yaml", run.spec.as_yaml().encode())
+    if run.log.tensorboard:
+        run.log.tensorboard.plan(run.plan.rows())
+
+
+def _detail_rows(run: Run) -> list[tuple[str, str]]:
+    """For --verbose, what was chosen beside the plan: label and value of each line."""
+    world, config, loaders = run.world, run.config, run.loaders
+    parameters = list(run.state.model.parameters())
+    learning = [p for p in parameters if p.requires_grad]
+    count, trained = (sum(p.numel() for p in group) for group in (parameters, learning))
+    size = sum(p.numel() * p.element_size() for p in parameters) / 2**20
+    splits = {"training": loaders.train, "validation": loaders.val, "test": loaders.test}
+    samples = ", ".join(f"{loader.size:,} {name}" for name, loader in splits.items() if loader is not None)
+    rows = [
+        ("versions", f"torch {torch.__version__}, Python {platform.python_version()}"),
+        ("model", f"{run.spec.model}: {count:,} parameters, {trained:,} trained, {size:.1f} MiB"),
+        ("samples", f"{samples}; {loaders.train.data_location}; evaluated in batches of {run.eval_batch_size}"),
+        ("optimizer", f"{type(run.state.optimizer).__name__}, {pluralize(len(learning), 'tensor')}"),
+        ("checkpoints", f"every {config.checkpoint.every or 'epoch'}, {config.checkpoint.keep} are kept"),
+    ]
+    if world.size > 1:
+        cap = config.communication.bucket_cap_mb
+        buckets = "" if cap == "auto" else f", buckets of {float(cap):g} MiB"
+        rows.append(("gradients", f"{torch.distributed.get_backend()}{buckets}"))
+        first, last = log_path(run.folder / "logs", 1), log_path(run.folder / "logs", world.size - 1)
+        rows.append(("other ranks", f"print to {first}" + (f" … {last.name}" if world.size > 2 else "")))
+    return rows

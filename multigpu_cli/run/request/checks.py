@@ -1,0 +1,306 @@
+"""Validation rules that need the device or the data."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from multigpu_cli.capabilities import TASKS
+from multigpu_cli.config.schema import Config
+from multigpu_cli.data.class_weights import resolve_class_weights, resolve_sample_weights
+from multigpu_cli.data.fingerprint import DataFingerprint, describe_differences
+from multigpu_cli.data.load import FROM_MODEL, uses_environments
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.collectives import all_gather, all_gather_object
+from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import RequestError, combine_errors, pluralize
+from multigpu_cli.monitor.format import format_bytes
+from multigpu_cli.optimizers.eval_weights import list_unsaved_parameters
+from multigpu_cli.optimizers.trial import measure_state_bytes
+from multigpu_cli.planning.memory import Memory
+from multigpu_cli.run.request.spec import RunSpec, describe_machine
+from multigpu_cli.runtime.precision import choose_precision
+from multigpu_cli.strategies.fsdp.rules import find_group_errors, find_sharding_errors
+
+_CLASS_SETTINGS = ("task.class_weights", "data.sample_weights", "data.mixup", "data.cutmix")
+_SMOOTHED = ("classification", "multi-label", "language-model", "dpo")
+_SAME_DATA = (
+    "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
+    "(--init-from starts it from these weights)"
+)
+
+
+def raise_all(errors: Iterable[RequestError]) -> None:
+    """Raise all errors as one RequestError, if there are any."""
+    if listed := list(errors):
+        raise combine_errors(listed)
+
+
+def check_device(config: Config, placement: Placement, world: World) -> Iterator[RequestError]:
+    """Requested options that this device or strategy does not support."""
+    on_cpu = world.device.type == "cpu"
+    if placement.shards:
+        yield from _check_sharding(config, max(world.size, placement.num_processes_to_launch))
+    if placement.strategy == "dp" and uses_environments(config):
+        yield RequestError("--multi-gpu dp does not support --task ppo", remedy="--multi-gpu ddp")
+    if placement.strategy == "dp" and config.task.name == FROM_MODEL:
+        yield RequestError(
+            "--task from-model together with --multi-gpu dp: a replica returns a mean, and nobody knows over how much",
+            remedy="--multi-gpu ddp",
+        )
+    if placement.strategy == "dp" and config.model.compile != "off":  # pytorch#94636; CUDA graphs in threads: #123177
+        yield RequestError(
+            f"--compile {config.model.compile} together with --multi-gpu dp: torch compiles a model for one GPU, and "
+            "replicas on other GPUs can't run it",
+            remedy="--multi-gpu ddp, or --compile off",
+        )
+    try:
+        choose_precision(config.precision.amp, world.device)
+    except RequestError as error:
+        yield error
+    if config.model.sync_bn and not placement.shards and (on_cpu or placement.strategy != "ddp"):
+        yield RequestError("--sync-bn works with ddp on GPUs only", remedy="leave out --sync-bn")
+    if config.communication.grad_compression == "bf16" and placement.strategy == "ddp" and on_cpu:
+        yield RequestError("--grad-compression bf16 needs NCCL, this run is on CPU", remedy="--grad-compression fp16")
+
+
+def _check_sharding(config: Config, workers: int) -> Iterator[RequestError]:
+    """What --multi-gpu fsdp does not take, now that the settings of a checkpoint are known too."""
+    from torch.distributed.fsdp import FSDPModule  # late: seconds, for this strategy only
+
+    yield from find_sharding_errors(config, acts=uses_environments(config))
+    yield from find_group_errors(config.device.shard_size, workers)
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        yield RequestError(
+            f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients",
+            remedy="a newer torch, or --multi-gpu ddp",
+        )
+    if config.communication.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        yield RequestError(
+            f"--find-unused-parameters together with --multi-gpu fsdp: torch {torch.__version__} can't do it",
+            remedy="--freeze what takes no part in the loss, torch 2.13, or --multi-gpu ddp",
+        )
+    if config.batch.size == "auto" and not hasattr(FSDPModule, "reset_iter_state"):
+        yield RequestError(
+            f"--batch-size auto together with --multi-gpu fsdp: torch {torch.__version__} can't go on after a pass "
+            "that ran out of memory",
+            remedy="a number, such as --batch-size 8, or torch 2.13",
+        )
+    if config.reproducibility.exact and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        yield RequestError(
+            f"--exact: fully_shard of torch {torch.__version__} can't sum gradients in a fixed order",
+            remedy="a newer torch, or --multi-gpu ddp",
+        )
+
+
+def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:
+    """Settings that are for the classes of samples, where there are none, or others."""
+    wanted = {key: spec.config.get(key) for key in _CLASS_SETTINGS}
+    given = [key for key, value in wanted.items() if value is not None]
+    if given and spec.task in TASKS and spec.task != "classification":
+        yield RequestError(f"{given[0]} is for --task classification, not {spec.task}", remedy=f"leave {given[0]} out")
+        return
+    resolvers = {"task.class_weights": resolve_class_weights, "data.sample_weights": resolve_sample_weights}
+    for key, resolve in resolvers.items():
+        try:
+            if wanted[key] is not None:
+                resolve(wanted[key], spec.source, key)
+        except RequestError as error:
+            yield error
+
+
+def _check_loss_settings(spec: RunSpec) -> Iterator[RequestError]:
+    """Settings that the loss of a new run does not read; a run that was begun with them goes on."""
+    task, objects = spec.config.task, spec.user_objects
+    if spec.resume_point.manifest:
+        return
+    if objects and objects.criterion:
+        given = {"label_smoothing": task.label_smoothing, "task.class_weights": task.class_weights}
+        for key in filter(given.get, given):
+            remedy = "criterion=nn.CrossEntropyLoss(weight=…, label_smoothing=…), say"
+            yield RequestError(f"{key} does not reach the criterion", remedy=remedy)
+    elif task.label_smoothing and spec.task in TASKS and spec.task not in _SMOOTHED:
+        yield RequestError(
+            f"--label-smoothing is for --task {', '.join(_SMOOTHED)}, not {spec.task}", remedy="--label-smoothing 0"
+        )
+
+
+def check_data(spec: RunSpec) -> Iterator[RequestError]:
+    """Requested options that do not fit the data, or what the run folder holds."""
+    config, plan, start, fingerprint = spec.config, spec.plan, spec.resume_point, spec.data_fingerprint
+    if config.model.sync_bn and not plan.batches.is_even:
+        yield RequestError(
+            "--sync-bn needs the same number of micro-batches on every worker in every step, including an epoch's last",
+            remedy="--drop-last, and a --global-batch-size that is a multiple of batch size × workers",
+        )
+    if config.length.early_stopping_patience and spec.source.val is None:
+        yield RequestError(
+            f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
+            remedy="leave out --early-stopping-patience, or use data with a validation split (val)",
+        )
+    yield from list(_check_loss_settings(spec)) or _check_class_settings(spec)
+    pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
+    for name, now in describe_machine(plan).items() if pinned else ():
+        if pinned[name] != now:
+            yield RequestError(
+                f"--exact: {start.folder} was started with {name} {pinned[name]}, here it is {now}: bits would differ",
+                remedy="resume on a machine like the one it was started on, or start a new run with another --save-dir",
+            )
+    if not start.manifest:
+        return
+    if (before := start.manifest["samples"]) != plan.batches.samples:
+        yield RequestError(
+            f"--data: {plan.batches.samples} training samples now, but {start.folder} was started with {before}",
+            remedy=_SAME_DATA,
+        )
+    elif other := describe_differences(start.manifest.get("data", fingerprint), fingerprint):  # not in old ones
+        where = f" in --data-dir {config.data.dir}" if config.data.dir else ""
+        yield RequestError(
+            f"--data {config.data.name}: {', '.join(other)}{where} differ from what {start.folder} was started with",
+            remedy=_SAME_DATA,
+        )
+
+
+def check_same_data(world: World, source: DataSource, fingerprint: DataFingerprint, name: str) -> None:
+    """Compare the fingerprint of the data over all ranks.
+
+    Raises:
+        RequestError: some differ; names their nodes. The same on every rank.
+    """
+    exact, sums = fingerprint
+    lengths = [0 if split is None else len(split) for split in (source.train, source.val, source.test)]  # type: ignore[arg-type]
+    whole = torch.tensor([*exact, source.num_train_samples, *lengths], dtype=torch.int64, device=world.device)
+    rough = torch.tensor(sums, dtype=torch.float64, device=world.device)
+    marks = [list(map(int, each.tolist())) for each in all_gather(world, whole)]
+    numbers = [each.tolist() for each in all_gather(world, rough)]
+    groups = group_ranks(marks, numbers)
+    if len(set(groups)) > 1:
+        raise _describe_difference(world, groups, marks, name)
+
+
+def check_same_machine(world: World, pinned: Mapping[str, Any]) -> None:
+    """Compare over all ranks the facts of the machine on which the bits of a result depend, for --exact.
+
+    Raises:
+        RequestError: some differ; names them. The same on every rank.
+    """
+    first, *others = every = all_gather_object(world, {name: str(value) for name, value in pinned.items()})
+    name = next((name for name in first if any(each[name] != first[name] for each in others)), None)
+    if name is None:
+        return
+    odd = [rank for rank, each in enumerate(every) if each[name] != first[name]]
+    error = RequestError(
+        f"--exact: {_list_ranks(odd)} would train with {name} {every[odd[0]][name]}, "
+        f"rank 0 with {first[name]}: bits would differ",
+        remedy="machines and GPUs of one kind, or leave out --exact",
+    )
+    error.shared = True
+    raise error
+
+
+def group_ranks(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]]) -> list[int]:
+    """For each rank, the first rank whose data are the same."""
+    return [
+        next(
+            first
+            for first in range(rank + 1)
+            if list(marks[first]) == list(marks[rank])
+            and not describe_differences((marks[first], sums[first]), (marks[rank], sums[rank]))
+        )
+        for rank in range(len(marks))
+    ]
+
+
+def _describe_difference(
+    world: World, groups: Sequence[int], marks: Sequence[Sequence[int]], name: str
+) -> RequestError:
+    """The error that names the ranks whose data differ from the majority's, or from rank 0's if there is none."""
+    times = Counter(groups)
+    usual = max(times, key=lambda group: (times[group], -group))
+    odd = [rank for rank, group in enumerate(groups) if group != usual]
+    hosts = list(dict.fromkeys(world.hosts[rank] for rank in odd)) if len(set(world.hosts)) > 1 else []
+    whole = [rank for rank in range(world.size) if world.hosts and world.hosts[rank] in hosts] == odd
+    who = f"{', '.join(hosts)} ({_list_ranks(odd)})" if hosts and whole else _list_ranks(odd)
+    here, there = marks[usual][4:], marks[odd[0]][4:]
+    what = (
+        f"{pluralize(there[0], 'training sample')} instead of {here[0]:,}" if here[0] != there[0] else "other contents"
+    )
+    if here[0] == there[0] and here != there:
+        what = f"{there[1]:,}, {there[2]:,} and {there[3]:,} samples to train, validate and test on "
+        what += f"instead of {here[1]:,}, {here[2]:,} and {here[3]:,}"
+    error = RequestError(
+        f"--data {name}: {who} and the others see different data: {what}",
+        remedy="the same files on every node, and the whole dataset on every rank: the trainer divides it",
+    )
+    error.shared = True
+    return error
+
+
+def _list_ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}{' …' if numbers[8:] else ''}"
+
+
+def check_state_fits(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
+    """Compare what does not depend on the batch with the memory of a GPU.
+
+    Raises:
+        RequestError: it does not fit, whatever the batch.
+    """
+    if device.type != "cuda" or any(map(is_lazy, model.parameters())):
+        return
+    capacity = torch.cuda.get_device_properties(device).total_memory
+    needed = forecast_state(model, spec.config, own_optimizer=bool(spec.user_objects and spec.user_objects.optimizer))
+    if needed.total_bytes(0) <= capacity:
+        return
+    raise RequestError(
+        f"--model {spec.model}: {format_bytes(needed.weights)} weights, {format_bytes(needed.gradients)} gradients and "
+        f"{format_bytes(needed.optimizer)} optimizer state do not fit one GPU of {format_bytes(capacity)}",
+        remedy=_suggest_sharding(spec),
+    )
+
+
+def refuse_single_samples(spec: RunSpec) -> None:
+    """Refuse a run for which --multi-gpu auto chose ddp, and in which not even one sample fits.
+
+    Raises:
+        RequestError: it is such a run.
+    """
+    if spec.config.device.multi_gpu == "auto" and spec.placement.strategy == "ddp" and spec.plan.batches.workers > 1:
+        raise RequestError(
+            "out of memory with a single sample on each of several devices",
+            remedy=f"{_suggest_sharding(spec)}; or --grad-checkpointing, or --amp bf16",
+        )
+
+
+def forecast_state(model: nn.Module, config: Config, *, own_optimizer: bool = False) -> Memory:
+    """Bytes without activations.
+
+    Args:
+        own_optimizer: the optimizer is the user's, and its state unknown.
+    """
+    weights = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    averaged = 0 if config.optimizer.ema == "off" else weights
+    if averaged and config.device.multi_gpu != "fsdp" and list_unsaved_parameters(model):
+        averaged = gradients  # the average shares what never changes
+    return Memory(
+        weights=weights + averaged,
+        gradients=gradients,
+        optimizer=0 if own_optimizer else measure_state_bytes(model, config.optimizer),
+        fixed=0,
+        per_sample=0,
+    )
+
+
+def _suggest_sharding(spec: RunSpec) -> str:
+    if spec.placement.shards or spec.config.device.multi_gpu == "fsdp":
+        return (
+            "several processes, which share them, also to try it: torchrun --nproc_per_node=N … --dry-run; and for a "
+            "forecast CUDA_VISIBLE_DEVICES=, which measures one worker on the CPU"
+        )
+    return "--multi-gpu fsdp, which divides weights, gradients and the optimizer's state over several GPUs"

@@ -1,0 +1,134 @@
+"""Forward and backward of one micro-batch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from multigpu_cli.data.loader import Batch, first_batch
+from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.runtime.module_state import preserve_buffers
+
+
+class Observer(Protocol):
+    """Follows a micro-batch through forward and backward, and changes nothing."""
+
+    def phase(self, name: str, batch: Batch | None = None) -> None:
+        """A phase begins: "forward", "backward", or "last backward", in which gradients are reduced."""
+
+    def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
+        """The gradients of this worker, which the function lists, have this micro-batch's share."""
+
+
+def forward_backward(
+    components: TrainComponents, batch: Batch, divisor: float, *, last: bool, observer: Observer | None = None
+) -> Tensor:
+    """Add one micro-batch's share of the step's gradient to `.grad`; returns its loss sum, ().
+
+    Args:
+        divisor: the number of samples, or other loss units, of the global batch.
+        last: the worker's last micro-batch in the step: gradients are reduced during its backward pass.
+    """
+    strategy, precision = components.strategy, components.state.precision
+    if observer:
+        observer.phase("forward", batch)
+    with strategy.accumulate(last=last):
+        with precision.autocast():
+            loss = components.task.loss_sum(strategy.callable, batch)
+        if observer:
+            observer.phase("last backward" if last else "backward", batch)
+        precision.backward(loss, strategy.loss_factor / divisor)
+    if observer:
+        observer.backward_done(strategy.local_gradients)
+    return loss.detach()
+
+
+@dataclass(frozen=True)
+class MicroBatchProfile:
+    """FLOPs and memory of one micro-batch.
+
+    Attributes:
+        samples: in the micro-batch.
+        flops: of forward and backward, in matrix products, convolutions and attention; a multiply-add counts as two.
+            The second forward pass of checkpointed blocks is not counted.
+        activations: bytes that forward saves for backward, beside parameters, buffers and inputs.
+    """
+
+    samples: int
+    flops: int
+    activations: int
+
+    @property
+    def flops_per_sample(self) -> float:
+        return self.flops / self.samples
+
+
+def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchProfile:
+    """Run a micro-batch of `size` samples; weights and buffers stay as they were, gradients are cleared."""
+    model, batch = components.state.model, _first_batch(components, size)
+    known = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+    known |= {_storage(leaf) for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)}
+    activations: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in known:
+            activations[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, _unchanged):
+        flops = _count_flops(components, batch)
+    return MicroBatchProfile(len(batch.sample_indices), flops, sum(activations.values()))
+
+
+def count_flops_per_sample(components: TrainComponents, size: int) -> float:
+    """As `MicroBatchProfile.flops_per_sample`, also of a sharded model, whose ranks call it together."""
+    batch = _first_batch(components, size)
+    return _count_flops(components, batch) / len(batch.sample_indices)
+
+
+def _first_batch(components: TrainComponents, size: int) -> Batch:
+    return first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
+
+
+def _count_flops(components: TrainComponents, batch: Batch) -> int:
+    model = components.state.model
+    with preserve_buffers(model), _FlopCounter() as counter:
+        forward_backward(components, batch, 1.0, last=False, observer=counter)
+    model.zero_grad(set_to_none=True)
+    return int(counter.get_total_flops())
+
+
+class _FlopCounter(FlopCounterMode):
+    """Counts FLOPs, without those that checkpointed blocks repeat.
+
+    Once backward has begun, autograd runs with gradients disabled; only a repeated forward pass
+    (torch.utils.checkpoint, or a user's autograd function) has them enabled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self._in_backward = False
+        self.flop_registry = {name: partial(self._counted, flops_of) for name, flops_of in self.flop_registry.items()}
+
+    def phase(self, name: str, batch: Batch | None = None) -> None:
+        self._in_backward = name != "forward"
+
+    def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
+        """Nothing to do."""
+
+    def _counted(self, flops_of: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        return 0 if self._in_backward and torch.is_grad_enabled() else flops_of(*args, **kwargs)
+
+
+def _unchanged(tensor: Any) -> Any:
+    return tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,101 @@
+"""Context managers that restore a module's buffers, or its training mode, on exit."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
+
+
+@contextmanager
+def preserve_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the values of all buffers on exit, also of buffers that a forward pass replaced by another tensor.
+
+    Buffers that are created in the meantime stay: a model that creates parts at its first forward pass keeps them, as
+    it does when a checkpoint is loaded.
+    """
+    before = [
+        (owner, name, buffer, buffer.clone())
+        for owner in model.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if not is_lazy(buffer)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, value in before:
+                owner._buffers[name] = buffer
+                buffer.copy_(value)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; each module's own mode is restored on exit.
+
+    Not `torch.inference_mode`: tensors that a model caches in such a pass (a table, a mask, a lazy layer's weights)
+    could not be used in training afterwards.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def loss_mode(model: nn.Module) -> Iterator[None]:
+    """Training mode, in which some networks return their loss, with BatchNorm and dropout as in evaluation."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _NormBase | _DropoutNd):
+            module.eval()
+    try:
+        with preserve_buffers(model):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+TensorPath = tuple[Any, ...]
+"""The keys that lead to a tensor: "optimizer", "state", 3, "exp_avg"."""
+
+
+def map_tensors(value: Any, work: Callable[[TensorPath, Tensor], Any], path: TensorPath = ()) -> Any:
+    """The same state with each tensor replaced by what `work` returns, in an order that is the same on every rank."""
+    if isinstance(value, Tensor):
+        return work(path, value)
+    if isinstance(value, dict):
+        return {key: map_tensors(entry, work, (*path, key)) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(entry, work, (*path, place)) for place, entry in enumerate(value))
+    return value
+
+
+def name_tensor(path: TensorPath) -> str:
+    """Its name in a file: "model.0.weight", "optimizer.state.3.exp_avg"."""
+    return ".".join(map(str, path))
+
+
+class TensorVersions:
+    """The tensors of nested dicts, lists and tuples, with the count of changes that each has had.
+
+    torch counts what it does to a tensor itself; a change through `.data`, or through an array of NumPy's, is not seen.
+    """
+
+    def __init__(self, tensors: Any) -> None:
+        self._seen: list[tuple[str, Tensor, int]] = []
+        map_tensors(tensors, lambda path, tensor: self._seen.append((name_tensor(path), tensor, tensor._version)))
+
+    def find_changed(self) -> str:
+        """The name of the first tensor that has changed since; "" if none has."""
+        return next((name for name, tensor, version in self._seen if tensor._version != version), "")

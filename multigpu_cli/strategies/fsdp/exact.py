@@ -1,0 +1,235 @@
+"""--exact with --multi-gpu fsdp: the same bits as without sharding, on any number of workers.
+
+It is the tree of exact.py, for this worker's rows alone. Each pass reduces: every worker sends the rows of its gradient
+to those who hold them, and they add them up. The workers take successive micro-batches in a pass (`BatchPlan.
+interleaved`), so the leaves come from left to right, and no more sums wait than the logarithm of their number.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from multigpu_cli.distributed.collectives import all_gather, all_reduce_sum
+from multigpu_cli.distributed.world import World
+from multigpu_cli.strategies.exact import ReductionTree
+from multigpu_cli.strategies.fsdp.fsdp import Sharded
+from multigpu_cli.strategies.fsdp.layouts import WeightLayouts, WholeTails, copy_to_layout
+
+
+class RowSum:
+    """The reduce-scatter of one module, in torch's interface for `FSDPModule.set_custom_reduce_scatter`.
+
+    Each pass of a step brings one leaf of the tree from each worker, in rank order. A module that is called several
+    times in a pass reduces as often, each parameter's gradient once and zeros otherwise; together these are the leaf.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._workers, self._leaves = workers, 0
+        self._tree: ReductionTree[Tensor] = ReductionTree(lambda left, right: left.add_(right))
+        self._clear()
+
+    def _clear(self) -> None:
+        self._passes = self._pushed = self._calls = 0
+        self._leaves_at_hand: Tensor | None = None  # (workers, n) of this pass, while more of it may come
+        self._gradient: Tensor | None = None  # (n,) of which FSDP makes the step's gradients: they are views of it
+        self._tree.nodes.clear()
+
+    def begin_step(self, leaves: int) -> None:
+        """Start a step of so many micro-batches over all workers; outside of a step nothing is summed."""
+        self._clear()
+        self._leaves = leaves
+
+    def note_forward(self, *_: object) -> None:
+        """The module is called: one more reduction may come. Its gradients are not whole before the last of them."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # not to recompute activations
+            self._calls += 1
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Receive this worker's rows of all workers' gradients; the output is zero until `finish_step`."""
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        output_tensor.zero_()
+        if not self._leaves:
+            return
+        rows = received.view(self._workers, -1)
+        self._gradient = output_tensor if self._gradient is None else self._gradient
+        self._leaves_at_hand = rows if self._leaves_at_hand is None else self._leaves_at_hand.add_(rows)
+        self._calls -= 1
+        if self._calls == 0:
+            self._push_pass()
+
+    def end_pass(self) -> None:
+        """After the backward pass; not every call of a module need have reduced."""
+        if self._leaves_at_hand is not None:
+            self._push_pass()
+        self._calls = 0
+        self._passes += 1
+
+    def finish_step(self) -> None:
+        """Write the sum into the gradients, if there are any."""
+        if self._gradient is not None:
+            self._push_zeros()
+            self._gradient.copy_(self._tree.total())
+        self.begin_step(0)
+
+    def _push_pass(self) -> None:
+        self._push_zeros()
+        if self._leaves_at_hand is None or self._pushed > self._passes:
+            raise RuntimeError("--exact: FSDP has reduced a module's gradients more often than the module was called")
+        self._push(self._leaves_at_hand)
+        self._leaves_at_hand = None
+
+    def _push_zeros(self) -> None:
+        """For the passes in which the module did not take part."""
+        while self._pushed < self._passes:
+            assert self._gradient is not None
+            self._push(self._gradient.new_zeros(self._workers, len(self._gradient)))
+
+    def _push(self, rows: Tensor) -> None:
+        """Add the leaves (workers, n) of one pass; in the last one, some workers may have only been padding it."""
+        first = self._pushed * self._workers
+        for number, row in enumerate(rows[: self._leaves - first], start=first):
+            self._tree.push(0, number, row.clone())  # so that what came from the others can be freed
+        self._pushed += 1
+
+
+class ExactSharded(Sharded):
+    """FSDP2 with gradients that are summed in a fixed order; see `Sharded` for the arguments.
+
+    Parameters without a gradient count as zeros, as without sharding.
+
+    Raises:
+        RequestError: the weights can't be divided, or their rows do not lie one after the other in memory.
+    """
+
+    keeps_casts = True  # without sharding the gradient of a weight that is used twice is rounded once, in the cast
+    reduces_each_pass = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        optimizer: torch.optim.Optimizer | None = None,
+        average: nn.Module | None = None,
+        **settings: Any,
+    ) -> None:
+        layouts, of_average = WeightLayouts(model), average and WeightLayouts(average)
+        super().__init__(model, world, None, average, **settings)
+        layouts.restore_in_forward()
+        if of_average:
+            of_average.restore_in_forward()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._strides = {rows: layouts.unusual.get(names[id(parameter)]) for rows, parameter in self._parts.items()}
+        self._sums = [_replace_reduction(part, world) for part in model.modules() if isinstance(part, FSDPModule)]
+        self._changes: ReductionTree[list[Tensor]] = ReductionTree(_add)  # of floating buffers
+        if optimizer is not None:
+            self.attach_optimizer(optimizer)
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        super().attach_optimizer(optimizer)
+        tails = WholeTails(optimizer)
+        for parameter, rows in self._pairs:
+            start = sum(_divide(parameter.shape, self._world.size)[: self._world.rank])
+            tails.add(rows, start, parameter.numel(), self._strides[rows])
+
+    def begin_step(self, micro_batches: int) -> None:
+        super().begin_step(micro_batches)
+        self._micro_batches = micro_batches
+        self._changes.nodes.clear()  # like the rest, of a step that was not finished
+        for parameter, _ in self._pairs:
+            parameter.grad = None
+        for rows in self._sums:
+            rows.begin_step(micro_batches)
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        with super().accumulate(last=last):
+            yield
+        for rows in self._sums:
+            rows.end_pass()
+
+    def local_gradients(self) -> list[Tensor]:
+        """None: they are sent in each pass."""
+        return []
+
+    def after_backward(self, number: int) -> None:
+        self._push_changes(self._buffers.take_change())
+
+    def reduce_gradients(self, *, idle: bool) -> None:
+        super().reduce_gradients(idle=idle)
+        for rows in self.trained:
+            rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
+
+    def total_norm(self, local: Tensor) -> Tensor:
+        """The norm () in the order of one process: that of the norms of whole tensors.
+
+        Each worker receives the rows of some gradients, one at a time.
+        """
+        norms, workers, rank = local.new_zeros(len(self._pairs)), self._world.size, self._world.rank
+        for first in range(0, len(norms), workers):
+            gradient = self._exchange_gradients(range(first, min(first + workers, len(norms))))
+            if gradient is not None:
+                norms[first + rank] = torch._foreach_norm([gradient])[0]
+        norm, rounded = torch.linalg.vector_norm(all_reduce_sum(self._world, norms)), super().total_norm(local)
+        return torch.where(rounded.isnan(), rounded, norm)  # as it is where workers ran different blocks
+
+    def _exchange_gradients(self, places: Sequence[int]) -> Tensor | None:
+        """The whole gradient of one of these places on each worker; None on those for which there is none."""
+        workers, own = self._world.size, self._world.rank < len(places)
+        sent = [cast(Tensor, self.trained[place].grad).flatten() for place in places]
+        sizes = [part.numel() for part in sent] + [0] * (workers - len(sent))
+        place = places[self._world.rank] if own else 0
+        parameter = self._pairs[place][0]
+        parts = _divide(parameter.shape, workers) if own else [0] * workers
+        whole = sent[0].new_empty(sum(parts))
+        dist.all_to_all_single(whole, torch.cat(sent), parts, sizes)
+        return copy_to_layout(whole.view(parameter.shape), self._strides[self.trained[place]]) if own else None
+
+    def _finish_sums(self) -> list[Tensor]:
+        for rows in self._sums:
+            rows.finish_step()
+        return self._changes.total()
+
+    def _end_padding_pass(self) -> None:
+        super()._end_padding_pass()
+        self._push_changes(self._buffers.no_change())
+
+    def _push_changes(self, own: list[Tensor]) -> None:
+        """Add what the workers' micro-batches of one pass changed in floating buffers."""
+        first = (self._done - 1) * self._world.size
+        of_all = [all_gather(self._world, change) for change in own]
+        for number in range(first, min(first + self._world.size, self._micro_batches)):
+            self._changes.push(0, number, [changes[number - first] for changes in of_all])
+
+
+def _replace_reduction(module: FSDPModule, world: World) -> RowSum:
+    rows = RowSum(world.size)
+    module.set_custom_reduce_scatter(rows)  # type: ignore[arg-type]  # it has the methods, and torch keeps the class private
+    module.register_forward_pre_hook(rows.note_forward)  # type: ignore[attr-defined]
+    return rows
+
+
+def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    return [one.add_(other) for one, other in zip(left, right, strict=True)]
+
+
+def _divide(shape: Sequence[int], workers: int) -> list[int]:
+    """How many numbers of a parameter each worker holds, as `fully_shard` divides it."""
+    rows = -(-shape[0] // workers)
+    return [max(0, min(rows, shape[0] - rank * rows)) * prod(shape[1:]) for rank in range(workers)]

@@ -1,0 +1,347 @@
+"""FSDP2 (`fully_shard`): each process holds some rows of every weight, of its gradient and of the optimizer's state.
+
+The weights of a block are gathered when a pass reaches it, and freed after it, so each pass of the model communicates,
+on all workers alike. A worker with fewer micro-batches than others therefore runs padding passes, times zero.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from multigpu_cli.distributed.collectives import all_gather_object, all_reduce_sum, run_without_vote
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.strategies.base import ReadRows, Strategy
+from multigpu_cli.strategies.fsdp.probe import can_probe, list_groups, send_nothing
+from multigpu_cli.strategies.fsdp.shard import ModelSharder, check_is_elementwise, create_mesh
+from multigpu_cli.strategies.fsdp.state import ShardedState
+
+_MARKS = 2**16  # their squares, summed over a thousand workers, are whole numbers in float64
+
+
+class Sharded(Strategy):
+    """FSDP2 over the process group; gradients are summed, since losses are divided by the global count already.
+
+    The optimizer works on this rank's rows as ordinary tensors: fused kernels take no DTensors.
+
+    Args:
+        model: whole on the rank `source`, perhaps on the meta device on the others; it is sharded in place.
+        optimizer: over the model's parameters, see `attach_optimizer`; None: it is built later, over `trained`.
+        average: a copy of the model, such as its exponential moving average; sharded alike, and given its weights.
+        blocks: the names of modules whose weights are gathered as one, inner ones first; the rest is one more.
+        finds_unused: what no worker used in a step has no gradient, rather than zeros.
+        keeps_weights: gathered weights are kept until the step's last backward pass: less traffic, more memory.
+        source: the rank whose weights all get; None: nobody's, since a state is loaded before the first pass.
+        shard_size: workers of each group that has all rows; None: all workers are one.
+
+    Raises:
+        RequestError: the weights can't be divided, or the optimizer needs whole ones.
+    """
+
+    name = "fsdp"
+    sharded = True
+    keeps_casts = False
+    reduces_each_pass = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        optimizer: torch.optim.Optimizer | None = None,
+        average: nn.Module | None = None,
+        *,
+        blocks: Sequence[str] = (),
+        keeps_weights: bool = False,
+        finds_unused: bool = False,
+        source: int | None = 0,
+        shard_size: int | None = None,
+    ) -> None:
+        _check_can_be_sharded(model)
+        whole = dict(model.named_parameters())  # they are emptied, and tell which rows are in their place
+        self._keeps_weights = keeps_weights
+        mesh = create_mesh(world, shard_size)
+        self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
+        self.places = mesh.size(mesh.ndim - 1)
+        ModelSharder(model, average, world, source).shard(mesh, blocks, frees_after_forward=not keeps_weights)
+        super().__init__(model, world)  # not before: it has views of buffers, which keep these from getting memory
+        self._model, self._usage = cast(FSDPModule, model), WeightUsage(model, world) if finds_unused else None
+        self._roots = [model] if average is None else [model, average]
+        for group in list_groups(self._roots):
+            group.lazy_init()  # torch 2.8 pads its rows anew here, and after it has loaded a state
+        model.register_load_state_dict_post_hook(lambda *_: self._point_rows_to_weights())
+        parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
+        rows = {
+            name: nn.Parameter(parameters[name].detach().to_local(), p.requires_grad)  # type: ignore[attr-defined]
+            for name, p in whole.items()
+        }
+        self._state = ShardedState(world, parameters, mesh)
+        self._blocks, self._parameters = blocks, parameters
+        self._rows_of: dict[Tensor, nn.Parameter] = {parameter: rows[name] for name, parameter in whole.items()}
+        self._parts: dict[Tensor, DTensor] = {row: parameters[name] for name, row in rows.items()}
+        self._find_trained()
+        if optimizer is not None:
+            self.attach_optimizer(optimizer)
+        if not keeps_weights:
+            model.register_forward_hook(self._free_rest_without_backward)  # after FSDP's own
+        self._reduces_next, self._probes = True, False
+        self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
+        self._order = 0  # a hash of which blocks have run, one after the other
+        for place, block in enumerate([*blocks, ""]):
+            hook = partial(self._note_arrival, place)
+            model.get_submodule(block).register_forward_pre_hook(hook, prepend=True)  # before the gathering
+
+    def _find_trained(self) -> None:
+        self._pairs = [(parameter, row) for row, parameter in self._parts.items() if parameter.requires_grad]
+        self.trained = [row for _, row in self._pairs]
+
+    def _point_rows_to_weights(self) -> None:
+        for row, parameter in self._parts.items():
+            row.data = parameter.detach().to_local()  # type: ignore[attr-defined]
+
+    def follow_trained(self, build: Callable[[], Strategy]) -> Strategy:
+        """Itself: FSDP looks at `requires_grad` when it gathers a weight."""
+        self._reshard()
+        self._find_trained()
+        return self
+
+    def _reshard(self) -> None:
+        """Free gathered weights, which an evaluation leaves: `model.parameters()` are the divided ones again."""
+        for module in self._model.modules():  # type: ignore[attr-defined]
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _note_arrival(self, place: int, *_: object) -> None:
+        self._order = hash((self._order, place))
+        self.arrived()
+
+    def _free_rest_without_backward(self, *_: object) -> None:
+        """Free the weights in no block, which are kept for the backward pass, in a pass that has none."""
+        if not torch.is_grad_enabled():
+            self._model.reshard()
+
+    def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the rows, and their part of the state, in place of whole parameters, if it has been built over these.
+
+        Raises:
+            RequestError: it needs whole weights.
+        """
+        check_is_elementwise(optimizer)
+        for group in optimizer.param_groups:
+            group["params"] = [self._rows_of.get(parameter, parameter) for parameter in group["params"]]
+        for parameter in [parameter for parameter in optimizer.state if parameter in self._rows_of]:
+            state = optimizer.state.pop(parameter)
+            optimizer.state[self._rows_of[parameter]] = {
+                key: self._state.take_rows(value) if isinstance(value, Tensor) and value.ndim else value
+                for key, value in state.items()
+            }
+        moved = [self._parts[row] for group in optimizer.param_groups for row in group["params"]]
+        self._state.moved = dict(enumerate(moved))
+
+    def warm_up(self, loss: Callable[[], Tensor]) -> None:
+        """Keep the pass, which every worker can run at any time, as the padding pass."""
+        self._padding = loss
+        for module in self._model.modules():  # type: ignore[attr-defined]
+            # From here on, since what the pass before it finds without a gradient is refused: a worker whose
+            # micro-batches do not use a weight sends zeros, or workers would send unlike lengths. Not in torch 2.8.
+            if isinstance(module, FSDPModule) and hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(True)
+        with torch.no_grad():
+            loss()  # fetches its samples while no loader is at work
+        self._reshard()
+
+    def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
+        """See `Strategy`; a torch that can't go on after a failed pass ends the run in place of a vote.
+
+        Raises:
+            TrainingError: the same, of this rank alone.
+        """
+        if not can_probe():
+            return run_without_vote(self._world, work)
+        self._rounds, self._done, self._probes = 2 if accumulates else 0, 0, True
+        try:
+            with send_nothing(self._roots):
+                return super().probe_memory(work)
+        finally:
+            self._rounds, self._order, self._probes = 0, 0, False
+
+    def explain_failure(self, error: BaseException, work: Callable[[], object]) -> None:
+        if "DTensor" not in str(error):
+            return
+        name = find_direct_use(work, {parameter: name for name, parameter in self._parameters.items()})
+        if block := next((block for block in self._blocks if name.startswith(f"{block}.")), ""):
+            raise RequestError(
+                f"--multi-gpu fsdp: the model uses {name} without a call of {block}, in which alone it is gathered",
+                remedy=f"call {block}, or --set strategy.wrap=… that does not match {block}: what is in no block is "
+                "gathered for the whole pass",
+            ) from error
+
+    def begin_step(self, micro_batches: int) -> None:
+        super().begin_step(micro_batches)
+        self._rounds, self._done = -(-micro_batches // self._world.size), 0
+        if self._usage:
+            self._usage.begin_step()
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        """The last pass is that of all workers; outside of a step each pass is by itself."""
+        self._done += 1
+        last = self._done >= self._rounds
+        if last != self._reduces_next:  # each call goes through all modules
+            self._model.set_requires_gradient_sync(last or self.reduces_each_pass)
+            if self._keeps_weights:
+                self._model.set_reshard_after_backward(last)
+            self._reduces_next = last
+        if self._probes:  # nor between groups of workers, which the call above may have turned on
+            self._model.set_requires_all_reduce(False)
+        yield
+
+    def local_gradients(self) -> list[Tensor]:
+        held = [parameter for group in list_groups(self._roots[:1]) for parameter in group.fsdp_params]
+        found = [getattr(each, "_unsharded_param", each.sharded_param).grad for each in held]
+        return [gradient for gradient in found if gradient is not None]
+
+    def reduce_gradients(self, *, idle: bool) -> None:
+        if self._usage:
+            self._usage.counts = False
+        while self._done < self._rounds:
+            with self.accumulate(last=False):
+                (self._padding() * 0).backward()
+            self._end_padding_pass()
+        self._rounds = 0
+        summed = self._finish_sums()
+        unused = self._usage.take_unused(parameter for parameter, _ in self._pairs) if self._usage else set()
+        for parameter, row in self._pairs:
+            gradient, parameter.grad = cast(DTensor | None, parameter.grad), None
+            row.grad = None if gradient is None or id(parameter) in unused else gradient.to_local()
+        self._buffers.apply_mean_change(summed)
+
+    def _end_padding_pass(self) -> None:
+        self._buffers.abort_step()  # what this pass alone has changed
+
+    def _finish_sums(self) -> list[Tensor] | None:
+        """Complete the gradients; returns the changes of floating buffers if they are summed by now."""
+        return None
+
+    def find_parameter(self, moved: Tensor) -> Tensor:
+        return self._parts[moved]
+
+    def total_norm(self, local: Tensor) -> Tensor:
+        """The norm (); NaN, so that the step is skipped, if workers ran different blocks since the start."""
+        square, mark = local.double().square() / self._state.replicas, self._order % _MARKS
+        sent = [square, square.new_full((), mark), square.new_full((), mark**2)]
+        total, marks, squares = all_reduce_sum(self._world, torch.stack(sent))
+        norm = total.sqrt().to(local.dtype)
+        return torch.where(marks.square() == squares * self._world.size, norm, torch.nan)  # only if all are equal
+
+    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        self.check_passes()
+        return self._state.gather(state)
+
+    def split_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
+        self.check_passes()
+        return self._state.split(state)
+
+    def read_state(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
+        return self._state.read(outline, read)
+
+    def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
+        return self._state.scatter(state, source)
+
+    def check_passes(self) -> None:
+        if len(set(all_gather_object(self._world, self._order))) > 1:
+            raise TrainingError(
+                "the workers ran different blocks of the model, so that one gathered the weights of another's block",
+                remedy="--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp",
+            )
+
+
+def _check_can_be_sharded(model: nn.Module) -> None:
+    """Whether `fully_shard` takes the parameters.
+
+    Raises:
+        RequestError: names the first that it does not take.
+    """
+    parameters = dict(model.named_parameters())
+    if scalar := next((name for name, parameter in parameters.items() if not parameter.ndim), None):
+        raise RequestError(
+            f"--multi-gpu fsdp: {scalar} is a parameter without dimensions, which can't be divided into rows",
+            remedy="make it one of shape (1,), or use --multi-gpu ddp",
+        )
+    learning = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
+    if len(learning) > 1:
+        raise RequestError(
+            f"--multi-gpu fsdp: the parameters have several formats: {', '.join(sorted(map(str, learning)))}",
+            remedy="one format for all that learn, or --multi-gpu ddp",
+        )
+
+
+class WeightUsage:
+    """Notes which weights get a gradient in the passes of a step.
+
+    Workers send zeros for what their micro-batches do not use. What nobody used must not be moved by its momentum or
+    its weight decay: in one process it has no gradient, and the optimizer leaves it alone.
+
+    Args:
+        model: sharded.
+
+    Attributes:
+        counts: whether passes are those of a step; padding passes are not.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._world, self._held = world, [held for group in list_groups([model]) for held in group.fsdp_params]
+        self._watched: set[int] = set()
+        self._used: set[int] = set()
+        self.counts = False
+
+    def begin_step(self) -> None:
+        """Watch the weights that are new: of a block that had not run before, or that learn since now."""
+        self.counts = True
+        for held in self._held:
+            which = id(held.sharded_param)
+            if which not in self._watched and hasattr(held, "_unsharded_param") and held._unsharded_param.requires_grad:
+                held._unsharded_param.register_post_accumulate_grad_hook(partial(self._note, which))
+                self._watched.add(which)
+
+    def _note(self, which: int, _: Tensor) -> None:
+        if self.counts:
+            self._used.add(which)
+
+    def take_unused(self, parameters: Iterable[Tensor]) -> set[int]:
+        """The ids of those that no worker used in the step that ends; waits for the device, and is a collective."""
+        listed = list(parameters)
+        unused = self._watched - self._used  # what is not watched yet has no gradient unless it was used
+        used = torch.tensor([float(id(parameter) not in unused) for parameter in listed], device=self._world.device)
+        self._used.clear()
+        counts = all_reduce_sum(self._world, used).tolist()
+        return {id(parameter) for parameter, count in zip(listed, counts, strict=True) if not count}
+
+
+def find_direct_use(work: Callable[[], object], names: Mapping[DTensor, str]) -> str:
+    """The name of the sharded parameter on which a pass that fails does so; "" if it fails on something else."""
+    watch = _Watch(names)
+    with watch, suppress(RuntimeError):
+        work()
+    return watch.found
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, names: Mapping[DTensor, str]) -> None:
+        super().__init__()
+        self._names, self.found = names, ""  # the first that failed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError:
+            given = [*args, *(kwargs or {}).values()]
+            found = (self._names[each] for each in given if isinstance(each, DTensor) and each in self._names)
+            self.found = self.found or next(found, "")
+            raise

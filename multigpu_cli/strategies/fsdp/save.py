@@ -1,0 +1,136 @@
+"""One checkpoint to which each rank writes its own rows; rank 0 publishes it once all files are complete.
+
+The ranks' writer threads tell each other by the launcher's store: a collective there would get between those of the
+training.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from multigpu_cli.checkpoint.files import check_owner, read_owner
+from multigpu_cli.checkpoint.manifest import find_damaged_piece
+from multigpu_cli.checkpoint.pieces import Rows, write_piece
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.distributed.collectives import all_reduce_max, broadcast_object
+from multigpu_cli.distributed.world import World
+from multigpu_cli.faults.rank_exits import RankExits
+
+_GRACE = 5.0  # seconds for writers to come to an end once a rank has ended, or the store does not answer
+_POLL = 0.05  # seconds
+
+
+def agree_on_owner(world: World, folder: Path) -> str:
+    """What the lock of the run folder says, if all ranks see the same folder; "" if not all do."""
+    owner = str(broadcast_object(world, read_owner(folder)))
+    differs = read_owner(folder) != owner
+    return "" if all_reduce_max(world, [float(differs)])[0] else owner
+
+
+class ShardedSave:
+    """What this rank does for one checkpoint, in its writer thread.
+
+    Args:
+        owner: what the lock of the run folder says.
+        rows: those that this rank writes, by tensor; complete once the state has been staged.
+        number: of the save in this run, since a step may be saved more than once.
+    """
+
+    def __init__(
+        self, world: World, store: Store, owner: str, step: int, rows: Mapping[str, Rows], number: int = 1
+    ) -> None:
+        self._number = number
+        self._world, self._store, self._owner, self._step, self._rows = world, store, owner, step, rows
+        self._exits = RankExits(world)
+
+    def take_part(self) -> None:
+        """Ranks other than 0: write the rows, and check a share of the old checkpoints that will go.
+
+        Raises:
+            OSError: the rows could not be written; rank 0 was told.
+        """
+        written: dict[str, Any] = {"error": "its writer failed"}
+        try:
+            check_owner(self._store.folder.parent, self._owner)
+            written = {"files": self._write(self._store.open_draft(self._step))}
+        except OSError as error:
+            written = {"error": str(error)}
+            raise
+        finally:
+            self._tell("written", written)
+        self._tell("checked", self._find_damaged_share())
+
+    def add_pieces(self, draft: Path) -> dict[str, dict[str, Any]]:
+        """Rank 0: see `Peers`.
+
+        Raises:
+            OSError: a rank could not write its rows.
+        """
+        listed = self._write(draft)
+        for rank, written in self._wait_for("written").items():
+            if "error" in written:
+                raise OSError(f"rank {rank}: {written['error']}")
+            listed |= written["files"]
+        for name, file in listed.items():
+            if (draft / name).stat().st_size != file["size"]:  # raises where another machine's disk has it
+                raise OSError(f"{name} is not as large as its rank says")
+        return listed
+
+    def find_damaged_pieces(self) -> dict[str, str] | None:
+        """Rank 0: see `Peers`."""
+        found = self._find_damaged_share()
+        try:
+            others = self._wait_for("checked")
+        except OSError:
+            return None
+        return found | {folder: damage for share in others.values() for folder, damage in share.items()}
+
+    def abandon(self) -> None:
+        """Rank 0: remove the draft, once no rank writes into it any more."""
+        with suppress(OSError):
+            self._wait_for("written")
+        self._store.discard_draft(self._step)
+
+    def _write(self, draft: Path) -> dict[str, dict[str, Any]]:
+        """The files that this rank adds, with their sizes and sums; a replica of another rank's rows adds none."""
+        if not self._rows:
+            return {}
+        name = f"rank_{self._world.rank}.safetensors"
+        return {name: write_piece(draft / name, self._rows, self._store.moved)}
+
+    def _find_damaged_share(self) -> dict[str, str]:
+        """Damage of this rank's share of the pieces of old checkpoints, by the folder's name."""
+        found: dict[str, str] = {}
+        for folder in self._store.list_old(self._step):
+            with suppress(OSError, ValueError):  # an unreadable manifest is rank 0's to find
+                share = find_damaged_piece(folder, self._world.rank, self._world.size, moved=self._store.moved)
+                found |= {folder.name: share} if share else {}
+        return found
+
+    def _tell(self, what: str, value: dict[str, Any]) -> None:
+        if self._exits.store is not None:
+            with suppress(RuntimeError):  # without the store rank 0 gives up by itself
+                self._exits.store.set(self._name(what, self._world.rank), json.dumps(value))
+
+    def _wait_for(self, what: str) -> dict[int, dict[str, Any]]:
+        """What the other ranks told, by rank; waits for as long as all of them are there, however slow a disk is.
+
+        Raises:
+            OSError: a rank has ended without a word, or the store is gone.
+        """
+        names = {rank: self._name(what, rank) for rank in range(1, self._world.size)}
+        store, alive = self._exits.store, time.monotonic()
+        while store is not None and time.monotonic() - alive < _GRACE:
+            with suppress(RuntimeError):
+                if store.check([*names.values()]):
+                    return {rank: json.loads(store.get(name)) for rank, name in names.items()}
+                if not self._exits.has_exits():
+                    alive = time.monotonic()
+            time.sleep(_POLL)
+        raise OSError("a rank has ended before its rows were written")
+
+    def _name(self, what: str, rank: int) -> str:
+        return f"checkpoint-{self._number}-{what}-{rank}"
