@@ -19,6 +19,7 @@ quickstart: $(VENV)/.installed ## install, look for devices, train the digits wi
 
 test: lint ## what CI runs, two tests at a time: lint, types, unit tests, several processes, recipes, README
 	$(BIN)/pytest -n 2 --dist loadfile
+	@$(BIN)/python -m tests.test_house_rules # the sizes of the house
 
 test-all: export COVERAGE_FILE := $(CURDIR)/.coverage_cache/part
 test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores; at the end, which lines ran

@@ -14,6 +14,17 @@ PARTS = {
 }
 """Settings, one of which is given → a `Part`: made and called in this order, on all ranks."""
 
+RULES = (
+    "multigpu_cli.metrics.rules:RULES",
+    "multigpu_cli.hooks.rules:RULES",
+    "multigpu_cli.language.rules:RULES",
+    "multigpu_cli.strategies.fsdp.rules:RULES",
+    "multigpu_cli.rl.rules:RULES",
+    "multigpu_cli.loggers.rules:RULES",
+    "multigpu_cli.mirror.rules:RULES",
+)
+"""Rules between the settings of a room and others, loaded when a request is first checked; none needs torch."""
+
 ADAPTERS = {"adapter": "multigpu_cli.language.adapter:choose_adapter"}
 """Setting → what chooses what is made of a new network; also where nothing is trained."""
 

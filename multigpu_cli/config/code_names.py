@@ -1,4 +1,4 @@
-"""Metrics and hooks as settings name them: NAME, module:Class, or NAME=module:Class, and the rules for them."""
+"""Code as settings name it: NAME, module:Class, or NAME=module:Class; and what a command may import, match and show."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -10,7 +10,6 @@ from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-_TAKEN = {"event", "time", "epoch", "step", "split", "samples", "loss"}  # fields of an `eval` line
 
 
 class NamedCode(NamedTuple):
@@ -38,34 +37,7 @@ def parse_hook(text: str) -> NamedCode:
     return NamedCode(name.strip() if equals else re.split(r"[:.]", code)[-1], code.strip())
 
 
-def find_metric_errors(config: Config, known: Collection[str]) -> Iterator[RequestError]:
-    """What is wrong with --metric, beside what only an import shows.
-
-    Args:
-        known: the built-in metrics.
-    """
-    entries = [parse_metric(text) for text in config.metric.names]
-    for name, code in entries:
-        if ":" not in code and code not in known:
-            remedy = f"{did_you_mean(code, known)} (or your own as module:function)"
-            yield RequestError(f"--metric {code}: unknown name", remedy=remedy)
-        elif name in _TAKEN:
-            yield RequestError(f"--metric {code}: {name!r} is taken", remedy=f"--metric NAME={code}")
-    yield from _find_entry_errors("metric", entries, config, "function")
-
-
-def find_hook_errors(config: Config) -> Iterator[RequestError]:
-    """What is wrong with --hook, beside what only an import shows."""
-    entries = [parse_hook(text) for text in config.hook.names]
-    for _, code in entries:
-        if ":" not in code:
-            yield RequestError(
-                f"--hook {code}: must be module:Class", remedy=f"--hook my_file:{code} for {code} in my_file.py"
-            )
-    yield from _find_entry_errors("hook", entries, config, "Class")
-
-
-def _find_entry_errors(part: str, entries: list[NamedCode], config: Config, kind: str) -> Iterator[RequestError]:
+def find_entry_errors(part: str, entries: list[NamedCode], config: Config, kind: str) -> Iterator[RequestError]:
     """Places that are none, names that come twice, and arguments for nobody."""
     names = [name for name, _ in entries]
     for at, (name, code) in enumerate(entries):

@@ -10,7 +10,6 @@ from typing import Any
 from multigpu_cli.config import types
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
-from multigpu_cli.mirror.rules import find_url_errors
 
 BEGAN = ".began_from"  # file in a run folder: the name of its older checkpoint that --resume restarted it from
 
@@ -55,26 +54,10 @@ def find_path_errors(config: Config) -> Iterator[RequestError]:
     """One error per path that is missing, of the wrong kind or not accessible."""
     if config.model.init_from is not None:
         yield from _init_from(Path(config.model.init_from))
-    if config.log.prompts is not None:
-        yield from _prompts(Path(config.log.prompts))
-    if config.checkpoint.mirror is not None:
-        yield from find_url_errors(config.checkpoint.mirror)
     if config.checkpoint.save_dir is not None:
         yield from _save_dir(config.checkpoint.save_dir)
     if config.checkpoint.resume not in ("auto", "never"):
         yield from _resume(Path(config.checkpoint.resume))
-
-
-def _prompts(path: Path) -> Iterator[RequestError]:
-    if path.suffix not in (".jsonl", ".txt"):
-        yield RequestError(
-            f"--prompts {path}: must end in .jsonl or .txt", remedy="a .txt file with a prompt in each line"
-        )
-    elif not path.is_file():
-        near = suggest_path(path, folders=False)
-        yield RequestError(
-            f"--prompts {path}: there is no such file", remedy=near or "a .jsonl or .txt file of prompts"
-        )
 
 
 def _init_from(path: Path) -> Iterator[RequestError]:

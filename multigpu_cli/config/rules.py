@@ -7,15 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from multigpu_cli.config import code_names
+from multigpu_cli import capabilities
+from multigpu_cli.capabilities import load
 from multigpu_cli.config import paths as data_place
 from multigpu_cli.config.resume_rules import without_setting
-from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.schema import Config
 from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.errors import RequestError, did_you_mean
-from multigpu_cli.language import rules as adapter_rules
-from multigpu_cli.loggers import rules as logger_rules
-from multigpu_cli.strategies.fsdp import rules as sharding_rules
 
 _WHERE = ("nproc_per_node", "max_restarts", "gpu_ids", "multi_gpu")
 
@@ -55,7 +53,8 @@ def find_rule_errors(
         invalid_keys: keys whose values are invalid and were reported already.
         only: the one setting whose rules are checked.
     """
-    rules = [rule for rule in RULES if not set(rule.keys.split()) & set(invalid_keys) and only in ("", rule.keys)]
+    known = [*RULES, *(rule for code in capabilities.RULES for rule in load(code))]
+    rules = [rule for rule in known if not set(rule.keys.split()) & set(invalid_keys) and only in ("", rule.keys)]
     return [error for rule in rules for error in rule.check(config, context)]
 
 
@@ -100,14 +99,6 @@ def _names(config: Config, facts: RuleContext) -> Iterator[RequestError]:
                 f"{flag} {name}: must be module:factory",
                 remedy=f"use {flag} my_file:build for build() in my_file.py, my_folder.my_file:build in a folder",
             )
-
-
-def _metrics(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    yield from code_names.find_metric_errors(config, facts.metrics)
-
-
-def _hooks(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    yield from code_names.find_hook_errors(config)
 
 
 def _rates(config: Config, facts: RuleContext) -> Iterator[RequestError]:
@@ -169,30 +160,6 @@ def _starting_weights(config: Config, facts: RuleContext) -> Iterator[RequestErr
         yield RequestError("--init-partial without --init-from: there are no weights to take a part of")
 
 
-def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    chat, pretrained = config.data.name == "chat", config.model.name == "pretrained"
-    if (chat or pretrained) and config.model.dir is None:
-        what = "--data chat" if chat else "--model pretrained"
-        found = chat and config.data.dir is not None
-        yield RequestError(
-            f"--data-dir {config.data.dir}: --data chat, which a .jsonl file means, is conversations or texts for a "
-            "language model, and needs --model-dir"
-            if found
-            else f"{what} without --model-dir",
-            remedy="--model-dir with the folder of a model of transformers"
-            + ("; for plain records --data jsonl" if found else ""),
-        )
-    if config.model.dir is not None and not (chat or pretrained):
-        yield RequestError(
-            f"--model-dir {config.model.dir}: neither --model pretrained nor --data chat reads it",
-            remedy="--model pretrained; or --init-from for weights alone",
-        )
-    for key in ("max_length", "packing", "prompts", "sample_every"):
-        if config.get(key) not in (SETTINGS[key].default, "on") and not chat:  # "on" was a default
-            flag = "--" + key.replace("_", "-")
-            yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
-
-
 def _mixture(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     data = config.data
     if data.mix and data.name != "mixture":
@@ -209,10 +176,6 @@ def _mixture(config: Config, facts: RuleContext) -> Iterator[RequestError]:
         )
     if data.mix and data.sample_weights is not None:
         yield RequestError("data.mix together with data.sample_weights", remedy="weight: … of each dataset in data.mix")
-
-
-def _adapter(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    yield from adapter_rules.find_adapter_errors(config)
 
 
 def _unfreezing(config: Config, facts: RuleContext) -> Iterator[RequestError]:
@@ -262,42 +225,8 @@ def _data_parallel(config: Config, facts: RuleContext) -> Iterator[RequestError]
         )
 
 
-def _sharding(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    if config.device.multi_gpu == "fsdp":
-        acts = config.data.name.partition(":")[0] in facts.environments
-        yield from sharding_rules.find_sharding_errors(config, acts=acts)
-        yield from sharding_rules.find_group_errors(config.device.shard_size, config.device.nproc_per_node or 1)
-
-
-def _reinforcement(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    task = config.task
-    acts = config.data.name.partition(":")[0] in facts.environments
-    if acts and task.name not in (None, "ppo") and ":" not in task.name:
-        yield RequestError(
-            f"--task {task.name} together with --data {config.data.name}: this names environments, not a dataset",
-            remedy="use --task ppo, or leave out --task",
-        )
-    if acts or task.name == "ppo" or (task.name is not None and ":" in task.name):
-        return
-    for key in ("num_envs", "env_group", "env_steps", "episodes"):
-        if config.get(key) is not None:
-            flag = "--" + key.replace("_", "-")
-            yield RequestError(
-                f"{flag} is for reinforcement learning only", remedy=f"use --task ppo, or leave out {flag}"
-            )
-
-
 def _environment(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     yield from find_launcher_errors(config, facts.environ)
-
-
-def _loggers(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    for name in config.log.loggers:
-        if ":" in name and (not OWN_CODE.fullmatch(name) or name.partition(":")[0].endswith(".py")):
-            yield RequestError(
-                f"--logger {name}: must be module:Class", remedy="use --logger my_file:Log for class Log in my_file.py"
-            )
-    yield from logger_rules.find_logger_errors(config, facts.loggers)
 
 
 def _data_place(config: Config, facts: RuleContext) -> Iterator[RequestError]:
@@ -310,24 +239,17 @@ def _places(config: Config, facts: RuleContext) -> Iterator[RequestError]:
 
 RULES = (
     Rule("data model task", _names),
-    Rule("metric metric.args", _metrics),
-    Rule("hook hook.args", _hooks),
     Rule("lr base_lr base_batch_size lr_scaling warmup_epochs schedule epochs env_steps", _rates),
     Rule("batch_size grad_accum_steps global_batch_size", _batch),
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
     Rule("init_from init_partial", _starting_weights),
-    Rule("data model model_dir max_length packing prompts sample_every", _pretrained),
     Rule("data data_dir data.mix data.shuffle_block data.sample_weights", _mixture),
-    Rule(adapter_rules.KEYS, _adapter),
     Rule("freeze model.unfreeze_at epochs env_steps episodes", _unfreezing),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
-    Rule("multi_gpu shard_size nproc_per_node data task " + sharding_rules.KEYS, _sharding),
-    Rule("data task num_envs env_group env_steps episodes", _reinforcement),
     Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
-    Rule("logger", _loggers),
     Rule("data data_dir", _data_place),
-    Rule("init_from prompts mirror save_dir resume", _places),
+    Rule("init_from save_dir resume", _places),
 )
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -5,13 +5,8 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-
-from multigpu_cli.distributed.out_of_memory import is_out_of_memory
-from multigpu_cli.errors import TrainingError
-from multigpu_cli.runtime.factories import describe_place
 
 _LOST_CONNECTION = ("closed by peer", "reset by peer", "timeout caused pair closure", "remote process has terminated")
 _GROUP_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -98,27 +93,3 @@ def format_main_thread_stack() -> str:
 
 def _extract_main_thread_stack() -> traceback.StackSummary:
     return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
-
-
-@contextmanager
-def name_own_code(call: str) -> Iterator[None]:
-    """Report an error inside as one of the user's own code; out of memory stays what it is.
-
-    Args:
-        call: the flag with its value, and what was called.
-
-    Raises:
-        TrainingError: says what was raised, and where.
-    """
-    try:
-        yield
-    except TrainingError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's own code may raise anything, and sets no exit code
-        if is_out_of_memory(error):
-            raise
-        message = (str(error).splitlines() or [""])[0]
-        raise TrainingError(
-            f"{call} raised {type(error).__name__} in {describe_place(error)}: {message}",
-            remedy="--debug shows the traceback",
-        ) from error

@@ -13,13 +13,13 @@ from torch import Tensor, enable_grad
 from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.faults.interpret_error import name_own_code
 from multigpu_cli.hooks.load import HookClass, load_hooks
 from multigpu_cli.optimizers.build import base_rate
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents
 from multigpu_cli.run.part import Part
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.run.run import Run
+from multigpu_cli.runtime.factories import name_own_code
 from multigpu_cli.runtime.module_state import TensorVersions
 
 

@@ -1,16 +1,17 @@
-"""The settings that an adapter needs, and those that it does not go together with."""
+"""The rules of pretrained models, chats, adapters and prompts: what each needs, and what reads it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
+from multigpu_cli.config.paths import suggest_path
+from multigpu_cli.config.rules import Rule, RuleContext
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
 
 _OWN = [key for key, entry in SETTINGS.items() if entry.section == "adapter" and key != "adapter"]
-KEYS = " ".join(["data", "model", "model.args", "adapter", "multi_gpu", *_OWN])
-"""The keys that the rule reads."""
 
 
-def find_adapter_errors(config: Config) -> Iterator[RequestError]:
+def _adapter(config: Config, facts: RuleContext) -> Iterator[RequestError]:
     """An adapter without a pretrained model, and settings of an adapter without one."""
     kind, pretrained = config.adapter.kind, is_pretrained(config)
     if pretrained and config.model.args.get("quantize", "none") != "none":
@@ -37,3 +38,49 @@ def _find_quantization_errors(config: Config) -> Iterator[RequestError]:
         yield RequestError("model.args.quantize: weights in 4 bits can't learn", remedy="--adapter lora beside them")
     if config.device.multi_gpu == "fsdp":
         yield RequestError("model.args.quantize: not with --multi-gpu fsdp yet", remedy="--multi-gpu ddp")
+
+
+def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    chat, pretrained = config.data.name == "chat", config.model.name == "pretrained"
+    if (chat or pretrained) and config.model.dir is None:
+        what = "--data chat" if chat else "--model pretrained"
+        found = chat and config.data.dir is not None
+        yield RequestError(
+            f"--data-dir {config.data.dir}: --data chat, which a .jsonl file means, is conversations or texts for a "
+            "language model, and needs --model-dir"
+            if found
+            else f"{what} without --model-dir",
+            remedy="--model-dir with the folder of a model of transformers"
+            + ("; for plain records --data jsonl" if found else ""),
+        )
+    if config.model.dir is not None and not (chat or pretrained):
+        yield RequestError(
+            f"--model-dir {config.model.dir}: neither --model pretrained nor --data chat reads it",
+            remedy="--model pretrained; or --init-from for weights alone",
+        )
+    for key in ("max_length", "packing", "prompts", "sample_every"):
+        if config.get(key) not in (SETTINGS[key].default, "on") and not chat:  # "on" was a default
+            flag = "--" + key.replace("_", "-")
+            yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
+
+
+def _prompts(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    if config.log.prompts is None:
+        return
+    path = Path(config.log.prompts)
+    if path.suffix not in (".jsonl", ".txt"):
+        yield RequestError(
+            f"--prompts {path}: must end in .jsonl or .txt", remedy="a .txt file with a prompt in each line"
+        )
+    elif not path.is_file():
+        near = suggest_path(path, folders=False)
+        yield RequestError(
+            f"--prompts {path}: there is no such file", remedy=near or "a .jsonl or .txt file of prompts"
+        )
+
+
+RULES = (
+    Rule("data model model_dir max_length packing prompts sample_every", _pretrained),
+    Rule(" ".join(["data", "model", "model.args", "adapter", "multi_gpu", *_OWN]), _adapter),
+    Rule("prompts", _prompts),
+)

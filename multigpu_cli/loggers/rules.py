@@ -4,7 +4,9 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from multigpu_cli.config.code_names import has_password
+from multigpu_cli.config.rules import Rule, RuleContext
 from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.errors import RequestError, did_you_mean
 
 
@@ -29,3 +31,15 @@ def find_logger_errors(config: Config, packages: Mapping[str, str]) -> Iterator[
                     f"{entry.flag or key}: an address with a password, which --logger would send on",
                     remedy="leave the password out, and read it from the environment",
                 )
+
+
+def _loggers(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    for name in config.log.loggers:
+        if ":" in name and (not OWN_CODE.fullmatch(name) or name.partition(":")[0].endswith(".py")):
+            yield RequestError(
+                f"--logger {name}: must be module:Class", remedy="use --logger my_file:Log for class Log in my_file.py"
+            )
+    yield from find_logger_errors(config, facts.loggers)
+
+
+RULES = (Rule("logger", _loggers),)

@@ -10,7 +10,7 @@ from torch import Tensor
 from multigpu_cli.distributed.collectives import all_reduce_max, all_reduce_sum, broadcast_object, run_on_main_rank
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.interpret_error import name_own_code
+from multigpu_cli.runtime.factories import name_own_code
 from multigpu_cli.tasks.metric import Metric, Moved, describe_value, to_tensor
 
 _SAME_LENGTH = "a tensor (k,), with the same k for every batch, of sums over the samples of the batch"

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
+from multigpu_cli.config.rules import Rule, RuleContext
+from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
 DRIVERS = {"file": "fsspec", "s3": "s3fs", "gs": "gcsfs"}
@@ -39,3 +41,11 @@ def make_absolute(url: str) -> str:
 def _hide_password(url: str) -> str:
     head, at, tail = url.partition("?")[0].rpartition("@")
     return f"{head.partition('://')[0]}://…@{tail}" if at else tail
+
+
+def _mirror(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    if config.checkpoint.mirror is not None:
+        yield from find_url_errors(config.checkpoint.mirror)
+
+
+RULES = (Rule("mirror", _mirror),)

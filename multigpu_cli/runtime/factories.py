@@ -5,7 +5,8 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -178,3 +179,29 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 def _name(factory: Callable[..., Any]) -> str:
     return f"{factory.__module__}:{factory.__qualname__}" if hasattr(factory, "__qualname__") else repr(factory)
+
+
+@contextmanager
+def name_own_code(call: str) -> Iterator[None]:
+    """Report an error inside as one of the user's own code; out of memory stays what it is.
+
+    Args:
+        call: the flag with its value, and what was called.
+
+    Raises:
+        TrainingError: says what was raised, and where.
+    """
+    try:
+        yield
+    except TrainingError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything, and sets no exit code
+        from multigpu_cli.distributed.out_of_memory import is_out_of_memory  # late: torch, which the front door lacks
+
+        if is_out_of_memory(error):
+            raise
+        message = (str(error).splitlines() or [""])[0]
+        raise TrainingError(
+            f"{call} raised {type(error).__name__} in {describe_place(error)}: {message}",
+            remedy="--debug shows the traceback",
+        ) from error

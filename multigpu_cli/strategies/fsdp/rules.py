@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 
+from multigpu_cli.config.rules import Rule, RuleContext
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.optimizer_names import OPTIMIZERS
-
-KEYS = "exact grad_compression compile sync_bn optimizer"
-"""The keys that the rule reads, beside those of data and task."""
 
 
 def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError]:
@@ -60,3 +58,15 @@ def find_group_errors(shard_size: int | None, workers: int) -> Iterator[RequestE
             f"--shard-size {shard_size}: {workers} workers can't be divided into groups of {shard_size}",
             remedy=f"--shard-size {' or '.join(sizes)}; with {workers} all workers are one group",
         )
+
+
+def _sharding(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    if config.device.multi_gpu == "fsdp":
+        acts = config.data.name.partition(":")[0] in facts.environments
+        yield from find_sharding_errors(config, acts=acts)
+        yield from find_group_errors(config.device.shard_size, config.device.nproc_per_node or 1)
+
+
+RULES = (
+    Rule("multi_gpu shard_size nproc_per_node data task exact grad_compression compile sync_bn optimizer", _sharding),
+)
