@@ -1,4 +1,4 @@
-"""`MetricsCollector` and `PerformanceMonitor`: measurements of a training loop of the user's own."""
+"""`MetricsCollector`, `PerformanceMonitor`, the GPUs of this machine, and estimates for a loop of the user's own."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""Atomic file writes: a temporary file is written, flushed and renamed."""
+"""Atomic file writes (a temporary file is written, flushed and renamed), and the lock of a run folder."""
 
 import errno
 import fcntl

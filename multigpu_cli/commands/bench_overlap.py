@@ -1,4 +1,4 @@
-"""How much of the reduction backward hides: steps with DDP's overlapped reduction and with an explicit one, in turns.
+"""How much of the reduction backward hides, and what loading costs: two ways of a step in turns.
 
 A timer around communication that overlaps with backward measures both at once, and without any reduction the replicas
 would diverge. So every other optimizer step reduces all gradients at once after backward, where it can be timed. The

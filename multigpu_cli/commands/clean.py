@@ -1,4 +1,4 @@
-"""clean: what the checkpoints of completed runs take, and their removal; the weights in best.pt and last.pt stay."""
+"""clean, checkpoints, recipes: what runs have on the disk, the removal of old checkpoints, and the list of recipes."""
 
 import re
 import shutil

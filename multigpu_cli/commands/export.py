@@ -1,4 +1,4 @@
-"""Trained weights, or the whole network, as a file that other programs read."""
+"""export: trained weights, or the whole network, as a file that other programs read; what was written is checked."""
 
 import inspect
 import io

@@ -1,4 +1,4 @@
-"""The metrics of a run's weights on a split of its data, or of other data."""
+"""evaluate and predict: a run's weights on a split of its data, or on other data, each sample once, in order."""
 
 import csv
 import io

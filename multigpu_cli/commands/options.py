@@ -1,4 +1,4 @@
-"""The settings as command-line options, the same for training and for every command that needs a configuration."""
+"""The settings as command-line options, their completion by the shell, and a command's output as text or JSON."""
 
 import glob
 import inspect

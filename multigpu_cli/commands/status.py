@@ -1,4 +1,4 @@
-"""The state of runs, their progress and their problems, from the journals alone; during a run and after it."""
+"""status: the state of runs, their progress and problems, from the journals alone; the best run first if asked."""
 
 import shlex
 import sys

@@ -1,4 +1,4 @@
-"""`SettingEntry`: one setting as the user wrote it."""
+"""Settings as the user wrote them (`SettingEntry`), and a Config as the words of a command."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

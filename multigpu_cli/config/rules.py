@@ -1,4 +1,4 @@
-"""The rules between settings, all checked before a run begins, without torch.
+"""The rules between settings and with the launcher, all checked before a run begins, without torch.
 
 Rules that need the devices, the dataset or the number of workers are checked by planning and the engine.
 """

@@ -1,4 +1,4 @@
-"""Turns the samples of a user's dataset, in any common form, into batches of (inputs, targets)."""
+"""Turns samples in any common form into batches of (inputs, targets), counts their tokens, moves them to the device."""
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

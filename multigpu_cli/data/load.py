@@ -1,4 +1,4 @@
-"""Loads the dataset that --data names, a built-in one or the user's own, as a DataSource."""
+"""Loads the dataset that --data names, a built-in one or the user's own, and infers its shape and classes."""
 
 import inspect
 import time

@@ -1,4 +1,12 @@
-"""The order of training samples in an epoch, a function of seed and epoch only."""
+"""The order of samples, their division into splits, and random numbers: functions of seed, epoch and sample alone.
+
+Random numbers for augmentation are drawn for whole batches at once, so a sample is augmented in the same way on any
+worker or device, in any batch and any order of batches.
+
+Rows on a disk are divided into parts without a list of rows: of each ten side by side, the seed draws those held out.
+The parts are the same whatever the memory, sorted files give every part its share, and rows that lie side by side in a
+part do so on the disk.
+"""
 
 from bisect import bisect_right
 from collections.abc import Sequence

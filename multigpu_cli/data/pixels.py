@@ -1,4 +1,4 @@
-"""Normalizes batches per channel, and applies --mode: all channels, their mean, or the first one."""
+"""Images as numbers: decoded, normalized per channel (--mode), and augmented."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Collectives between the ranks of a run; with a single rank they do nothing."""
+"""Collectives between the ranks of a run, and errors that all of them raise; with a single rank they do nothing."""
 
 import io
 from collections.abc import Callable, Sequence

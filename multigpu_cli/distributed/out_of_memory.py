@@ -1,4 +1,4 @@
-"""Recognizes out-of-memory errors, and frees cached memory after one."""
+"""Recognizes out-of-memory errors, frees cached memory after one, and has the host's freed memory given back."""
 
 import ctypes
 import re

@@ -1,4 +1,4 @@
-"""Forms the process group of a run, or uses an existing one and restores its timeouts."""
+"""Forms the process group of a run, or uses an existing one; and where the work of a command runs."""
 
 import os
 from collections import defaultdict

@@ -1,4 +1,9 @@
-"""Kills this process when its parent dies, so that no orphan keeps the lock of the run."""
+"""How processes end and speak together: with their parent, beside rank 0, before a script's main, on the screen.
+
+A process beside rank 0 that follows the run folder is in a session of its own: no terminal, no torchrun and no signal
+to the run ends it. A byte on its stdin means that the run has ended; the loss of its parent, that rank 0 died. What it
+writes to rank 0 is read without waiting. No torch.
+"""
 
 import ast
 import ctypes

@@ -1,4 +1,4 @@
-"""Interprets errors of torch, libraries and user code: whether a lost peer caused it, and the remedy."""
+"""Interprets errors of torch, libraries and user code: a lost peer, the remedy, the lines of the stacks."""
 
 import os
 import re

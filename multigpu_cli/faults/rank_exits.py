@@ -1,4 +1,4 @@
-"""What the ranks of an attempt publish in the launcher's store: progress, a hang, and how each rank ended."""
+"""What ranks publish in the launcher's store (progress, a hang, how each ended), and how long they wait for it."""
 
 import json
 import time

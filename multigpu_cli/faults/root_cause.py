@@ -1,4 +1,4 @@
-"""Finds the error that ended a run: that of this rank, or the one of another rank that caused it."""
+"""Finds the error that ended a run, on this rank or the one that caused it, and words it."""
 
 import threading
 import traceback

@@ -1,4 +1,4 @@
-"""Calls the hooks of --hook in their order, and sees to it that they change nothing."""
+"""Calls the hooks of --hook in their order, keeps their numbers and state, and sees to it that they change nothing."""
 
 import time
 import warnings

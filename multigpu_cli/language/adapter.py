@@ -1,4 +1,4 @@
-"""Adapters (LoRA and its kin, through peft): small weights that learn beside those of a pretrained network.
+"""Adapters (LoRA and its kin, through peft) beside the weights of a pretrained network, and the base's fingerprint.
 
 The state of a network with an adapter is what learns: the rest is read again from the folder of the pretrained model.
 """

@@ -1,4 +1,4 @@
-"""Networks of the transformers library by the name of their architecture, built from a configuration: no download."""
+"""Networks of transformers: by the name of their architecture with fresh weights, or a model folder as it is."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

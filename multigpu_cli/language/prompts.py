@@ -1,4 +1,4 @@
-"""Prompts that a fine-tuned model completes: from a file, or from the command line."""
+"""Prompts, from a file or the command line, that a model completes; --prompts does so while it learns."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The interfaces of loggers: `Logger` for the user's own class, `Destination` for what the sender talks to."""
+"""The interfaces of loggers: `Logger` for the user's own class, `Destination` for the sender; names and checks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol

@@ -1,4 +1,4 @@
-"""--logger: sends the journal to experiment loggers, from a process beside rank 0."""
+"""--logger and `log RUN --to`: send the journal to experiment loggers, from a process beside rank 0 or afterwards."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack

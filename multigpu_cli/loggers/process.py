@@ -1,4 +1,8 @@
-"""Starts the process that follows the journal, tells the user what goes wrong there, and ends it in bounded time."""
+"""The process beside rank 0 that follows the journal and sends it; how it starts, reports trouble and ends.
+
+It imports the loggers, and no torch. It ends by itself: when the run has ended, or rank 0 is gone, it has some seconds
+to send the rest.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A metric of sums over the split, such as the counts of a confusion matrix."""
+"""The kinds of metrics: sums over the split, all outputs in order, one value for each sample."""
 
 from collections.abc import Callable, Mapping
 from math import fsum, inf, nan

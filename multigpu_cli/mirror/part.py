@@ -1,4 +1,4 @@
-"""Starts the process that mirrors a run folder, passes its troubles on, and waits for it at the end of the run."""
+"""--mirror and `mirror RUN --to`: start the process that mirrors a run folder, pass on its troubles, end it."""
 
 import threading
 import time

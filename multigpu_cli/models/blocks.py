@@ -1,4 +1,10 @@
-"""Which modules of a network are gathered as one when its weights are sharded."""
+"""The repeated blocks of a network: gathered as one when its weights are sharded, counted for layer-wise decay.
+
+How deep each parameter lies is counted in repeated blocks. A row is a Sequential or ModuleList that holds at least two
+elements of one class with parameters, and lies in no other row. Its elements with parameters are blocks. But an element
+that is, or directly holds, a Sequential or ModuleList of nothing but elements of one class that consist of modules
+themselves is a stage (ResNet, Swin, ConvNeXt): it counts by these.
+"""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""The state of this machine's GPUs, by NVIDIA's management library (NVML, from nvidia-ml-py)."""
+"""The state of this machine's GPUs, by NVIDIA's management library (NVML, from nvidia-ml-py), once and as samples."""
 
 import math
 import threading

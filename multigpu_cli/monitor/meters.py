@@ -1,4 +1,10 @@
-"""Counters and timers of a run; they use no tensors, so no step waits for them."""
+"""Counters and timers of a run, and its gradient noise scale; they use no tensors, so no step waits for them.
+
+The noise scale says up to which size a global batch pays, from gradient norms of small and large batches. Source:
+McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1. With G the true
+gradient and Σ the covariance of single samples' gradients, E|G_B|² = |G|² + tr(Σ)/B. Two batch sizes give both
+unknowns, and B_simple = tr(Σ)/|G|² is the batch size at which noise and signal are equal.
+"""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""The style of all plots: colours, type and lines, as matplotlib takes them."""
+"""The style of all plots (colours, type and lines, as matplotlib takes them), and the plot of a portfolio's value."""
 
 import io
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,8 @@
-"""The exponential moving average of a model's weights."""
+"""The weights for use, where they are not those that take the steps: their moving average, schedule-free optimizers.
+
+Schedule-free optimizers: Defazio et al. 2024, "The Road Less Scheduled". Such a class has methods `eval()` and
+`train()`, which change the weights in place to those for use, and back.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

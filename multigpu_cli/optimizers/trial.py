@@ -1,4 +1,4 @@
-"""Tries an optimizer on small weights before a run: its steps are possible and repeat, and its state can be saved."""
+"""Tries an optimizer on small weights before a run: its steps are possible and repeat, its state can be saved."""
 
 import io
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""PPO's metrics: sums that stay on the device until they are logged."""
+"""PPO's metrics and finished episodes: sums that stay on the device until they are logged."""
 
 from collections.abc import Iterator
 from typing import Any, NoReturn

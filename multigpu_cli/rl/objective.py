@@ -1,4 +1,4 @@
-"""The loss of PPO, for each decision."""
+"""The loss of PPO for each decision: settings, advantages, statistics of rewards and observations."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

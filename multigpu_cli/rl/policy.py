@@ -1,4 +1,9 @@
-"""A model's outputs as a policy: actions, their probabilities, and the entropy."""
+"""Actor-critic networks, and their outputs as a policy: actions, their probabilities, and the entropy.
+
+Cascaded LSTMs: the output of one over a window of observations is the input of those of actor and critic. Source: Zou,
+Lou, Wang and Liu, "A Novel Deep Reinforcement Learning Based Automated Stock Trading System Using Cascaded LSTM
+Networks" (CLSTM-PPO), arXiv 2212.02721, 2022.
+"""
 
 import math
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Finds a micro-batch that fits into memory before the first step.
+"""Finds a micro-batch that fits into memory before the first step, and a smaller one where memory runs out later.
 
 Each candidate runs forward and backward without communication, its gradients are discarded, and then the ranks vote:
 an out-of-memory error on one rank in the middle of a reduction would leave the other ranks waiting forever. A batch of

@@ -1,4 +1,4 @@
-"""Evaluations: exact passes over a split, at the end of an epoch and of the run."""
+"""Evaluations: exact passes over a split, at the end of an epoch and of the run; and which was the best."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

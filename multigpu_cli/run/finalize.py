@@ -1,4 +1,4 @@
-"""Ends a run: final weights, the evaluation of the test split, and the summary."""
+"""Ends a run: final weights, the evaluation of the test split with the best ones, and the summary."""
 
 from hashlib import sha256
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Forward and backward of one micro-batch."""
+"""Forward and backward of one micro-batch, and the FLOPs and kept activations of one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

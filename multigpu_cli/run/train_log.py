@@ -1,4 +1,4 @@
-"""The `train` lines of the journal: metrics of all ranks, with one small collective per line."""
+"""The `train` lines of the journal: metrics of all ranks, with one small collective per line; skipped steps."""
 
 import math
 import platform

@@ -1,4 +1,4 @@
-"""Context managers that restore a module's buffers, or its training mode, on exit."""
+"""Restores a module's buffers or training mode; walks trees of tensors; notices tensors that were changed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Seeds random generators as a function of (seed, step, micro-batch)."""
+"""Seeds random generators as a function of (seed, step, micro-batch); torch's settings for a run."""
 
 import os
 import random

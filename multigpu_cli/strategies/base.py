@@ -1,4 +1,4 @@
-"""The interface of strategies: what the training loop needs from any way to share the work."""
+"""The interface of strategies, what the loop needs from any way to share the work; one device, and DataParallel."""
 
 from abc import ABC
 from collections.abc import Callable, Sequence

@@ -1,4 +1,10 @@
-"""DistributedDataParallel: one process per device, gradients averaged while backward is still running."""
+"""DistributedDataParallel: one process per device, gradients averaged while backward is still running.
+
+PowerSGD: a gradient matrix is sent as the product of two thin ones; the error is added to the next step's gradient.
+
+Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
+2019; torch's hook does it.
+"""
 
 import inspect
 import time

@@ -1,8 +1,13 @@
 """--exact: the same bits on any number of workers.
 
-Every micro-batch is a leaf of one canonical tree (reduction_tree.py): its gradient, and what it changed in
-the buffers. Accumulating in `.grad` would be another tree, ((g0+g1)+g2)+g3, and so would any library's reduction over
-more than two ranks; here all arithmetic is `a + b` on this device, and communication only moves bytes.
+Every micro-batch is a leaf of one canonical tree (`ReductionTree`): its gradient, and what it changed in the buffers.
+Accumulating in `.grad` would be another tree, ((g0+g1)+g2)+g3, and so would any library's reduction over more than two
+ranks; here all arithmetic is `a + b` on this device, and communication only moves bytes.
+
+The tree: leaves are numbered from the left. Two nodes of one level whose numbers are 2k and 2k+1 are buddies and make
+node k of the next level; what has no buddy at the end is added from the right. Which additions happen, and in which
+order, depends on the number of leaves alone: a worker sums its contiguous block as far as buddies allow, and the same
+tree goes on across workers.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""The interface of tasks: a loss for training, exact sums for evaluation, and the order of results."""
+"""The interface of tasks: a loss for training and its units, exact sums for evaluation, and the order of results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Classification: one class for each sample, by cross-entropy."""
+"""Classification: one class for each sample by cross-entropy, several by their own yes or no; counts for each class."""
 
 from collections.abc import Callable
 from math import isnan, nan

@@ -1,4 +1,4 @@
-"""The interface of metrics: one number over a split, each sample counted once on any number of workers."""
+"""The interface of metrics, one number over a split with each sample counted once, and the meter that feeds them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

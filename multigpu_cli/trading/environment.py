@@ -1,4 +1,4 @@
-"""A portfolio of several symbols, traded once a day; all environments of a group are stepped by the same tensor ops.
+"""A portfolio of several symbols, traded once a day, a group by the same tensor ops; its value beside plain ones.
 
 The rules are those of FinRL and of Zou et al. (arXiv 2212.02721): an action in -1 … 1 per symbol is a number of shares
 to sell or buy, sales come before purchases, costs are a share of the traded value, and on days of high turbulence all

@@ -1,4 +1,8 @@
-"""The market data of trading environments: tables with one row per day, and the days of each split."""
+"""The market data of trading environments: tables with one row per day, indicators, and the days of each split.
+
+Each indicator depends only on its day and the days before it. All map (T, n) float64 to (T, n): T days, n symbols.
+Smoothing starts from the first value, so early days are imprecise.
+"""
 
 from dataclasses import dataclass
 from datetime import date

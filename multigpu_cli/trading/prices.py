@@ -1,4 +1,4 @@
-"""Reads daily prices of several symbols from a folder of CSV files, one file per symbol."""
+"""Daily prices of several symbols: read from a folder of CSV files, one for each, or made."""
 
 import csv
 import math

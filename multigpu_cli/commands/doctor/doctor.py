@@ -1,4 +1,8 @@
-"""doctor: checks whether this machine, or all nodes of a torchrun job, can train; measures what can be measured."""
+"""doctor: checks whether this machine, or all nodes of a torchrun job, can train; measures what can be measured.
+
+Whether a model fits, and with which batch size, is tried by running it on one device. A pretrained model whose weights
+or data are not there yet is not run: what it takes is computed from its config.json.
+"""
 
 import platform
 import tempfile

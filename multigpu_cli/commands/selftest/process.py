@@ -1,4 +1,4 @@
-"""One process of the selftest: the only worker, or one of several."""
+"""One process of the selftest, the only worker or one of several; and the checksums that it compares."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing

@@ -1,4 +1,9 @@
-"""What happens to whole batches on their device: augmentation, the dataset's own preparation, and mixing."""
+"""What happens to whole batches on their device: augmentation, the dataset's own preparation, mixup and CutMix.
+
+Mixup and CutMix mix each training sample with another one of its micro-batch, drawn by seed, epoch and sample. Sources:
+H. Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412; S. Yun et al., "CutMix: Regularization
+Strategy to Train Strong Classifiers with Localizable Features", arXiv:1905.04899.
+"""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Rows of Arrow files, mapped into memory: a row is read where it lies, and nothing else is.
+"""Rows of Arrow files, found and mapped into memory: a row is read where it lies, and nothing else is.
 
 pyarrow finds the columns; numbers are then read through NumPy's views of the mapping, which takes a random row of fixed
 width a microsecond or two, where `datasets` takes a hundred.

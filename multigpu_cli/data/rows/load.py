@@ -1,4 +1,4 @@
-"""--data arrow: a dataset that Hugging Face's `save_to_disk` wrote, read where it lies."""
+"""--data arrow, jsonl and tar: datasets of rows that stay on the disk."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`RowStore`: rows of named columns that stay on the disk, whatever the format of their files."""
+"""`RowStore`: rows of named columns that stay on the disk, whatever the format of their files; their index files."""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""The samples of conversations: each alone, or several packed into a row."""
+"""The samples of conversations: each alone, pairs of answers, or several packed into a row."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""A small convolutional network for small images: pairs of 3×3 convolutions with max pooling in between (VGG style).
+"""Small convolutional networks: of pairs of 3×3 convolutions for images (VGG style), and in time for UCI HAR.
 
 Simonyan and Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", ICLR 2015; with the
 batch normalization of Ioffe and Szegedy 2015 and global pooling (Lin et al. 2014) in place of wide dense layers.

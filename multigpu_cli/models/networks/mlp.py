@@ -1,4 +1,4 @@
-"""A plain multi-layer perceptron."""
+"""A plain multi-layer perceptron, and the layer that normalizes a table's columns."""
 
 from math import prod
 

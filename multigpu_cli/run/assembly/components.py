@@ -1,4 +1,4 @@
-"""The parts of a training that a step and an evaluation need."""
+"""The parts of a training that a step and an evaluation need, and what a step gives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Builds the network of a run on this rank: whole on its device, or, to be sharded, without memory for its weights.
+"""Builds the network of a run on this rank, whole or without memory for its weights, and tries the first batch.
 
 A network that is sharded may be larger than a device: until then it lies in host memory, and that on rank 0 only.
 """

@@ -1,4 +1,4 @@
-"""The optimizer of a run: the user's live one, or that of the settings, which is tried before anything is written."""
+"""The optimizer of a run and its learning rates: the user's live ones, or those of the settings."""
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy

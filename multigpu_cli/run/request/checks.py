@@ -1,4 +1,4 @@
-"""Validation rules that need the device or the data."""
+"""Checks that need the device, the data or the other ranks; that memory suffices."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -2,6 +2,11 @@
 
 FSDP gathers each weight row by row, with the last dimension contiguous. A kernel with channels last, say, is copied
 into that layout when its module runs; until the backward pass is done, the copy is there beside what FSDP frees.
+
+Optimizer steps on rows have the bits of a step on the whole weight. A kernel takes a vector of numbers at a time, and
+what is left at the end of a tensor one by one: on a CPU with other rounding (fused AdamW and SGD), on a GPU perhaps.
+Rows end elsewhere than the whole. Where their number is not a multiple of any vector's, they are therefore copied for
+the step, with zeros around them, into a tensor that ends as the whole does.
 """
 
 from collections.abc import Sequence
