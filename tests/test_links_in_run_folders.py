@@ -8,7 +8,7 @@ import torch
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.config.paths import UnsafeFolder, refuse_links
+from multigpu_cli.config.paths import FOLDERS, UnsafeFolder, refuse_links
 from multigpu_cli.errors import WRONG_REQUEST
 from tests.commands.runs import interrupted_run
 from tests.distributed.launcher import run_command, torchrun
@@ -100,6 +100,18 @@ def test_the_list_has_whatever_a_run_writes() -> None:
     assert run_training(2, **flags).error == ""
     known = {entry.partition("/")[0] for entry in ENTRIES}
     assert {entry.name for entry in Path("run").iterdir()} <= known
+    assert {entry.name for entry in Path("run").iterdir() if entry.is_dir()} == set(FOLDERS) - {"report"}
+
+
+def test_a_project_that_is_the_run_folder_has_links_of_its_own(tmp_path: Path) -> None:
+    Path(".venv", "bin").mkdir(parents=True)
+    Path(".venv", "bin", "python").symlink_to("/usr/bin/env")
+    Path("images").symlink_to("/usr/share")
+    assert run_training(save_dir=str(tmp_path), epochs=1).error == ""
+    assert run_training(save_dir=str(tmp_path), epochs=2).summary["epochs"] == 2
+    Path("logs").rename("elsewhere")
+    Path("logs").symlink_to("elsewhere")
+    assert "logs is a symbolic link" in run_training(save_dir=str(tmp_path), epochs=3).error
 
 
 def test_under_torchrun_no_rank_begins_and_the_keys_stay_what_they_are(tmp_path: Path) -> None:

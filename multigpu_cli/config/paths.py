@@ -13,6 +13,9 @@ from multigpu_cli.errors import RequestError
 
 BEGAN = ".began_from"  # file in a run folder: the name of its older checkpoint that --resume restarted it from
 
+FOLDERS = ("checkpoints", "loggers", "logs", "report", "tensorboard")
+"""In a run folder: all that is written below it."""
+
 _WEIGHT_FILES = ("best.pt", "state.pt", "*.index.json", "*.safetensors", "pytorch_model.bin")
 _USUAL = ("model", "pytorch_model")  # of Hugging Face's, where a folder has several
 
@@ -22,15 +25,18 @@ class UnsafeFolder(RequestError):
 
 
 def refuse_links(run: Path) -> None:
-    """Check that nothing in a run folder is a symbolic link, before anything in it is written or removed.
+    """Check that nothing that a run writes in its folder is a symbolic link, before anything is written or removed.
 
-    The folder itself may be one, and W&B's own links stay, which lead to its other files beside them.
+    The folder itself may be one, and W&B's own links stay, which lead to its other files beside them. What a run never
+    writes may be anything: folders that are not its own, as a project has them that is its --save-dir.
 
     Raises:
         UnsafeFolder: names the link: what is done to the file would be done to another, somewhere else.
     """
     of_wandb = run / "loggers" / "wandb"
     for place, folders, files in os.walk(run):
+        if Path(place) == run:
+            folders[:] = [name for name in folders if name in FOLDERS]
         for path in (Path(place, name) for name in (*folders, *files)):
             if not path.is_symlink():
                 continue

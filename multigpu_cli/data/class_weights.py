@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.config.types import ClassWeights
-from multigpu_cli.data.collate import IGNORED, PAIR, SampleForm, report_own_code, to_pair
+from multigpu_cli.data.collate import IGNORED, PAIR, SampleForm, get_sample, report_own_code, to_pair
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.planning.batch import make_key
@@ -51,6 +51,21 @@ def _weigh_classes(wanted: ClassWeights, source: DataSource, key: str) -> Tensor
             f"{key}: {len(wanted)} weights for {classes} classes", remedy="one for each class, or {class: weight}"
         )
     return torch.tensor(wanted, dtype=torch.float64)
+
+
+def find_unlike_label(source: DataSource) -> RequestError | None:
+    """The error for a dataset whose list of labels is not what it hands out, as three of its samples show it."""
+    if isinstance(source.train, TensorDataset) or (listed := read_labels(source.train, source.form)) is None:
+        return None
+    for index in (0, len(listed) // 2, len(listed) - 1):
+        target = to_pair(get_sample(source.train, index), f"sample {index}", source.form)[1]
+        if isinstance(target, Tensor) and target.ndim == listed[index].ndim == 0 and target != listed[index]:
+            return RequestError(
+                f"--data: sample {index} has the label {target.item()}, and the dataset lists {listed[index].item()} "
+                "for it: classes would be weighed by the wrong labels",
+                remedy="an attribute `targets` of the dataset: the label of each sample as it hands it out",
+            )
+    return None
 
 
 def resolve_sample_weights(wanted: ClassWeights, source: DataSource, key: str) -> Tensor:

@@ -113,7 +113,7 @@ def _choose_micro_batch(components: TrainComponents) -> Iterator[str]:
 
 
 def _try_evaluation(components: TrainComponents, size: int | None = None) -> Iterator[str]:
-    """Try the first batch of an evaluation and the last one, whose samples may be padded, before there is training.
+    """Try each split's first batch and its last one, whose samples may be padded, before there is training.
 
     A task with its own `evaluate` has no batches to try.
 
@@ -121,16 +121,18 @@ def _try_evaluation(components: TrainComponents, size: int | None = None) -> Ite
         size: of these batches; None: as the run has them.
     """
     components.loaders.max_eval_batch_size = components.spec.resume_point.eval_batch_after_oom
-    loader = components.loaders.val if components.loaders.val is not None else components.loaders.test
-    if loader is None or not components.evaluates_in_batches:
+    splits = {"validation": components.loaders.val, "test": components.loaders.test}
+    loaders = {name: loader for name, loader in splits.items() if loader is not None}
+    if not loaders or not components.evaluates_in_batches:
         return
 
     def evaluate_batches() -> None:
         most, state = size or components.eval_batch_size, components.state
-        last = -(-loader.size // most) - 1
-        for number, which in {0: "first validation batch", last: "last validation batch"}.items():
-            batch = next(loader.eval_batches(most, number, last + 1))
-            smoke_test_batch(components.spec, components.task, state.eval_model(), state.precision, batch, which=which)
+        for name, loader in loaders.items():
+            last = -(-loader.size // most) - 1
+            for number, which in {0: f"first {name} batch", last: f"last {name} batch"}.items():
+                batch, model = next(loader.eval_batches(most, number, last + 1)), state.eval_model()
+                smoke_test_batch(components.spec, components.task, model, state.precision, batch, which=which)
 
     while not _fits_on_all_ranks(components, evaluate_batches):
         yield halve_eval_batch(components)

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from multigpu_cli.run.request import checks
 from tests.support.run_training import run_training
+from tests.support.uneven_classes import Items
 
 ALL = (
     "task.class_weights=balanced",
@@ -78,6 +80,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert ended.kind == "RequestError"
     assert message in ended.error
     assert not (tmp_path / "run").exists()
+
+
+class Swapped(Items):
+    """Its samples have other labels than it lists, but for the first."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        inputs, label = super().__getitem__(index)
+        return inputs, (2, 1, 0)[label] if index else label
+
+
+@pytest.mark.parametrize("setting", ["task.class_weights=balanced", "data.sample_weights=[1, 2, 3]"])
+def test_labels_that_are_not_those_of_the_samples_weigh_nothing(tmp_path: Path, setting: str) -> None:
+    flags = UNEVEN | {"data": f"{__name__}:Swapped", "save_dir": str(tmp_path / "run"), "epochs": 1}
+    ended = run_training(sets=[setting], **flags)
+    assert ended.kind == "RequestError"
+    assert "sample 30 has the label 2, and the dataset lists 0 for it" in ended.error
+    assert not (tmp_path / "run").exists()
+    assert run_training(sets=["task.class_weights=[1, 2, 3]"], **flags).error == "", "they need no labels"
 
 
 def test_a_run_from_before_a_setting_was_refused_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from multigpu_cli.monitor import journal
 from multigpu_cli.run import batch_size, evaluation
@@ -121,10 +122,10 @@ EVALUATED = {"model": "tests.support.awkward_models:greedy", "data": "tests.supp
     ids=["alone", "on one of two ranks", "at the end"],
 )
 def test_an_evaluation_that_runs_out_of_memory_later_goes_on_in_smaller_batches(workers: int, data: str) -> None:
-    """Two batches are evaluated before the first step: the trial's and the rehearsal's. Rank 1 has one short batch."""
-    flags = RUN | EVALUATED | {"data": data}
+    """Before the first step a batch is evaluated in the trial, and two of each split. Rank 1 has one short batch."""
+    flags, after = RUN | EVALUATED | {"data": data}, 2 if "no_validation" in data else 4
     plenty = run_training(workers, **flags | {"save_dir": "plenty"})
-    shrunk = run_training(workers, **flags, sets=["model.args.evaluation=7", "model.args.after=2"])
+    shrunk = run_training(workers, **flags, sets=["model.args.evaluation=7", f"model.args.after={after}"])
     assert shrunk.error == plenty.error == ""
     assert losses("run") == losses("plenty"), "the micro-batch stays"
     assert read_evaluations("run") == pytest.approx(read_evaluations("plenty"), rel=1e-6)
@@ -138,7 +139,7 @@ def test_a_sharded_evaluation_that_runs_out_of_memory_later_is_smaller_in_the_ne
     """Others wait in a pass for the rank that ran out, so none can evaluate again; the folder's note says how."""
     flags = RUN | EVALUATED | {"multi_gpu": "fsdp"}
     plenty = run_training(2, **flags | {"save_dir": "plenty"})
-    sets = ["model.args.evaluation=10", "model.args.after=2"]
+    sets = ["model.args.evaluation=10", "model.args.after=4"]
     ended = run_training(2, **flags, sets=sets)
     assert ended.kind == "TrainingError"
     assert "ran out of memory in an evaluation at step 3" in ended.error
@@ -148,7 +149,7 @@ def test_a_sharded_evaluation_that_runs_out_of_memory_later_is_smaller_in_the_ne
     assert read_evaluations("run") == pytest.approx(read_evaluations("plenty"), rel=1e-6)
 
 
-@pytest.mark.parametrize("after", [0, 2], ids=["before the first step", "later"])
+@pytest.mark.parametrize("after", [0, 4], ids=["before the first step", "later"])
 @pytest.mark.parametrize(("flags", "why"), [({"on_oom": "stop"}, "--on-oom stop"), ({"exact": True}, "--exact")])
 def test_an_evaluation_stops_where_smaller_batches_are_not_wanted(flags: dict[str, Any], why: str, after: int) -> None:
     sets = ["model.args.evaluation=7", f"model.args.after={after}"]
@@ -246,6 +247,29 @@ def test_a_last_micro_batch_of_one_sample_is_found_before_the_first_step() -> No
     )
 
 
+def other_test(split: str) -> TensorDataset:
+    """Whose test split has one number more in each sample."""
+    return TensorDataset(torch.ones(24, 7 if split == "test" else 6), torch.arange(24) % 3)
+
+
+def only_test(split: str) -> TensorDataset | None:
+    return None if split == "val" else other_test(split)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(6, 3)
+
+
+@pytest.mark.parametrize("data", ["other_test", "only_test"])
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_test_split_that_the_model_does_not_take_is_told_before_training(data: str, dry: bool) -> None:
+    own = {"data": f"{__name__}:{data}", "model": f"{__name__}:linear"}
+    ended = run_training(**RUN | own, dry_run=dry)
+    assert ended.kind == "RequestError"
+    assert "does not take the first test batch" in ended.error
+    assert not Path("run").exists()
+
+
 # -- global batch and total steps change after step 1 by explicit length flags alone
 
 
@@ -312,7 +336,7 @@ def test_what_did_not_fit_is_gone_when_the_peak_is_counted_anew(monkeypatch: pyt
 
 def test_after_an_evaluation_that_did_not_fit_the_peak_is_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "free_memory", lambda device: Path("freed").write_text(str(device)))
-    assert run_training(**RUN | EVALUATED, sets=["model.args.evaluation=7", "model.args.after=2"]).error == ""
+    assert run_training(**RUN | EVALUATED, sets=["model.args.evaluation=7", "model.args.after=4"]).error == ""
     assert Path("freed").read_text() == "cpu"
 
 

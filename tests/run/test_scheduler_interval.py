@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.batch import plan_batches
+from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.run.assembly.optimizer import choose_interval
 
 EPOCHS, STEPS = 20, 240
@@ -48,17 +48,24 @@ def made(name: str, *args: Any, **more: Any) -> Make:
     return lambda optimizer: getattr(lr_scheduler, name)(optimizer, *args, **more)
 
 
-def in_sequence(second: int) -> Make:
+def in_sequence(second: int, kind: str = "CosineAnnealingLR", name: str = "T_max") -> Make:
     def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
-        parts = [lr_scheduler.LinearLR(optimizer, total_iters=10), lr_scheduler.CosineAnnealingLR(optimizer, second)]
+        last = getattr(lr_scheduler, kind)(optimizer, **{name: second})
+        parts = [lr_scheduler.LinearLR(optimizer, total_iters=10), last]
         return lr_scheduler.SequentialLR(optimizer, parts, [10])
 
     return make
 
 
-def choose(make: Make, steps: int = STEPS) -> str:
+def chained(last: Make) -> Make:
+    return lambda optimizer: lr_scheduler.ChainedScheduler(
+        [made("LinearLR", total_iters=10)(optimizer), last(optimizer)]
+    )
+
+
+def choose(make: Make, steps: int = STEPS, batches: BatchPlan = BATCHES) -> str:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1, momentum=0.9)
-    return choose_interval(make(optimizer), EPOCHS, steps, BATCHES)
+    return choose_interval(make(optimizer), EPOCHS, steps, batches)
 
 
 CASES = {
@@ -81,6 +88,14 @@ CASES = {
     "polynomial": (made("PolynomialLR", STEPS), "step"),
     "in sequence": (in_sequence(STEPS - 10), "step"),
     "in sequence by epoch": (in_sequence(EPOCHS - 10), "epoch"),
+    "linear of torch": (made("LinearLR", 1.0, 0.01, STEPS), "step"),
+    "linear of torch by epoch": (made("LinearLR", 1.0, 0.01, EPOCHS), "epoch"),
+    "warm-up of torch": (made("LinearLR", total_iters=3), "epoch"),
+    "linear in sequence": (in_sequence(STEPS - 10, "LinearLR", "total_iters"), "step"),
+    "one period": (made("CosineAnnealingWarmRestarts", STEPS), "step"),
+    "periods by epoch": (made("CosineAnnealingWarmRestarts", 5), "epoch"),
+    "chained": (chained(made("CosineAnnealingLR", STEPS)), "step"),
+    "chained by epoch": (chained(made("CosineAnnealingLR", EPOCHS)), "epoch"),
     "cyclic": (made("CyclicLR", 0.01, 0.1), "step"),
     "stairs": (made("StepLR", 1), "epoch"),
 }
@@ -103,6 +118,29 @@ def test_a_scheduler_is_stepped_as_it_was_made_for(make: Make, interval: str) ->
 def test_one_made_for_neither_is_refused_with_both_numbers(make: Make, length: int) -> None:
     with pytest.raises(RequestError, match=f"made for {length:,} steps, and the run has 240 .* 8 samples in 20 epochs"):
         choose(make)
+
+
+@pytest.mark.parametrize(("workers", "accumulation", "length"), [(2, 1, STEPS), (2, 2, STEPS), (2, 2, STEPS // 2)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda length: made("CosineAnnealingLR", length),
+        lambda length: made("PolynomialLR", length),
+        lambda length: made("LinearLR", 1.0, 0.01, length),
+        lambda length: made("OneCycleLR", 0.1, total_steps=length),
+        lambda length: in_sequence(length - 10),
+        lambda length: chained(made("CosineAnnealingLR", length)),
+        lambda length: factor(lambda step: (1 - step / length) ** 0.9),
+    ],
+    ids=["cosine", "polynomial", "linear", "one cycle", "in sequence", "chained", "power"],
+)
+def test_one_made_for_the_steps_of_a_single_process_is_refused(
+    make: Callable[[int], Make], workers: int, accumulation: int, length: int
+) -> None:
+    batches = plan_batches(samples=96, micro_batch=8, workers=workers, accumulation=accumulation)
+    steps = EPOCHS * batches.steps_per_epoch
+    with pytest.raises(RequestError, match=f"made for {length} steps, and the run has {steps} "):
+        choose(make(length), steps, batches)
 
 
 def test_a_run_that_max_steps_ends_is_a_part_of_the_whole() -> None:

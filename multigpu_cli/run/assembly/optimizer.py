@@ -1,6 +1,6 @@
 """The optimizer of a run and its learning rates: the user's live ones, or those of the settings."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, OneCycleLR, SequentialLR
 
 from multigpu_cli.config.code_names import match_names
 from multigpu_cli.config.schema import OptimizerConfig
@@ -166,7 +166,14 @@ def compute_rate_factors(model: nn.Module, config: OptimizerConfig) -> dict[str,
     return factors
 
 
-_ENDS_ANYWHERE = (lr_scheduler.CosineAnnealingLR, lr_scheduler.PolynomialLR, lr_scheduler.SequentialLR)
+_ENDS = {
+    OneCycleLR: "total_steps",
+    lr_scheduler.CosineAnnealingLR: "T_max",
+    lr_scheduler.CosineAnnealingWarmRestarts: "T_0",
+    lr_scheduler.PolynomialLR: "total_iters",
+    lr_scheduler.LinearLR: "total_iters",
+}
+_ENDS_NOWHERE_ELSE = (OneCycleLR, LambdaLR)  # others may go on after their end, or be cut off before it
 _UNDERFLOW = 1e-12  # an exponential reaches zero too, long after it has become as good as zero
 
 
@@ -179,14 +186,14 @@ def choose_interval(scheduler: LRScheduler, epochs: int, steps: int, batches: Ba
     Raises:
         RequestError: it was made for another number of steps.
     """
-    whole = epochs * batches.steps_per_epoch
-    length = _find_length(scheduler, (epochs, steps, whole))
-    if length == epochs or (length not in (None, steps, whole) and isinstance(scheduler, _ENDS_ANYWHERE)):
-        return "epoch"
+    whole, alone = epochs * batches.steps_per_epoch, _count_steps_alone(epochs, batches)
+    length = _find_length(scheduler, sorted({epochs, steps, whole} | alone))
     if length is None:
         return "step" if _counts_steps(scheduler) else "epoch"
-    if length in (steps, whole):
+    if length != epochs and length in (steps, whole):
         return "step"
+    if length == epochs or not (length in alone or isinstance(scheduler, _ENDS_NOWHERE_ELSE)):
+        return "epoch"
     raise RequestError(
         f"scheduler: {type(scheduler).__name__} is made for {pluralize(length, 'step')}, and the run has "
         f"{pluralize(steps, 'optimizer step')} of up to {pluralize(batches.global_batch, 'sample')} in "
@@ -209,22 +216,26 @@ def refuse_early_end(scheduler: LRScheduler, calls: int) -> None:
         )
 
 
-def _find_length(scheduler: LRScheduler, expected: Iterable[int]) -> int | None:
+def _count_steps_alone(epochs: int, batches: BatchPlan) -> set[int]:
+    """How many optimizer steps one process would have by the length of its loader, with and without accumulation."""
+    whole, rest = divmod(batches.samples, batches.micro_batch)
+    loader, each = whole + bool(rest and not batches.drop_last), batches.accumulation
+    return {epochs * loader, epochs * loader // each, epochs * (loader // each), epochs * -(-loader // each)}
+
+
+def _find_length(scheduler: LRScheduler, expected: Collection[int]) -> int | None:
     """After how many of its steps a scheduler is at its end; None where none shows."""
     match scheduler:
-        case OneCycleLR():
-            return int(scheduler.total_steps)
-        case lr_scheduler.CosineAnnealingLR():
-            return int(scheduler.T_max)
-        case lr_scheduler.PolynomialLR():
-            return int(scheduler.total_iters)
-        case lr_scheduler.SequentialLR():
+        case SequentialLR():
             before = int(scheduler._milestones[-1])
             last = _find_length(scheduler._schedulers[-1], [number - before for number in expected])
             return None if last is None else before + last
+        case ChainedScheduler():
+            lengths = [_find_length(each, expected) for each in scheduler._schedulers]
+            return next((length for length in lengths if length in expected), None)
         case LambdaLR():
             return next(filter(None, (_find_zero(factor, expected) for factor in scheduler.lr_lambdas)), None)
-    return None
+    return next((int(getattr(scheduler, name)) for kind, name in _ENDS.items() if isinstance(scheduler, kind)), None)
 
 
 def _counts_steps(scheduler: LRScheduler) -> bool:

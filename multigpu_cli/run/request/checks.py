@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from multigpu_cli.capabilities import TASKS
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.class_weights import resolve_class_weights, resolve_sample_weights
+from multigpu_cli.data.class_weights import find_unlike_label, resolve_class_weights, resolve_sample_weights
 from multigpu_cli.data.fingerprint import DataFingerprint, describe_differences
 from multigpu_cli.data.load import FROM_MODEL, uses_environments
 from multigpu_cli.data.source import DataSource
@@ -104,6 +104,10 @@ def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:
     given = [key for key, value in wanted.items() if value is not None]
     if given and spec.task in TASKS and spec.task != "classification":
         yield RequestError(f"{given[0]} is for --task classification, not {spec.task}", remedy=f"leave {given[0]} out")
+        return
+    counts = "balanced" in wanted.values() or wanted["data.sample_weights"] is not None
+    if counts and (error := find_unlike_label(spec.source)):
+        yield error
         return
     resolvers = {"task.class_weights": resolve_class_weights, "data.sample_weights": resolve_sample_weights}
     for key, resolve in resolvers.items():
