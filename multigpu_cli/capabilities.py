@@ -118,6 +118,11 @@ ENVIRONMENTS = {
 }
 """`gym` takes a gymnasium id after a colon: gym:CartPole-v1."""
 
+LOGGERS = {
+    "mlflow": "multigpu_cli.loggers.mlflow:MLflowLogger",
+    "wandb": "multigpu_cli.loggers.wandb:WandbLogger",
+}
+
 METRICS = {
     "macro_accuracy": "multigpu_cli.metrics.builtin:MacroAccuracy",
     "macro_f1": "multigpu_cli.metrics.builtin:MacroF1",

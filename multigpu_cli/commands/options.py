@@ -12,12 +12,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, METRICS, MODELS, TASKS
+from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, LOGGERS, METRICS, MODELS, TASKS
 from multigpu_cli.config.recipes import find_recipes
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.setting import Setting
 from multigpu_cli.errors import RequestError, did_you_mean
-from multigpu_cli.loggers.base import LOGGERS
 from multigpu_cli.monitor.journal import dump_json
 
 _CALL = "This call"

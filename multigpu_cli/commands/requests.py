@@ -14,7 +14,6 @@ from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import gather, resolve
 from multigpu_cli.config.types import ValueType, choice, integer, number
 from multigpu_cli.errors import RequestError, combine_errors
-from multigpu_cli.loggers.base import PACKAGES
 
 _DATA = {"data", "data.args", "data.inputs", "data_dir", "model_dir"}
 _EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -71,7 +70,7 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
     config, faults, broken, filed, command, readable = gather(flags, values.get("set") or (), file, in_worker=in_worker)
     if readable:
         config = rules.drop_launcher_settings(config, filed, environ)
-        context = rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS, environ, METRICS, PACKAGES)
+        context = rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS, environ, METRICS)
         faults += rules.find_rule_errors(config, context, invalid_keys=broken)
     if wrong or faults:
         raise combine_errors([*wrong, *faults])

@@ -24,7 +24,6 @@ class RuleContext(NamedTuple):
     Attributes:
         datasets, environments, models, tasks, metrics: the built-in names; one with a colon is the user's own code.
         environ: the environment variables, which tell whether torchrun started this process.
-        loggers: the built-in loggers, with the package that each needs.
     """
 
     datasets: Collection[str] = ()
@@ -33,7 +32,6 @@ class RuleContext(NamedTuple):
     tasks: Collection[str] = ()
     environ: Mapping[str, str] = {}
     metrics: Collection[str] = ()
-    loggers: Mapping[str, str] = {}
 
 
 class Rule(NamedTuple):

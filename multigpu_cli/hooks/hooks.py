@@ -13,13 +13,13 @@ from torch import Tensor, enable_grad
 from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.hooks.load import HookClass, load_hooks
+from multigpu_cli.hooks.load import Hook, load_hooks
 from multigpu_cli.optimizers.build import base_rate
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents
 from multigpu_cli.run.part import Part
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.run.run import Run
-from multigpu_cli.runtime.factories import name_own_code
+from multigpu_cli.runtime.factories import call_factory, name_own_code
 from multigpu_cli.runtime.module_state import TensorVersions
 
 
@@ -65,47 +65,37 @@ class HookNumbers:
     error: str = ""
 
 
-@dataclass
-class _Hook:
-    """A hook with this rank's object, None where it wants none."""
-
-    kind: HookClass
-    object: Any
-    warned: bool = False
-
-
 class UserHooks(Part):
     """The hooks of a run; all ranks know all classes. Which rank is called, and when, follows from them alone."""
 
-    _hooks: list[_Hook]
     _left: dict[str, Any]  # states of the checkpoint, by name, of hooks that may have no rank among these workers
     _written = -1  # step of the last checkpoint that is on disk, as far as this rank has told its hooks
 
     def __init__(self, spec: RunSpec, world: World) -> None:
-        self._classes, self._world = run_on_all_ranks(world, lambda: load_hooks(spec.config.hook)), world
+        self._hooks, self._world = run_on_all_ranks(world, lambda: load_hooks(spec.config.hook)), world
         processes = max(world.size, spec.placement.num_processes_to_launch)
         self._processes = 1 if spec.placement.strategy == "dp" else processes
 
     def plan_notes(self) -> dict[str, str | list[str]]:
-        return {"hooks": [each.describe(self._processes) for each in self._classes]}
+        return {"hooks": [each.describe(self._processes) for each in self._hooks]}
 
     def fitted(self, components: TrainComponents) -> None:
         """Make the hooks of this rank, with their states; each rank of a hook loads the same."""
         states, world = components.state.part_states["hooks"], self._world
-        self._left = {each.name: states.pop(each.name) for each in self._classes if each.name in states}
-        self._hooks = run_on_all_ranks(world, lambda: [_build(each, world, self._left) for each in self._classes])
+        self._left = {each.name: states.pop(each.name) for each in self._hooks if each.name in states}
+        run_on_all_ranks(world, lambda: [_build(each, world, self._left) for each in self._hooks])
 
     def start(self, run: Run, stack: ExitStack) -> None:
         self._call(run, "start")
 
     def after_backward(self, run: Run, step: int) -> None:
-        if any(hook.kind.is_due("after_backward", step + 1) for hook in self._hooks):
+        if any(hook.is_due("after_backward", step + 1) for hook in self._hooks):
             scale = float(run.state.precision.state_dict().get("scale", 1.0))
             self._call(run, "after_backward", step=step + 1, loss_scale=scale)
 
     def step_end(self, run: Run, step: int, outcome: StepResult) -> None:
         """Where a hook asks for it, the step's loss is reduced and the host waits."""
-        if any(hook.kind.is_due("step_end", step + 1) for hook in self._hooks):
+        if any(hook.is_due("step_end", step + 1) for hook in self._hooks):
             run.observer.loss.all_reduce_pending()
             norm, skipped = float(outcome.grad_norm), bool(outcome.skipped)
             self._call(run, "step_end", step=step + 1, loss=run.observer.loss.last, grad_norm=norm, skipped=skipped)
@@ -124,7 +114,7 @@ class UserHooks(Part):
     def saved(self, run: Run) -> None:
         """Tell the other ranks, if a hook there asks."""
         self._call_saved(run, run.checkpointer.written)
-        if any("saved" in hook.kind.methods and hook.kind.ranks != (0,) for hook in self._hooks):
+        if any("saved" in hook.methods and hook.ranks != (0,) for hook in self._hooks):
             self._call_saved(run, int(broadcast_object(run.world, self._written)))
 
     def end(self, run: Run, summary: Mapping[str, Any]) -> None:
@@ -147,15 +137,15 @@ class UserHooks(Part):
         """
         states: dict[str, Any] = {}
         for hook in self._hooks:
-            source, name = hook.kind.first_rank(run.world), hook.kind.name
-            if hook.kind.has_state and source is None:
+            source, name = hook.first_rank(run.world), hook.name
+            if hook.has_state and source is None:
                 states |= {name: self._left[name]} if name in self._left else {}
-            elif hook.kind.has_state:
+            elif hook.has_state:
                 own = None
                 if run.world.rank == source:
-                    with name_own_code(f"--hook {hook.kind.code}: state_dict"):
+                    with name_own_code(f"--hook {hook.code}: state_dict"):
                         found = hook.object.state_dict()
-                    own = copy_state(found, f"--hook {hook.kind.code}: state_dict returned")
+                    own = copy_state(found, f"--hook {hook.code}: state_dict returned")
                 states[name] = broadcast_object(run.world, own, source=source) if source else own
         return {"hooks": states}
 
@@ -167,7 +157,7 @@ class UserHooks(Part):
     def _call(self, run: Run, method: str, **more: Any) -> None:
         """Call this rank's hooks that have the method, and are due."""
         step = more.get("step", run.progress.step)
-        hooks = [hook for hook in self._hooks if hook.object is not None and hook.kind.is_due(method, step)]
+        hooks = [hook for hook in self._hooks if hook.object is not None and hook.is_due(method, step)]
         if not hooks:
             return
         numbers, weights = _read_numbers(run, step, more), _name_tensors(run)
@@ -179,14 +169,14 @@ class UserHooks(Part):
 
 
 def _call_one(
-    run: Run, hook: _Hook, method: str, numbers: HookNumbers, tensors: tuple[Any, ...], watched: dict[str, Any]
+    run: Run, hook: Hook, method: str, numbers: HookNumbers, tensors: tuple[Any, ...], watched: dict[str, Any]
 ) -> None:
     """Call one method of one hook.
 
     Raises:
         TrainingError: it failed, or changed a tensor in place.
     """
-    call, watchdog = f"--hook {hook.kind.code}: {method}", run.observer.watchdog
+    call, watchdog = f"--hook {hook.code}: {method}", run.observer.watchdog
     versions = TensorVersions(watched)
     watchdog.mark_progress()
     began = time.perf_counter()
@@ -201,11 +191,11 @@ def _call_one(
             "would depend on which ranks it is on",
             remedy="clone() the tensor first; to change gradients or weights, an optimizer or task of your own",
         )
-    if taken > hook.kind.budget_ms and not hook.warned:
+    if taken > hook.budget_ms and not hook.warned:
         hook.warned = True
         _warn(
             run,
-            f"{call} took {taken:.1f} ms at step {numbers.step}, of a budget of {hook.kind.budget_ms:g} ms "
+            f"{call} took {taken:.1f} ms at step {numbers.step}, of a budget of {hook.budget_ms:g} ms "
             "(its budget_ms): training waits for it. This is said once.",
         )
 
@@ -240,18 +230,22 @@ def _warn(run: Run, text: str) -> None:
     warn(text)
 
 
-def _build(kind: HookClass, world: World, states: Mapping[str, Any]) -> _Hook:
-    if not kind.is_on(world):
-        return _Hook(kind, None)
-    made = kind.make()
-    if kind.has_state and kind.name in states:
+def _build(hook: Hook, world: World, states: Mapping[str, Any]) -> None:
+    """Make this rank's object, if it wants one.
+
+    Raises:
+        RequestError: its constructor or load_state_dict fails, or does not take what it is given.
+    """
+    if hook.ranks is not None and world.rank not in hook.ranks:
+        return
+    hook.object = call_factory(hook.factory, {}, hook.args, where="hook")
+    if hook.has_state and hook.name in states:
         try:
-            with name_own_code(f"--hook {kind.code}: load_state_dict, with its state of the checkpoint,"):
-                made.load_state_dict(copy_state(states[kind.name], ""))
+            with name_own_code(f"--hook {hook.code}: load_state_dict, with its state of the checkpoint,"):
+                hook.object.load_state_dict(copy_state(states[hook.name], ""))
         except TrainingError as error:
-            remedy = f"another name for its new form: --hook NAME={kind.code}"
+            remedy = f"another name for its new form: --hook NAME={hook.code}"
             raise RequestError(error.problem, remedy=remedy) from error
-    return _Hook(kind, made)
 
 
 def copy_state(value: Any, what: str) -> Any:

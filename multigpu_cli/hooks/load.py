@@ -1,4 +1,4 @@
-"""Imports and checks the classes that --hook names, before anything is written; no object is made here."""
+"""Imports and checks the classes that --hook names, before anything is written."""
 
 import inspect
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from multigpu_cli.config.schema import HookConfig
 from multigpu_cli.config.types import quote_value
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.runtime.factories import call_factory, find_factory
+from multigpu_cli.runtime.factories import bind_call, find_factory
 
 TENSORS = ("after_backward", "step_end")
 """Methods that also get named tensors."""
@@ -21,9 +21,9 @@ _LIKE = 0.8  # of a known name, above which another one is taken for a misspelli
 _BUDGET_MS = 100.0
 
 
-@dataclass(frozen=True)
-class HookClass:
-    """A class of --hook that was checked.
+@dataclass
+class Hook:
+    """A class of --hook that was checked, and this rank's object.
 
     Attributes:
         name: of its arguments and its state.
@@ -34,6 +34,8 @@ class HookClass:
         every: after_backward and step_end are called in each `every`-th step.
         budget_ms: milliseconds of a call beyond which there is a warning.
         has_state: it has state_dict and load_state_dict.
+        object: None before it is made, and where this rank wants none.
+        warned: of its budget.
     """
 
     name: str
@@ -45,6 +47,8 @@ class HookClass:
     every: int
     budget_ms: float
     has_state: bool
+    object: Any = None
+    warned: bool = False
 
     def describe(self, world_size: int) -> str:
         """What the plan says of it."""
@@ -52,10 +56,6 @@ class HookClass:
         where += ", which is not there" if self.ranks and min(self.ranks) >= world_size else ""
         steps = f"; each {self.every} steps" if self.every > 1 and set(TENSORS) & set(self.methods) else ""
         return f"{self.code}, {where}: {', '.join(self.methods)}{steps}"
-
-    def is_on(self, world: World) -> bool:
-        """Whether this rank has one."""
-        return self.ranks is None or world.rank in self.ranks
 
     def first_rank(self, world: World) -> int | None:
         """The lowest rank that has one, whose state checkpoints hold; None if none has."""
@@ -66,26 +66,18 @@ class HookClass:
         """Whether a method is called in this step, counted from 1."""
         return method in self.methods and (method not in TENSORS or step % self.every == 0)
 
-    def make(self) -> Any:
-        """The object.
 
-        Raises:
-            RequestError: its constructor fails, or does not take the arguments.
-        """
-        return call_factory(self.factory, {}, self.args, where="hook")
-
-
-def load_hooks(config: HookConfig) -> tuple[HookClass, ...]:
+def load_hooks(config: HookConfig) -> list[Hook]:
     """The classes in the order in which they are called.
 
     Raises:
         RequestError: there is no such class, or it is no hook.
     """
     entries = [parse_hook(text) for text in config.names]
-    return tuple(_load(entry, config.args.get(entry.name, {})) for entry in entries)
+    return [_load(entry, config.args.get(entry.name, {})) for entry in entries]
 
 
-def _load(entry: NamedCode, args: dict[str, Any]) -> HookClass:
+def _load(entry: NamedCode, args: dict[str, Any]) -> Hook:
     flag, found = f"--hook {entry.code}", find_factory(entry.code, {}, flag="--hook")
     if not inspect.isclass(found):
         raise RequestError(f"{flag}: it is a {type(found).__name__}, not a class", remedy="name a class")
@@ -97,7 +89,7 @@ def _load(entry: NamedCode, args: dict[str, Any]) -> HookClass:
     if len(state) == 1:
         other = next(name for name in _STATE if name not in state)
         raise RequestError(f"{flag}: it has {state[0]}, and no {other}", remedy="both of them, or neither")
-    return HookClass(
+    return Hook(
         name=entry.name,
         code=entry.code,
         factory=found,
@@ -132,13 +124,9 @@ def _check_signature(found: type, name: str, flag: str) -> None:
             f"{flag}: a call of {name} would run nothing of it", remedy="a plain method, without async and yield"
         )
     bound = isinstance(inspect.getattr_static(found, name), staticmethod | classmethod)
-    try:
-        inspect.signature(getattr(found, name)).bind(*given, *([] if bound else ["self"]))
-    except TypeError as error:
-        raise RequestError(
-            f"{flag}: {name} does not take {pluralize(len(given), 'argument')}: {error}",
-            remedy=f"def {name}(self, {', '.join(given)})",
-        ) from error
+    problem = f"{flag}: {name} does not take {pluralize(len(given), 'argument')}"
+    remedy = f"def {name}(self, {', '.join(given)})"
+    bind_call(getattr(found, name), len(given) + (not bound), {}, problem=problem, remedy=remedy)
 
 
 def _parse_ranks(wanted: Any, flag: str) -> tuple[int, ...] | None:

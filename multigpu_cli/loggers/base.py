@@ -1,11 +1,12 @@
 """The interfaces of loggers: `Logger` for the user's own class, `Destination` for the sender; names and checks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from multigpu_cli.capabilities import LOGGERS
+from multigpu_cli.config import rules
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, combine_errors
-from multigpu_cli.loggers.rules import find_logger_errors
 from multigpu_cli.runtime.factories import find_factory
 
 
@@ -103,24 +104,21 @@ class Destination(Protocol):
         """The attempt has ended, and all its rows were sent."""
 
 
-LOGGERS = {
-    "mlflow": "multigpu_cli.loggers.mlflow:MLflowLogger",
-    "wandb": "multigpu_cli.loggers.wandb:WandbLogger",
-}
-
-PACKAGES = {"mlflow": "mlflow", "wandb": "wandb"}
-"""The package that each needs, which is also the name of the extra."""
-
-_METHODS = ("open", "log", "close")
-
-
-def check_own_logger(name: str) -> None:
-    """Import a logger class, and check that it has the methods.
+def find_logger(name: str) -> Callable[[], Destination]:
+    """What makes the destination of a built-in logger, or of the user's own class.
 
     Raises:
-        RequestError: there is no such class, or a method is missing.
+        RequestError: there is no such class, or it lacks a method.
     """
-    _find_class(name)
+    found = find_factory(name, LOGGERS, flag="--logger")
+    if name in LOGGERS:
+        return found
+    if missing := [method for method in ("open", "log", "close") if not callable(getattr(found, method, None))]:
+        raise RequestError(
+            f"--logger {name}: it has no method {' and no '.join(missing)}",
+            remedy="a class with open(run_id, config), log(step, numbers) and close(): docs/guide/loggers.md",
+        )
+    return lambda: OwnLogger(found())
 
 
 class OwnLogger:
@@ -128,8 +126,8 @@ class OwnLogger:
 
     confirms_each = True
 
-    def __init__(self, name: str) -> None:
-        self._logger: Logger = _find_class(name)()
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
 
     def open(self, run: RunIdentity, sent: int) -> int:
         self._logger.open(run.id, dict(run.config))
@@ -143,24 +141,14 @@ class OwnLogger:
         self._logger.close()
 
 
-def _find_class(name: str) -> type[Logger]:
-    found = find_factory(name, {}, flag="--logger")
-    if missing := [method for method in _METHODS if not callable(getattr(found, method, None))]:
-        raise RequestError(
-            f"--logger {name}: it has no method {' and no '.join(missing)}",
-            remedy="a class with open(run_id, config), log(step, numbers) and close(): docs/guide/loggers.md",
-        )
-    return found  # type: ignore[return-value]
-
-
 def check_loggers(config: Config) -> None:
     """Look for the packages of the built-in loggers, and import the user's own classes.
 
     Raises:
         RequestError: some logger can't be used; all of them are named.
     """
-    if errors := list(find_logger_errors(config, PACKAGES)):
+    if errors := rules.find_rule_errors(config, rules.RuleContext(), only="logger"):
         raise combine_errors(errors)
     for name in config.log.loggers:
-        if ":" in name:
-            check_own_logger(name)
+        if name not in LOGGERS:
+            find_logger(name)

@@ -6,15 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.config import rules
 from multigpu_cli.config.paths import refuse_links
 from multigpu_cli.config.schema import Config, LogConfig
 from multigpu_cli.config.types import loggers as logger_names
 from multigpu_cli.distributed.collectives import run_on_main_rank
 from multigpu_cli.distributed.world import World
-from multigpu_cli.errors import RequestError, TrainingError, combine_errors, pluralize
+from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.faults.watchdog import Watchdog
-from multigpu_cli.loggers.base import PACKAGES, check_loggers
+from multigpu_cli.loggers.base import check_loggers
 from multigpu_cli.loggers.process import LoggerProcess, list_unsent
 from multigpu_cli.loggers.sender import hold_lock, read_position
 from multigpu_cli.monitor.console import Console
@@ -103,7 +102,5 @@ def _parse_names(to: Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise RequestError("--to names no logger", remedy="--to mlflow, wandb or module:Class")
     config = replace(Config(), log=LogConfig(loggers=names))
-    if errors := rules.find_rule_errors(config, rules.RuleContext(loggers=PACKAGES), only="logger"):
-        raise combine_errors(errors)
     check_loggers(config)
     return tuple(names)

@@ -1,8 +1,9 @@
 """The rules of --logger: known names, installed packages, and no password in any setting."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 
+from multigpu_cli.capabilities import LOGGERS
 from multigpu_cli.config.code_names import has_password
 from multigpu_cli.config.rules import Rule, RuleContext
 from multigpu_cli.config.schema import SETTINGS, Config
@@ -10,20 +11,21 @@ from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.errors import RequestError, did_you_mean
 
 
-def find_logger_errors(config: Config, packages: Mapping[str, str]) -> Iterator[RequestError]:
-    """What is wrong with the loggers of a request; nothing of theirs is imported.
-
-    Args:
-        packages: the package that each built-in logger needs; its extra has the logger's name.
-    """
+def _loggers(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+    """What is wrong with the loggers of a request; nothing of theirs is imported."""
     for name in config.log.loggers:
-        if name in packages and find_spec(packages[name]) is None:
-            yield RequestError(
-                f"--logger {name} needs the package {packages[name]}", remedy=f"pip install 'multigpu-cli[{name}]'"
-            )
-        elif name not in packages and ":" not in name:
-            remedy = f"{did_you_mean(name, packages)} (or your own as module:Class)"
+        if name in LOGGERS:
+            if find_spec(name) is None:  # package and extra have its name
+                yield RequestError(
+                    f"--logger {name} needs the package {name}", remedy=f"pip install 'multigpu-cli[{name}]'"
+                )
+        elif ":" not in name:
+            remedy = f"{did_you_mean(name, LOGGERS)} (or your own as module:Class)"
             yield RequestError(f"--logger {name}: unknown name", remedy=remedy)
+        elif not OWN_CODE.fullmatch(name) or name.partition(":")[0].endswith(".py"):
+            yield RequestError(
+                f"--logger {name}: must be module:Class", remedy="use --logger my_file:Log for class Log in my_file.py"
+            )
     if config.log.loggers:
         for key, entry in SETTINGS.items():
             if has_password(config.get(key)):
@@ -31,15 +33,6 @@ def find_logger_errors(config: Config, packages: Mapping[str, str]) -> Iterator[
                     f"{entry.flag or key}: an address with a password, which --logger would send on",
                     remedy="leave the password out, and read it from the environment",
                 )
-
-
-def _loggers(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    for name in config.log.loggers:
-        if ":" in name and (not OWN_CODE.fullmatch(name) or name.partition(":")[0].endswith(".py")):
-            yield RequestError(
-                f"--logger {name}: must be module:Class", remedy="use --logger my_file:Log for class Log in my_file.py"
-            )
-    yield from find_logger_errors(config, facts.loggers)
 
 
 RULES = (Rule("logger", _loggers),)

@@ -19,11 +19,10 @@ import yaml
 from multigpu_cli.config.code_names import hide_passwords
 from multigpu_cli.distributed.launch_env import list_secrets
 from multigpu_cli.errors import pluralize
-from multigpu_cli.loggers.base import LOGGERS, Destination, Ending, OwnLogger, Row, RunIdentity
+from multigpu_cli.loggers.base import Destination, Ending, Row, RunIdentity, find_logger
 from multigpu_cli.monitor.history import JOURNAL, read_json
 from multigpu_cli.monitor.journal import Event, parse_event
 from multigpu_cli.monitor.tensorboard import list_scalars
-from multigpu_cli.runtime.factories import find_factory
 
 _COMPARED = ("loss", "mean_loss", "lr")
 _ROUNDING = 1e-3  # by which a step that was trained again, perhaps on more workers, may differ; BatchNorm amplifies
@@ -146,7 +145,7 @@ class Sender(threading.Thread):
             pause, failed = 1.0, 0
             while not self.arrived:
                 try:
-                    destination = _make_destination(self._logger)
+                    destination = find_logger(self._logger)()
                     self.moved = time.monotonic()  # importing its package may take half a minute
                     self._send_all(destination)
                 except Exception as error:  # a logger or its server may raise anything: it is told, and tried again
@@ -225,13 +224,6 @@ class Sender(threading.Thread):
             self._position.error = text
             self._note(f"logger {self._logger}: {text}")
         write_position(self._run, self._position)
-
-
-def _make_destination(logger: str) -> Destination:
-    if logger in LOGGERS:
-        destination: Destination = find_factory(logger, LOGGERS, flag="--logger")()
-        return destination
-    return OwnLogger(logger)
 
 
 def identify_run(run: Path) -> RunIdentity | None:

@@ -1,6 +1,6 @@
 """The kinds of metrics: sums over the split, all outputs in order, one value for each sample."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import fsum, inf, nan
 from typing import Any
 
@@ -21,17 +21,10 @@ class SummedMetric(Metric):
 
     Whole numbers are added as int64. Others have a slot for each batch, and the slots are added without rounding, as
     float64.
-
-    Args:
-        make: a fresh object for each evaluation.
     """
 
-    def __init__(self, name: str, code: str, make: Callable[[], Any]) -> None:
-        super().__init__(name, code)
-        self._make = make
-
     def begin(self, batches: int, world: World) -> None:
-        self._object, self._batches = self._make(), batches
+        self._object, self._batches = self._own_code(), batches
         self._whole: Tensor | None = None  # (k,) int64
         self._parts: dict[int, Tensor] = {}  # (k,) float64, by the number of the batch
 
@@ -97,17 +90,10 @@ class OrderedMetric(Metric):
     What the object keeps is its own affair, so any such class is exact: also torchmetrics', whose own exchange between
     processes is turned off. Outputs and targets come in host memory. The other ranks keep theirs until the pass ends,
     and send them batch by batch.
-
-    Args:
-        make: a fresh object for each evaluation.
     """
 
-    def __init__(self, name: str, code: str, make: Callable[[], Any]) -> None:
-        super().__init__(name, code)
-        self._make = make
-
     def begin(self, batches: int, world: World) -> None:
-        self._object, self._batches, self._is_main = self._make(), batches, world.is_main
+        self._object, self._batches, self._is_main = self._own_code(), batches, world.is_main
         for part in self._object.modules() if hasattr(self._object, "modules") else ():
             if hasattr(part, "distributed_available_fn"):  # torchmetrics', which would wait for the other ranks
                 part.distributed_available_fn = lambda: False
@@ -167,21 +153,14 @@ class PerSampleMetric(Metric):
 
     Each batch is summed in float64 into a slot of its own, which one worker fills; the slots are added without rounding
     (Shewchuk's fsum). So the bits do not depend on the number of workers.
-
-    Args:
-        function: outputs, targets → (n,) values, or a pair of them.
     """
-
-    def __init__(self, name: str, code: str, function: Callable[[Any, Any], Any]) -> None:
-        super().__init__(name, code)
-        self._function = function
 
     def begin(self, batches: int, world: World) -> None:
         self._slots = torch.zeros(2, batches, dtype=torch.float64, device=world.device)
 
     def add(self, number: int, outputs: Any, targets: Any, samples: int) -> None:
         with name_own_code(f"{self.label}: it"):
-            found = self._function(outputs, targets)
+            found = self._own_code(outputs, targets)
         parts = found if isinstance(found, tuple) and len(found) == 2 else (found,)
         for row, part in zip(self._slots, parts, strict=False):
             row[number] = self._check_shape(part, found, samples).double().sum()

@@ -1,7 +1,6 @@
 """Makes the metrics that --metric names: built-in ones, the user's own, torchmetrics'."""
 
 import inspect
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from math import nan
@@ -19,7 +18,7 @@ from multigpu_cli.metrics.kinds import OrderedMetric, PerSampleMetric, SummedMet
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.part import Part
 from multigpu_cli.run.request.spec import RunSpec
-from multigpu_cli.runtime.factories import call_factory, find_factory
+from multigpu_cli.runtime.factories import bind_call, call_factory, find_factory
 from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 from multigpu_cli.tasks.base import BatchMetrics, Task
 from multigpu_cli.tasks.metric import Metric, MetricMeter
@@ -50,7 +49,9 @@ def _load(entry: NamedCode, args: dict[str, Any], source: DataSource, task: str)
         raise RequestError(f"{flag}: the package {_LIBRARY} is not installed", remedy=f"pip install {_LIBRARY}")
     found = find_factory(code, METRICS, flag="--metric")
     if not inspect.isclass(found):
-        return PerSampleMetric(name, code, _bind(found, flag, args))
+        problem = f"{flag}: it can't be called with outputs, targets{''.join(f', {name}=' for name in args)}"
+        remedy = "function(outputs, targets, …), and metric.args.NAME for its other parameters"
+        return PerSampleMetric(name, code, bind_call(found, 2, args, problem=problem, remedy=remedy))
     offered: dict[str, Any] = {"num_classes": source.num_classes, "class_names": source.class_names}
     if of_library:
         offered |= {"task": _KINDS.get(task), "num_labels": source.num_outputs} if task in _KINDS else {}
@@ -71,18 +72,6 @@ def _choose_kind(found: type, flag: str) -> type[SummedMetric] | type[OrderedMet
         f"{flag}: the class has neither a method update nor sums",
         remedy="update(outputs, targets), which sees each batch in order, or sums(outputs, targets), a tensor (k,)",
     )
-
-
-def _bind(function: Callable[..., Any], flag: str, args: dict[str, Any]) -> Callable[[Any, Any], Any]:
-    """The function of outputs and targets, with its other arguments."""
-    try:
-        inspect.signature(function).bind(None, None, **args)
-    except TypeError as error:
-        raise RequestError(
-            f"{flag}: it can't be called with outputs, targets{''.join(f', {name}=' for name in args)}: {error}",
-            remedy="function(outputs, targets, …), and metric.args.NAME for its other parameters",
-        ) from error
-    return partial(function, **args)
 
 
 class Metrics(Part):

@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -120,6 +121,25 @@ def call_factory(
         lines += ["  it was called with"] + [f"    {name} = {quote_value(value)}" for name, value in chosen.items()]
         remedy = f"change {where}.args, or use --debug to see the traceback"
         raise RequestError("\n".join(lines), remedy=remedy) from error
+
+
+def bind_call(
+    function: Callable[..., Any], given: int, args: Mapping[str, Any], *, problem: str, remedy: str
+) -> Callable[..., Any]:
+    """The function with the user's own arguments.
+
+    Args:
+        given: how many values it will be called with beside them.
+        problem: what is said where it can't be called so, before the reason.
+
+    Raises:
+        RequestError: it does not take that many values, or not these arguments.
+    """
+    try:
+        inspect.signature(function).bind(*range(given), **args)
+    except TypeError as error:
+        raise RequestError(f"{problem}: {error}", remedy=remedy) from error
+    return partial(function, **args)
 
 
 def _list_settings(part: str) -> list[str]:

@@ -23,10 +23,11 @@ class Metric(ABC):
     Args:
         name: val_NAME and test_NAME are what it is called in journal and summary.
         code: what --metric names.
+        own_code: makes a fresh object for each evaluation; or the function: outputs, targets → (n,) values, or a pair.
     """
 
-    def __init__(self, name: str, code: str) -> None:
-        self.name, self.label = name, f"--metric {code}"
+    def __init__(self, name: str, code: str, own_code: Callable[..., Any]) -> None:
+        self.name, self.label, self._own_code = name, f"--metric {code}", own_code
 
     @abstractmethod
     def begin(self, batches: int, world: World) -> None:

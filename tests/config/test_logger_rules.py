@@ -2,16 +2,15 @@ from typing import Any
 
 import pytest
 
+from multigpu_cli.config.rules import RuleContext
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.loggers import rules
-from multigpu_cli.loggers.rules import find_logger_errors
-
-PACKAGES = {"mlflow": "mlflow", "wandb": "wandb"}
 
 
 def errors(flags: dict[str, Any], *sets: str) -> str:
-    return "\n".join(str(error) for error in find_logger_errors(resolve(flags, sets, None), PACKAGES))
+    [rule] = rules.RULES
+    return "\n".join(str(error) for error in rule.check(resolve(flags, sets, None), RuleContext()))
 
 
 def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs_it(

@@ -1,7 +1,6 @@
 """Plans a run: batches, learning rate, schedule and precision, each with the reason for its choice."""
 
 import inspect
-from functools import partial
 
 import torch
 
@@ -11,14 +10,13 @@ from multigpu_cli.data.load import find_data_factory
 from multigpu_cli.distributed.collectives import run_on_all_ranks
 from multigpu_cli.distributed.placement import MULTI_PROCESS, count_cores
 from multigpu_cli.distributed.world import World
-from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.optimizer_names import find_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.planning.schedule import Rate, ScheduleFunction, plan_schedule, resolve_learning_rate
 from multigpu_cli.run.assembly.optimizer import choose_interval
 from multigpu_cli.run.request.spec import RunRequest
-from multigpu_cli.runtime.factories import find_factory
+from multigpu_cli.runtime.factories import bind_call, find_factory
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.seeding import set_threads_per_rank
 
@@ -95,17 +93,15 @@ def _load_schedule(config: Config) -> ScheduleFunction | None:
     if ":" not in name:
         return None
     function = find_factory(name, {}, flag="--schedule")
-    parameters = inspect.signature(function)
-    try:
-        parameters.bind(0, 1, **args)
-    except TypeError as error:
-        further = list(parameters.parameters)[2:]
-        known = f"; schedule.args has {', '.join(further)}" if further else ""
-        raise RequestError(
-            f"--schedule {name}: can't be called with step, total and schedule.args: {error}",
-            remedy=f"a function of (step, total), which returns the factor of the peak rate{known}",
-        ) from error
-    return partial(function, **args) if args else function
+    further = ", ".join(list(inspect.signature(function).parameters)[2:])
+    return bind_call(
+        function,
+        2,
+        args,
+        problem=f"--schedule {name}: can't be called with step, total and schedule.args",
+        remedy="a function of (step, total), which returns the factor of the peak rate"
+        + (f"; schedule.args has {further}" if further else ""),
+    )
 
 
 def _resolve_rate(request: RunRequest, batches: BatchPlan) -> Rate:
