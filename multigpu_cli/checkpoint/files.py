@@ -161,7 +161,12 @@ def lock_folder(folder: Path) -> Iterator[None]:
             f"--save-dir {folder}: {error.strerror or error}", remedy="use another --save-dir"
         ) from error
     with file:
-        _take(file, folder)
+        until = time.monotonic() + _MOMENT
+        try:
+            if not take_lock(file, lambda: time.monotonic() > until):
+                raise locked_error(folder)
+        except OSError as error:
+            raise _no_lock(folder, error) from error
         try:
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), _signature().encode())
@@ -173,19 +178,20 @@ def lock_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def _take(file: IO[str], folder: Path) -> None:
-    until = time.monotonic() + _MOMENT
+def take_lock(file: IO[str], is_over: Callable[[], bool]) -> bool:
+    """Take the lock of an open file, and wait for it until `is_over`; whether it is taken, until the file is closed.
+
+    Raises:
+        OSError: the file system does not support locks.
+    """
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            if time.monotonic() > until:
-                raise locked_error(folder) from error
-            time.sleep(0.02)
-        except OSError as error:
-            raise _no_lock(folder, error) from error
-        else:
-            return
+            return True
+        except BlockingIOError:
+            if is_over():
+                return False
+            time.sleep(0.05)
 
 
 def _signature() -> str:

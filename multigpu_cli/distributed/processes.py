@@ -58,46 +58,61 @@ class Companion:
     Args:
         module: its `main(arguments)` calls `accompany` first. The working directory stays that of the run, and no
             module is searched there.
+        hear: gets each line that it writes, from `relay`.
         errors: where its stderr goes, and what libraries print.
 
     Raises:
         OSError: the machine can't start one.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], errors: int | IO[bytes] = subprocess.DEVNULL) -> None:
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        hear: Callable[[str], None],
+        errors: int | IO[bytes] = subprocess.DEVNULL,
+    ) -> None:
         command = [sys.executable, "-P", "-c", _START, str(_ROOT), module, *arguments]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
         assert self.process.stdin
         assert self.process.stdout
-        self._pipe, self._notes, self._unread = self.process.stdin, self.process.stdout, b""
+        self._pipe, self._notes, self._unread, self._hear = self.process.stdin, self.process.stdout, b"", hear
         os.set_blocking(self._notes.fileno(), False)
 
     @property
     def running(self) -> bool:
         return self.process.poll() is None
 
-    def read_notes(self) -> list[str]:
-        """The lines that it has written since the last call."""
+    def relay(self) -> None:
+        """Hear the lines that it has written since the last call."""
         if not self._notes.closed:
             with suppress(BlockingIOError):
                 self._unread += os.read(self._notes.fileno(), 65536)
         *lines, self._unread = self._unread.split(b"\n")
-        return [line.decode(errors="replace") for line in lines]
+        for line in lines:
+            self._hear(line.decode(errors="replace"))
 
-    def tell_end(self) -> None:
-        """The run has ended: the process sends the rest, and ends."""
+    def end(self, waits: Callable[[], bool], *, kill: bool = False) -> None:
+        """The run has ended: the process sends the rest, and ends; wait for that, asking `waits` again and again.
+
+        Args:
+            kill: if it is still at work then; else it goes on alone, for as long as it gives itself.
+        """
         with suppress(BrokenPipeError):  # it is gone already
             self._pipe.write(b"\n")  # closing alone is not seen while a loader process, a fork, holds the pipe too
             self._pipe.close()
-
-    def leave(self, *, kill: bool) -> None:
-        """Hear it no more; if it is not killed, it goes on alone, for as long as it gives itself."""
-        self._notes.close()
-        if self.running and kill:
-            with suppress(ProcessLookupError):  # it has just ended
-                os.killpg(self.process.pid, signal.SIGKILL)
-        threading.Thread(target=self.process.wait, name="companion's end", daemon=True).start()
+        try:
+            while self.running and waits():
+                self.relay()
+                time.sleep(0.05)
+        finally:
+            self.relay()
+            self._notes.close()
+            if self.running and kill:
+                with suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(self.process.pid, signal.SIGKILL)
+            threading.Thread(target=self.process.wait, name="companion's end", daemon=True).start()
 
 
 def accompany() -> tuple[threading.Event, Callable[[str], None]]:

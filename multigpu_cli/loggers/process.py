@@ -52,13 +52,13 @@ class LoggerProcess:
         (run / FOLDER).mkdir(exist_ok=True)
         text = json.dumps(request | {"again": again, "replay": replay})
         # its stderr goes nowhere: libraries may name a server with its password
-        self._companion = Companion("multigpu_cli.loggers.process", [text])
+        self._companion = Companion("multigpu_cli.loggers.process", [text], self._hear)
 
     def __call__(self, event: Event) -> None:
         """Note how the run ends, and show what the process has to say: one read that does not wait."""
         if event["event"] == "end":
             self._status = str(event["status"])
-        self._relay()
+        self._companion.relay()
         if not self._lost and not self._companion.running:
             self._lost = True
             self._warn("the process of the loggers has ended; the training goes on, and the journal has everything")
@@ -67,23 +67,19 @@ class LoggerProcess:
         """End the process: give it time after a completed run, less after a stop, none after a failure."""
         patience = {"completed": self._wait, "stopped": min(self._wait, _STOPPED)}.get(self._status, 0.0)
         until = time.monotonic() + patience + _MARGIN if patience or self._replay else 0.0
-        self._companion.tell_end()
-        try:
-            while self._companion.running and (self._replay or time.monotonic() < until):
-                self._relay()
+
+        def waits() -> bool:
+            if within := self._replay or time.monotonic() < until:
                 self._alive()
-                time.sleep(0.05)
-        finally:
-            self._relay()
-            self._companion.leave(kill=bool(patience or self._replay))  # after a failure it goes on alone
+            return within
+
+        self._companion.end(waits, kill=bool(patience or self._replay))  # after a failure it goes on alone
         if patience:
             for position, lines in list_unsent(self._run, self._loggers):
                 self._warn(explain_unsent(self._run, position, lines))
 
-    def _relay(self) -> None:
-        """Show the lines that the process has written."""
-        for line in self._companion.read_notes():
-            self._warn(line + ("" if self._replay else "; the training goes on"))
+    def _hear(self, line: str) -> None:
+        self._warn(line + ("" if self._replay else "; the training goes on"))
 
 
 def list_unsent(run: Path, loggers: Sequence[str]) -> list[tuple[Position, int]]:

@@ -1,6 +1,5 @@
 """Sends a journal to one logger: in a thread of its own, from where the last one stopped, again after an error."""
 
-import fcntl
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from multigpu_cli.checkpoint.files import take_lock
 from multigpu_cli.config.code_names import hide_passwords
 from multigpu_cli.distributed.launch_env import list_secrets
 from multigpu_cli.errors import pluralize
@@ -342,17 +342,7 @@ def hold_lock(run: Path, logger: str, is_over: Callable[[], bool] = lambda: Fals
     """Hold the lock of those who send a run to this logger; wait for it until `is_over`. Yields whether it is held."""
     (run / FOLDER).mkdir(exist_ok=True)
     with open(_file(run, logger).with_suffix(".lock"), "a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if is_over():
-                    yield False
-                    return
-                time.sleep(0.1)
-            else:
-                yield True
-                return
+        yield take_lock(file, is_over)
 
 
 def _file(run: Path, logger: str) -> Path:

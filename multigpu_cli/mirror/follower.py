@@ -3,7 +3,6 @@
 When the run has ended, or rank 0 is gone, it sends what is missing and ends. It loads no torch.
 """
 
-import fcntl
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
 
-from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.checkpoint.manifest import find_damage, list_checkpoint_folders, parse_step, read_manifest
 from multigpu_cli.distributed.processes import accompany
 from multigpu_cli.mirror.remote import FINAL_FILES, SMALL_FILES, Mirror, MirrorError
@@ -154,15 +153,13 @@ def lock_mirror(run: Path, is_over: Callable[[str], bool] = lambda busy: False) 
         BlockingIOError: it is over; names that process.
     """
     with open(run / _LOCK, "a+") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                lock.seek(0)
-                if is_over(busy := f"process {lock.read()} still sends this run"):
-                    raise BlockingIOError(busy) from error
-                time.sleep(0.1)
+
+        def busy() -> str:
+            lock.seek(0)
+            return f"process {lock.read()} still sends this run"
+
+        if not take_lock(lock, lambda: is_over(busy())):
+            raise BlockingIOError(busy())
         lock.truncate(0)
         lock.write(f"{os.getpid()} on {os.uname().nodename}")
         lock.flush()

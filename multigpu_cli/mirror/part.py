@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,13 +41,13 @@ class MirrorProcess:
         self._log.parent.mkdir(exist_ok=True)
         with open(self._log, "ab") as log:
             arguments = [str(self._run), self.url, str(keep), str(_HANGS)]
-            self._companion = Companion(follower.__name__, arguments, log)
+            self._companion = Companion(follower.__name__, arguments, self._hear, log)
         self._reported = self._note = ""
         self._last_note_at = time.monotonic()
 
     def read_new_fault(self) -> str:
         """Why the last upload failed, unless it was said before; "" if none did."""
-        self._read_notes()
+        self._companion.relay()
         error = self._find_cause() if self._hangs or read_state(self._run).error else ""
         if not self._companion.running:
             error = f"training goes on, but {self._explain_missing()}"
@@ -72,32 +73,29 @@ class MirrorProcess:
             wait: False: it goes on alone at once.
         """
         began = self._last_note_at = time.monotonic()
-        until, said = None if wait else began, False
-        self._companion.tell_end()
-        try:
-            while self._companion.running:
-                moved()
-                self._read_notes()
-                now = time.monotonic()
-                if until is None and is_stopped():
-                    until = now + _STOP_WAIT
-                if until is not None and now >= until:
-                    return f"{self.url} is not complete yet: process {self._companion.process.pid} goes on sending"
-                if self._hangs:
-                    return self._explain_missing()
-                if not said and now - began > _SILENT:
-                    said = True
-                    say(f"the training is done; waiting until all is in {self.url} (Ctrl-C: no longer than 10 s)")
-                time.sleep(0.1)
-        finally:
-            self._read_notes()
-            self._companion.leave(kill=False)
+        until, said = inf if wait else began, False
+
+        def waits() -> bool:
+            nonlocal until, said
+            moved()
+            now = time.monotonic()
+            if until == inf and is_stopped():
+                until = now + _STOP_WAIT
+            if now >= until or self._hangs:
+                return False
+            if not said and now - began > _SILENT:
+                said = True
+                say(f"the training is done; waiting until all is in {self.url} (Ctrl-C: no longer than 10 s)")
+            return True
+
+        self._companion.end(waits)
+        if self._companion.running and time.monotonic() >= until:
+            return f"{self.url} is not complete yet: process {self._companion.process.pid} goes on sending"
         return "" if self._companion.process.returncode == 0 else self._explain_missing()
 
-    def _read_notes(self) -> None:
-        """Read what the process has written: what keeps it from sending, or "" as a sign of life."""
-        if notes := self._companion.read_notes():
-            self._last_note_at, self._note = time.monotonic(), notes[-1]
+    def _hear(self, note: str) -> None:
+        """Note what keeps the process from sending, or "" as a sign of life."""
+        self._last_note_at, self._note = time.monotonic(), note
 
     @property
     def _hangs(self) -> bool:

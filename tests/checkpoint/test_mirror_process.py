@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from multigpu_cli.checkpoint import files
 from multigpu_cli.mirror import follower as module
 from multigpu_cli.mirror.follower import Follower, read_state
 from multigpu_cli.mirror.remote import Mirror, MirrorError
@@ -181,7 +182,8 @@ def test_a_process_that_holds_the_lock_is_waited_for_while_it_moves(run: Path, m
             os.utime(run / ".mirror.lock", (now[0], now[0]))
 
     with module.lock_mirror(run):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+        for each in (module, files):
+            monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
         monkeypatch.setattr(module, "accompany", lambda: (end(), notes.append))
         with pytest.raises(SystemExit, match="1"):
             module.main([str(run), f"file:{run.parent}/mirror", "3", "2"])

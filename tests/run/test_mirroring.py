@@ -109,7 +109,7 @@ def test_the_process_of_a_killed_attempt_is_waited_for(let_go: bool, monkeypatch
         patch.setattr(part, "_HANGS", 60.0 if let_go else 1.0)
         mirror = MirrorProcess(Path("run"), "file:mirror", 3)
         patch.undo()
-        wait_until(lambda: mirror._read_notes() or mirror._note != "", "the new process has seen the lock")
+        wait_until(lambda: mirror._companion.relay() or mirror._note != "", "the new process has seen the lock")
         missing = mirror.finish(lambda: False, lambda: None, lambda text: killed.close() if let_go else None)
     here, node = Path.cwd(), os.uname().nodename
     told = (

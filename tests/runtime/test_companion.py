@@ -26,49 +26,38 @@ def main(arguments: list[str]) -> None:
     Path(arguments[0]).write_text("the end")
 
 
-def start(lingers: float = 0) -> Companion:
-    return Companion(__name__, ["told", str(lingers)])
-
-
-def read_notes(companion: Companion, count: int) -> list[str]:
-    notes: list[str] = []
-
-    def are_there() -> bool:
-        notes.extend(companion.read_notes())
-        return len(notes) >= count
-
-    wait_until(are_there, f"{count} notes")
-    return notes
+def start(heard: list[str], lingers: float = 0) -> Companion:
+    """One that is at work: both of its notes were heard."""
+    companion = Companion(__name__, ["told", str(lingers)], heard.append)
+    wait_until(lambda: companion.relay() or len(heard) == 2, "2 notes")
+    return companion
 
 
 def test_what_it_writes_comes_line_by_line_and_the_end_of_the_run_is_heard() -> None:
-    companion = start()
-    assert read_notes(companion, 2) == ["two lines", f"nice {os.nice(0) + 10}"], "nothing of what a library prints"
+    heard: list[str] = []
+    companion = start(heard)
+    assert heard == ["two lines", f"nice {os.nice(0) + 10}"], "nothing of what a library prints"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         os.kill(companion.process.pid, number)
     time.sleep(0.2)
     assert companion.running
     assert not Path("told").exists()
-    companion.tell_end()
-    assert companion.process.wait(30) == 0
+    companion.end(lambda: True)
+    assert companion.process.returncode == 0
     assert Path("told").read_text() == "the end"
-    companion.leave(kill=True)
-    assert companion.read_notes() == []
 
 
 @pytest.mark.parametrize("kill", [True, False])
 def test_one_that_goes_on_after_the_end_is_killed_or_left_alone(kill: bool) -> None:
-    companion = start(lingers=1)
-    read_notes(companion, 2)
-    companion.tell_end()
-    companion.leave(kill=kill)
+    companion = start([], lingers=1)
+    companion.end(lambda: False, kill=kill)
     companion.process.wait(30)
     assert Path("told").exists() != kill
 
 
 def test_the_death_of_rank_0_is_heard_though_a_fork_of_it_holds_the_pipe() -> None:
     code = (
-        f"import os, time; from {__name__} import start, read_notes; companion = start(); read_notes(companion, 2)\n"
+        f"import os, time; from {__name__} import start; companion = start([])\n"
         "if fork := os.fork():\n    open('fork', 'w').write(str(fork))\n    os.kill(os.getpid(), 9)\ntime.sleep(60)"
     )
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
