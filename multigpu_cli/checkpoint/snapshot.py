@@ -1,6 +1,7 @@
 """The state that a checkpoint holds: weights, optimizer, loss scale, averaged weights, progress."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -94,10 +95,10 @@ class TrainState:
         """The weights for use of a schedule-free optimizer, named as an average's; None if they learn themselves."""
         if not is_schedule_free(self.optimizer):
             return None
-        with eval_weights(self.optimizer):
+        with self.eval_weights() as model:
             return {
                 f"module.{name}": value.detach().clone() if isinstance(value, Tensor) else value
-                for name, value in self.model.state_dict().items()
+                for name, value in model.state_dict().items()
             }
 
     def begin_capture(self, into: dict[str, Any] | None = None, state: dict[str, Any] | None = None) -> "Snapshot":
@@ -136,11 +137,14 @@ class TrainState:
         self.progress.last.pop("epoch_loss", None)  # the name of train_loss in older checkpoints
 
     def eval_model(self) -> nn.Module:
-        """The module whose weights are evaluated and published: the averaged one with --ema.
-
-        Those of a schedule-free optimizer are in it inside of `eval_weights(state.optimizer)`.
-        """
+        """The module whose weights are evaluated and published; see `eval_weights`."""
         return self.average.module if self.average else self.model
+
+    @contextmanager
+    def eval_weights(self) -> Iterator[nn.Module]:
+        """That module with these weights: the average of --ema, or what a schedule-free optimizer has for use."""
+        with eval_weights(self.optimizer):
+            yield self.eval_model()
 
 
 @dataclass

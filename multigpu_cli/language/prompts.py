@@ -159,8 +159,8 @@ class PromptSamples(Part):
         """
         if not (run.finished or run.epoch % run.config.log.sample_every == 0):
             return
-        model, world = run.state.eval_model(), run.world
-        with run.observer.timer.pause(), eval_mode(model), preserve_buffers(model), use_published_weights(run):
+        world = run.world
+        with run.observer.timer.pause(), use_published_weights(run) as model, eval_mode(model), preserve_buffers(model):
             if run.strategy.sharded:
                 answers = run_without_vote(world, lambda: [self._answer(run, model, each) for each in self.prompts])
             else:

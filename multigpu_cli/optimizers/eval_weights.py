@@ -101,12 +101,6 @@ def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
 
-def use_eval_weights(optimizer: torch.optim.Optimizer) -> None:
-    """Put the weights for use into the parameters, for good; nothing changes where these learn themselves."""
-    if is_schedule_free(optimizer):
-        optimizer.eval()  # type: ignore[attr-defined]
-
-
 @contextmanager
 def eval_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """The parameters have the weights for use inside the context, and afterwards their own bits again.

@@ -18,7 +18,7 @@ from multigpu_cli.distributed.processes import find_ranks_with_output, log_path
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.interpret_error import find_unused_parameters
 from multigpu_cli.monitor.journal import dump_json
-from multigpu_cli.optimizers.eval_weights import eval_weights, use_eval_weights
+from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.run import Run
@@ -44,7 +44,8 @@ def finish_completed(run: Run) -> dict[str, Any]:
     if run.checkpointer.saved_step != run.progress.step:  # a user's own loop may end at any step
         save_checkpoint(run)
     wait_for_last_checkpoint(run)
-    use_eval_weights(run.state.optimizer)  # for good: a checkpoint has those that take steps
+    if is_schedule_free(run.state.optimizer):
+        run.state.optimizer.eval()  # type: ignore[attr-defined]  # for good: a checkpoint has those that take steps
     model = run.state.eval_model()
     state = run.strategy.gather_state({"model": model.state_dict()}).get("model", {})
     mark = run_on_main_rank(run.world, lambda: fingerprint(state))
@@ -52,7 +53,7 @@ def finish_completed(run: Run) -> dict[str, Any]:
     if own := run.strategy.scatter_state({"model": best})["model"]:
         model.load_state_dict(own)
     if run.spec.user_objects and run.state.average:
-        run.state.model.load_state_dict(run.state.eval_model().state_dict())
+        run.state.model.load_state_dict(model.state_dict())
     details = evaluate(run, "test", run.loaders.test).details if run.loaders.test is not None else {}
     return {"fingerprint": mark, **details}
 
@@ -192,8 +193,8 @@ def restore_best_file(run: Run) -> str:
 
 def _copy_published_weights(run: Run) -> dict[str, Any]:
     """The weights that are evaluated and published, whole on the host of rank 0; all ranks call it together."""
-    with eval_weights(run.state.optimizer):
-        own = run.strategy.gather_state({"model": run.state.eval_model().state_dict()})
+    with run.state.eval_weights() as model:
+        own = run.strategy.gather_state({"model": model.state_dict()})
         return own if run.strategy.sharded else dict(copy_to_host(own))
 
 

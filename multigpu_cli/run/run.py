@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.snapshot import Progress
 from multigpu_cli.checkpoint.store import Store
@@ -26,7 +26,7 @@ from multigpu_cli.monitor.console import Console, ProgressDisplay
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import NoiseMeter, StepTimer
 from multigpu_cli.monitor.sample_trace import SampleTrace
-from multigpu_cli.optimizers.eval_weights import eval_weights, is_schedule_free
+from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents
 
@@ -353,12 +353,9 @@ class Run(TrainComponents):
 
 
 @contextmanager
-def use_published_weights(run: Run) -> Iterator[None]:
-    """The model has the weights that are evaluated and published; those of a schedule-free optimizer are others.
-
-    A checkpoint in flight copies the weights that take steps first.
-    """
+def use_published_weights(run: Run) -> Iterator[nn.Module]:
+    """`TrainState.eval_weights`; a checkpoint in flight first copies the weights that take steps."""
     if is_schedule_free(run.state.optimizer):
         run.checkpointer.writer.wait_for_staging()
-    with eval_weights(run.state.optimizer):
-        yield
+    with run.state.eval_weights() as model:
+        yield model

@@ -30,7 +30,6 @@ from multigpu_cli.data.order import epoch_order
 from multigpu_cli.distributed.collectives import all_gather, broadcast_object
 from multigpu_cli.engine import train_step
 from multigpu_cli.errors import RequestError
-from multigpu_cli.optimizers.eval_weights import eval_weights
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.step import forward_backward
@@ -205,9 +204,8 @@ def measure_exact(process: SelftestProcess, stack: ExitStack) -> Measured:
             raise
         return {"refused": str(error).splitlines()[0]}
     assert run.loaders.val is not None
-    model, precision = run.state.eval_model(), run.state.precision
-    with eval_weights(run.state.optimizer):
-        result = run.task.evaluate(model, run.loaders.val, process.world, precision, run.eval_batch_size)
+    with run.state.eval_weights() as model:
+        result = run.task.evaluate(model, run.loaders.val, process.world, run.state.precision, run.eval_batch_size)
     end = run.strategy.gather_state(run.state.state_dict())
     return {"end": hash_state(end), "losses": losses, "metrics": dict(result.metrics)}
 
