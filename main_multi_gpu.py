@@ -25,13 +25,12 @@ except ModuleNotFoundError as missing:  # started with another python than the e
     way_out = "make quickstart, then: source .venv/bin/activate (or: pip install .)"
     sys.exit(f"error: {sys.executable} has no package {missing.name!r}\n  try: {way_out}")
 
-from multigpu_cli.commands import errors_text
 from multigpu_cli.commands.cli import app
 from multigpu_cli.commands.options import list_given_flags, with_train_options
 from multigpu_cli.distributed import attempts
 from multigpu_cli.distributed.processes import die_with_parent
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
-from multigpu_cli.faults.interpret_error import describe_unexpected_error, is_peer_failure
+from multigpu_cli.faults.explain import describe_error, describe_usage_error, is_peer_failure, shorten_message
 
 _INTERRUPTED = 130
 _GRACE = 3.0  # seconds; the agent ends all ranks as soon as one exits, so the rank with the root cause exits first
@@ -115,18 +114,17 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
         call = command.main(args=list(argv), prog_name=_program_name(), standalone_mode=False, obj=os.environ)
         code = (call() if callable(call) else call) or 0
     except _UsageError as error:
-        return _report_error(WRONG_REQUEST, errors_text.describe_usage_error(error), error, argv)
+        return _report_error(WRONG_REQUEST, describe_usage_error(error), error, argv)
     except attempts.AttemptRefused as over:  # the first attempt has reported it
         attempts.write_error(os.environ, over.exit_code, over.problem)
         return over.exit_code, ""
-    except TrainingError as error:
-        return _report_error(error.exit_code, errors_text.describe_known_error(error), error, argv)
     except (KeyboardInterrupt, typer.Abort) as error:
         return _report_error(_INTERRUPTED, "interrupted", error, argv)
     except BrokenPipeError:
         return FAILED, "the reader of the output closed it"
     except Exception as error:  # every error ends here, and none as a traceback
-        return _report_error(FAILED, f"error: {describe_unexpected_error(error)}", error, argv)
+        code = error.exit_code if isinstance(error, TrainingError) else FAILED
+        return _report_error(code, describe_error(error), error, argv)
     if code == STOPPED:
         attempts.write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
     return code, "stopped by a signal" if code == STOPPED else ""
@@ -151,7 +149,7 @@ def _report_error(code: int, message: str, error: BaseException, argv: Sequence[
     shared = getattr(error, "shared", False)  # rank 0 reports it for all
     if rank == 0 or (not shared and (not before_torch or os.environ.get("LOCAL_RANK") == "0")):
         columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-        text = whole + message if "--debug" in argv else errors_text.shorten_message(message, columns)
+        text = whole + message if "--debug" in argv else shorten_message(message, columns)
         print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
     return code, message
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from multigpu_cli import engine
-from multigpu_cli.commands import errors_text
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.distributed import attempts
@@ -27,6 +26,7 @@ from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
 from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.distributed.processes import RankOutput
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.faults.explain import describe_error
 from multigpu_cli.monitor.console import Console, reserve_stdout
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _print_last_error(rank_output: RankOutput | None, error: TrainingError) -> N
     """Report the error of a process in which no exception can be raised any more."""
     if rank_output:
         rank_output.stop()
-    message = errors_text.describe_known_error(error)
+    message = describe_error(error)
     again = (
         "" if error.caused_by_peer else attempts.record_failure(os.environ, message.splitlines()[0], error.failed_at)
     )

@@ -30,7 +30,7 @@ from multigpu_cli.distributed import attempts
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.processes import check_spawned_script, die_with_parent, quote_last_lines
 from multigpu_cli.errors import FAILED, TrainingError
-from multigpu_cli.faults.interpret_error import describe_unexpected_error, is_peer_failure
+from multigpu_cli.faults.explain import describe_unexpected_error, is_peer_failure
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "multigpu"  # a spawned Python takes no multiprocessing.py of the user's folder

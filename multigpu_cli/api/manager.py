@@ -11,7 +11,7 @@ from multigpu_cli.api.monitoring import MetricsCollector, clear_gpu_memory
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
 from multigpu_cli.api.trainers import TRAINERS, MultiGPUTrainer, TrainLoader
 from multigpu_cli.distributed.out_of_memory import is_out_of_memory
-from multigpu_cli.faults.interpret_error import remedy_for
+from multigpu_cli.faults.explain import remedy_for
 
 
 class MultiGPUTrainingManager:

@@ -9,7 +9,7 @@ from pathlib import Path
 from multigpu_cli.distributed.processes import quote_last_lines
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.faults.interpret_error import (
+from multigpu_cli.faults.explain import (
     describe_innermost_line,
     format_main_thread_stack,
     is_peer_failure,

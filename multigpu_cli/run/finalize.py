@@ -16,7 +16,7 @@ from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.distributed.collectives import all_gather_object, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.distributed.processes import find_ranks_with_output, log_path
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.interpret_error import find_unused_parameters
+from multigpu_cli.faults.explain import find_unused_parameters
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint

@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.commands.errors_text import _ELSEWHERE, shorten_message
+from multigpu_cli.faults.explain import _ELSEWHERE, shorten_message
 
 LONG = "error: --data-dir data/with/a/long/path-to-somewhere holds no such thing\n  try: another folder, or mend it"
 LONG += "\n\n    a/"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multigpu_cli.faults.interpret_error import find_unused_parameters, is_peer_failure, remedy_for
+from multigpu_cli.faults.explain import find_unused_parameters, is_peer_failure, remedy_for
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:38274. This is typically caused by a remote worker"
 

@@ -3,7 +3,7 @@ import traceback
 import pytest
 import torch
 
-from multigpu_cli.faults.interpret_error import describe_innermost_line, is_library_file
+from multigpu_cli.faults.explain import describe_innermost_line, is_library_file
 
 
 def test_the_innermost_line_is_the_users_not_the_librarys() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from multigpu_cli.faults.interpret_error import is_library_file
+from multigpu_cli.faults.explain import is_library_file
 
 
 def describe_code(model: nn.Module) -> dict[str, dict[str, str]]:
