@@ -7,7 +7,6 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, Self
 
-from multigpu_cli.capabilities import METRICS
 from multigpu_cli.config import rules
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
@@ -159,7 +158,7 @@ class MultiGPUConfig:
         if faults:
             raise combine_errors(faults)
         config = replace(replace_settings(Config(), explicit), explicit=frozenset(explicit))
-        if errors := rules.find_rule_errors(config, rules.RuleContext(metrics=METRICS), invalid_keys=["data"]):
+        if errors := rules.find_rule_errors(config, invalid_keys=["data"]):
             raise to_python_error(combine_errors(errors))
         return config
 

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.capabilities import ENVIRONMENTS
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.weights import TrainedWeights, load_trained_weights
 from multigpu_cli.commands.options import writing_to
@@ -82,7 +81,7 @@ def load_run(
     """
     config = _merge_config(weights, changes)
     command = _make_command_config(changes, own_code=own_code)
-    check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=parts)
+    check_code(config, command, str(weights.origin), parts)
     source = open_data(config)
     if checks_base:
         check_base(weights.settings.get("base", {}), config, source, str(weights.origin))
@@ -114,7 +113,7 @@ def load_run_without_data(
     config = _merge_config(weights, changes)
     config = replace_settings(config, {"model": config.model.name or built_for["model"]})
     command = _make_command_config(changes, own_code=own_code)
-    check_code(config, command, str(weights.origin), environments=ENVIRONMENTS, parts=["model"])
+    check_code(config, command, str(weights.origin), ["model"])
     nothing = TensorDataset(torch.empty(0), torch.empty(0))
     source = DataSource(
         train=nothing,

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, METRICS, MODELS, TASKS
 from multigpu_cli.config import rules
 from multigpu_cli.config.code_names import describe_origin
 from multigpu_cli.config.rules import is_self_launched
@@ -70,11 +69,10 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
     config, faults, broken, filed, command, readable = gather(flags, values.get("set") or (), file, in_worker=in_worker)
     if readable:
         config = rules.drop_launcher_settings(config, filed, environ)
-        context = rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS, environ, METRICS)
-        faults += rules.find_rule_errors(config, context, invalid_keys=broken)
+        faults += rules.find_rule_errors(config, environ, invalid_keys=broken)
     if wrong or faults:
         raise combine_errors([*wrong, *faults])
-    origin = config.from_files if in_worker else describe_origin(config, command, f"--config {file}", ENVIRONMENTS)
+    origin = config.from_files if in_worker else describe_origin(config, command, f"--config {file}")
     return replace(config, from_files=origin)
 
 

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
+from multigpu_cli.capabilities import ENVIRONMENTS
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -73,16 +74,18 @@ _OF_GYMNASIUM = re.compile(r".*:.*", re.DOTALL)  # module:Env-v0; gymnasium impo
 _OF_TRANSFORMERS = re.compile(r".*[:/].*", re.DOTALL)  # org/name; transformers may download its code
 
 
-def check_code(
-    config: Config, command: Config, where: str, *, environments: Collection[str], parts: Collection[str] = NAMING
-) -> None:
+def names_environments(config: Config) -> bool:
+    """Whether --data names built-in environments (gym:CartPole-v1), in spite of its colon."""
+    return config.data.name.partition(":")[0] in ENVIRONMENTS
+
+
+def check_code(config: Config, command: Config, where: str, parts: Collection[str] = NAMING) -> None:
     """Refuse code that the user's own command does not name, before anything is imported.
 
     Args:
         config: the settings that will be used, including those from a run folder or a checkpoint.
         command: the user's own settings: flags, --set, and the file given with --config.
         where: the folder or file that the others come from, for the message.
-        environments: names of the built-in environments, which are followed by a colon (gym:CartPole-v1).
         parts: the parts that will be built from these settings.
 
     Raises:
@@ -90,39 +93,38 @@ def check_code(
     """
     if command.checkpoint.own_code:
         return
-    named = set(_code(command, environments, parts))
-    if unnamed := [name for name in _code(config, environments, parts) if name not in named]:
+    named = set(_code(command, parts))
+    if unnamed := [name for name in _code(config, parts) if name not in named]:
         raise RequestError(
             f"{where} names code that this command does not name: {', '.join(unnamed)}",
             remedy="give --own-code if you trust that code, or name it in this command as well",
         )
 
 
-def describe_origin(config: Config, command: Config, where: str, environments: Collection[str]) -> str:
+def describe_origin(config: Config, command: Config, where: str) -> str:
     """What these settings import, send to or read prompts from that the command does not name; "" if nothing.
 
     Args:
         where: the file or folder that it comes from; what `config.from_files` has already stays.
     """
-    named = set(_list_outside(command, environments))
-    found = ", ".join(hide_passwords(text) for text in _list_outside(config, environments) if text not in named)
+    named = _list_outside(command)
+    found = ", ".join(hide_passwords(text) for text in _list_outside(config) if text not in named)
     return "; ".join(filter(None, [config.from_files, found and f"{where}: {found}"]))
 
 
-def _list_outside(config: Config, environments: Collection[str]) -> dict[str, None]:
-    texts = [*_code(config, environments, (*NAMING, *FOLLOWING)), *(f"--logger {name}" for name in config.log.loggers)]
+def _list_outside(config: Config) -> dict[str, None]:
+    texts = [*_code(config, (*NAMING, *FOLLOWING)), *(f"--logger {name}" for name in config.log.loggers)]
     places = {"--mirror": config.checkpoint.mirror, "--prompts": config.log.prompts}
     return dict.fromkeys([*texts, *(f"{flag} {place}" for flag, place in places.items() if place)])
 
 
-def _code(config: Config, environments: Collection[str], parts: Collection[str]) -> Iterator[str]:
+def _code(config: Config, parts: Collection[str]) -> Iterator[str]:
     """The code that these settings would import, as flags and --set arguments.
 
     Built-in names are not included, nor are those of a library (timm/resnet18), which builds its own model by that name
     and loads no weights.
     """
-    head, _, id = config.data.name.partition(":")
-    acts = head in environments
+    id, acts = config.data.name.partition(":")[2], names_environments(config)
     if "data" in parts:
         yield from _mixed_code(config)
     for part in parts:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from multigpu_cli import capabilities
-from multigpu_cli.capabilities import load
-from multigpu_cli.config import paths as data_place
+from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, MODELS, TASKS, load
+from multigpu_cli.config.code_names import names_environments
+from multigpu_cli.config.paths import find_data_errors, find_path_errors
 from multigpu_cli.config.resume_rules import without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.types import OWN_CODE
@@ -18,42 +19,28 @@ from multigpu_cli.errors import RequestError, did_you_mean
 _WHERE = ("nproc_per_node", "max_restarts", "gpu_ids", "multi_gpu")
 
 
-class RuleContext(NamedTuple):
-    """What the rules know besides the settings.
-
-    Attributes:
-        datasets, environments, models, tasks, metrics: the built-in names; one with a colon is the user's own code.
-        environ: the environment variables, which tell whether torchrun started this process.
-    """
-
-    datasets: Collection[str] = ()
-    environments: Collection[str] = ()
-    models: Collection[str] = ()
-    tasks: Collection[str] = ()
-    environ: Mapping[str, str] = {}
-    metrics: Collection[str] = ()
-
-
 class Rule(NamedTuple):
     """A check and the settings it reads; it is skipped if one of them is invalid by itself."""
 
     keys: str
-    check: Callable[[Config, RuleContext], Iterator[RequestError]]
+    check: Callable[[Config], Iterator[RequestError]]
 
 
 def find_rule_errors(
-    config: Config, context: RuleContext, *, invalid_keys: Collection[str] = (), only: str = ""
+    config: Config, environ: Mapping[str, str] | None = None, *, invalid_keys: Collection[str] = (), only: str = ""
 ) -> list[RequestError]:
     """Every rule that a request breaks.
 
     Args:
         config: the resolved settings.
+        environ: the environment variables, which tell whether torchrun started this process.
         invalid_keys: keys whose values are invalid and were reported already.
         only: the one setting whose rules are checked.
     """
-    known = [*RULES, *(rule for code in capabilities.RULES for rule in load(code))]
+    launched = Rule("multi_gpu gpu_ids nproc_per_node max_restarts", lambda c: find_launcher_errors(c, environ or {}))
+    known = [*RULES, launched, *(rule for code in capabilities.RULES for rule in load(code))]
     rules = [rule for rule in known if not set(rule.keys.split()) & set(invalid_keys) and only in ("", rule.keys)]
-    return [error for rule in rules for error in rule.check(config, context)]
+    return [error for rule in rules for error in rule.check(config)]
 
 
 def drop_launcher_settings(config: Config, filed: Collection[str], environ: Mapping[str, str]) -> Config:
@@ -66,8 +53,7 @@ def drop_launcher_settings(config: Config, filed: Collection[str], environ: Mapp
     """
 
     def faults(config: Config) -> int:
-        context = RuleContext(environ=environ)
-        return sum(1 for check in (_devices, _data_parallel, _environment) for _ in check(config, context))
+        return len([*_devices(config), *_data_parallel(config), *find_launcher_errors(config, environ)])
 
     given = any(key in config.explicit and key not in filed for key in _WHERE)
     for key in _WHERE if given or is_launched(environ) else ():
@@ -76,14 +62,14 @@ def drop_launcher_settings(config: Config, filed: Collection[str], environ: Mapp
     return config
 
 
-def _names(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _names(config: Config) -> Iterator[RequestError]:
     asked = (
-        ("--data", config.data.name, [*facts.datasets, *facts.environments]),
-        ("--model", config.model.name, facts.models),
-        ("--task", config.task.name, facts.tasks),
+        ("--data", config.data.name, [*DATASETS, *ENVIRONMENTS]),
+        ("--model", config.model.name, MODELS),
+        ("--task", config.task.name, TASKS),
     )
     for flag, name, known in asked:
-        if name is None or name in known or (flag == "--data" and name.partition(":")[0] in facts.environments):
+        if name is None or name in known or (flag == "--data" and names_environments(config)):
             continue
         if "".join(name.partition("/")[:2]) in known:  # a library's own name, which only that library knows
             continue
@@ -99,7 +85,7 @@ def _names(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             )
 
 
-def _rates(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _rates(config: Config) -> Iterator[RequestError]:
     rate, length = config.rate, config.length
     if rate.lr is not None:
         for key, plain in (("base_lr", (None,)), ("base_batch_size", (32,)), ("lr_scaling", ("auto", "none"))):
@@ -122,7 +108,7 @@ def _rates(config: Config, facts: RuleContext) -> Iterator[RequestError]:
         )
 
 
-def _batch(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _batch(config: Config) -> Iterator[RequestError]:
     batch = config.batch
     if batch.global_size is None or batch.grad_accum_steps is None or not isinstance(batch.size, int):
         return
@@ -135,7 +121,7 @@ def _batch(config: Config, facts: RuleContext) -> Iterator[RequestError]:
         )
 
 
-def _exact(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _exact(config: Config) -> Iterator[RequestError]:
     if not config.reproducibility.exact:
         return
     rivals = (
@@ -153,20 +139,20 @@ def _exact(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             yield RequestError(f"--exact together with {flag}: {reason}", remedy=f"leave out --exact or {flag}")
 
 
-def _starting_weights(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _starting_weights(config: Config) -> Iterator[RequestError]:
     if config.model.init_partial and config.model.init_from is None:
         yield RequestError("--init-partial without --init-from: there are no weights to take a part of")
 
 
-def _mixture(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _mixture(config: Config) -> Iterator[RequestError]:
     data = config.data
     if data.mix and data.name != "mixture":
         yield RequestError(f"data.mix together with --data {data.name}", remedy="only one of them")
     if data.mix and data.dir is not None:
         yield RequestError("data.mix together with --data-dir", remedy="data_dir: … of each dataset in data.mix")
     for name in [str(entry["data"]) for entry in data.mix if ":" not in entry["data"]]:
-        if facts.datasets and name not in facts.datasets:
-            yield RequestError(f"data.mix: {name}: unknown name", remedy=did_you_mean(name, facts.datasets))
+        if name not in DATASETS:
+            yield RequestError(f"data.mix: {name}: unknown name", remedy=did_you_mean(name, DATASETS))
     if data.shuffle_block is not None and data.sample_weights is not None:
         yield RequestError(
             "data.shuffle_block together with data.sample_weights: these are drawn from all samples",
@@ -176,7 +162,7 @@ def _mixture(config: Config, facts: RuleContext) -> Iterator[RequestError]:
         yield RequestError("data.mix together with data.sample_weights", remedy="weight: … of each dataset in data.mix")
 
 
-def _unfreezing(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _unfreezing(config: Config) -> Iterator[RequestError]:
     epoch, length = config.model.unfreeze_at, config.length.epochs
     if epoch is None:
         return
@@ -188,7 +174,7 @@ def _unfreezing(config: Config, facts: RuleContext) -> Iterator[RequestError]:
         )
 
 
-def _devices(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _devices(config: Config) -> Iterator[RequestError]:
     device = config.device
     if device.nproc_per_node is not None and device.multi_gpu in ("dp", "none"):
         yield RequestError(
@@ -211,7 +197,7 @@ def _devices(config: Config, facts: RuleContext) -> Iterator[RequestError]:
         )
 
 
-def _data_parallel(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _data_parallel(config: Config) -> Iterator[RequestError]:
     if config.device.multi_gpu == "dp" and config.model.sync_bn:
         yield RequestError(
             "--sync-bn together with --multi-gpu dp: SyncBatchNorm needs ddp", remedy="use --multi-gpu ddp"
@@ -221,18 +207,6 @@ def _data_parallel(config: Config, facts: RuleContext) -> Iterator[RequestError]
             f"--max-restarts together with --multi-gpu {config.device.multi_gpu}: only self-launched runs restart",
             remedy="use --multi-gpu ddp --nproc-per-node 1, or leave out --max-restarts",
         )
-
-
-def _environment(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    yield from find_launcher_errors(config, facts.environ)
-
-
-def _data_place(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    yield from data_place.find_data_errors(config)
-
-
-def _places(config: Config, facts: RuleContext) -> Iterator[RequestError]:
-    yield from data_place.find_path_errors(config)
 
 
 RULES = (
@@ -245,9 +219,8 @@ RULES = (
     Rule("freeze model.unfreeze_at epochs env_steps episodes", _unfreezing),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
-    Rule("multi_gpu gpu_ids nproc_per_node max_restarts", _environment),
-    Rule("data data_dir", _data_place),
-    Rule("init_from save_dir resume", _places),
+    Rule("data data_dir", find_data_errors),
+    Rule("init_from save_dir resume", find_path_errors),
 )
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

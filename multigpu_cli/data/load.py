@@ -13,7 +13,8 @@ from numpy import ndarray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS
+from multigpu_cli.capabilities import DATASETS
+from multigpu_cli.config.code_names import names_environments
 from multigpu_cli.config.schema import Config, DataConfig
 from multigpu_cli.data.class_weights import read_labels
 from multigpu_cli.data.collate import (
@@ -299,7 +300,7 @@ FROM_MODEL = "from-model"
 
 def uses_environments(config: Config) -> bool:
     """Whether a request names environments rather than a dataset."""
-    return config.task.name == "ppo" or names_builtin_environments(config)
+    return config.task.name == "ppo" or names_environments(config)
 
 
 def choose_form(inputs: int | None, task: str | None) -> SampleForm:
@@ -345,8 +346,3 @@ def find_data_factory(config: Config) -> Callable[..., Any]:
     from multigpu_cli.rl.env_source import find_group_factory
 
     return find_group_factory(config)[0]
-
-
-def names_builtin_environments(config: Config) -> bool:
-    """Whether --data names built-in environments (gym:CartPole-v1), in spite of its colon."""
-    return config.data.name.partition(":")[0] in ENVIRONMENTS

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 from multigpu_cli.config.code_names import find_entry_errors, parse_hook
-from multigpu_cli.config.rules import Rule, RuleContext
+from multigpu_cli.config.rules import Rule
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
 
-def _hooks(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _hooks(config: Config) -> Iterator[RequestError]:
     entries = [parse_hook(text) for text in config.hook.names]
     for _, code in entries:
         if ":" not in code:

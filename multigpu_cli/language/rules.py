@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from multigpu_cli.config.paths import suggest_path
-from multigpu_cli.config.rules import Rule, RuleContext
+from multigpu_cli.config.rules import Rule
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.errors import RequestError
 
 _OWN = [key for key, entry in SETTINGS.items() if entry.section == "adapter" and key != "adapter"]
 
 
-def _adapter(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _adapter(config: Config) -> Iterator[RequestError]:
     """An adapter without a pretrained model, and settings of an adapter without one."""
     kind, pretrained = config.adapter.kind, is_pretrained(config)
     if pretrained and config.model.args.get("quantize", "none") != "none":
@@ -40,7 +40,7 @@ def _find_quantization_errors(config: Config) -> Iterator[RequestError]:
         yield RequestError("model.args.quantize: not with --multi-gpu fsdp yet", remedy="--multi-gpu ddp")
 
 
-def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _pretrained(config: Config) -> Iterator[RequestError]:
     chat, pretrained = config.data.name == "chat", config.model.name == "pretrained"
     if (chat or pretrained) and config.model.dir is None:
         what = "--data chat" if chat else "--model pretrained"
@@ -64,7 +64,7 @@ def _pretrained(config: Config, facts: RuleContext) -> Iterator[RequestError]:
             yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
 
 
-def _prompts(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _prompts(config: Config) -> Iterator[RequestError]:
     if config.log.prompts is None:
         return
     path = Path(config.log.prompts)

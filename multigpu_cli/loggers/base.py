@@ -147,7 +147,7 @@ def check_loggers(config: Config) -> None:
     Raises:
         RequestError: some logger can't be used; all of them are named.
     """
-    if errors := rules.find_rule_errors(config, rules.RuleContext(), only="logger"):
+    if errors := rules.find_rule_errors(config, only="logger"):
         raise combine_errors(errors)
     for name in config.log.loggers:
         if name not in LOGGERS:

@@ -5,13 +5,13 @@ from importlib.util import find_spec
 
 from multigpu_cli.capabilities import LOGGERS
 from multigpu_cli.config.code_names import has_password
-from multigpu_cli.config.rules import Rule, RuleContext
+from multigpu_cli.config.rules import Rule
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.errors import RequestError, did_you_mean
 
 
-def _loggers(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _loggers(config: Config) -> Iterator[RequestError]:
     """What is wrong with the loggers of a request; nothing of theirs is imported."""
     for name in config.log.loggers:
         if name in LOGGERS:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from multigpu_cli.config.rules import Rule, RuleContext
+from multigpu_cli.config.rules import Rule
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
@@ -43,7 +43,7 @@ def _hide_password(url: str) -> str:
     return f"{head.partition('://')[0]}://…@{tail}" if at else tail
 
 
-def _mirror(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _mirror(config: Config) -> Iterator[RequestError]:
     if config.checkpoint.mirror is not None:
         yield from find_url_errors(config.checkpoint.mirror)
 

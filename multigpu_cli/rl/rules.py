@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 
-from multigpu_cli.config.rules import Rule, RuleContext
+from multigpu_cli.config.code_names import names_environments
+from multigpu_cli.config.rules import Rule
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
 
-def _reinforcement(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _reinforcement(config: Config) -> Iterator[RequestError]:
     task = config.task
-    acts = config.data.name.partition(":")[0] in facts.environments
+    acts = names_environments(config)
     if acts and task.name not in (None, "ppo") and ":" not in task.name:
         yield RequestError(
             f"--task {task.name} together with --data {config.data.name}: this names environments, not a dataset",

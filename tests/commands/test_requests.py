@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.capabilities import ENVIRONMENTS
 from multigpu_cli.commands import requests
 from multigpu_cli.commands.requests import build_config, parse_export_target, parse_worker_counts
 from multigpu_cli.config.code_names import describe_origin
@@ -93,7 +92,7 @@ def test_what_only_a_file_asks_for_is_known(in_tmp_path: None) -> None:
     assert read_origin(THEIRS, **own) == "--config theirs.yaml: --schedule theirs:rate"
     assert read_origin({"epochs": 3, "data": "digits", "model": "mlp"}) == ""
     prompts = resolve({"prompts": "theirs.jsonl"}, (), None)
-    assert describe_origin(prompts, Config(), "theirs.yaml", ENVIRONMENTS) == "theirs.yaml: --prompts theirs.jsonl"
+    assert describe_origin(prompts, Config(), "theirs.yaml") == "theirs.yaml: --prompts theirs.jsonl"
 
 
 def test_a_password_in_it_is_hidden(in_tmp_path: None) -> None:
@@ -112,4 +111,4 @@ def test_only_a_file_of_our_own_launcher_says_where_its_settings_came_from(in_tm
 
 @pytest.mark.parametrize("name", find_recipes())
 def test_a_recipe_of_ours_asks_for_nothing_of_that_kind(name: str) -> None:
-    assert describe_origin(resolve({}, (), name), Config(), name, ENVIRONMENTS) == ""
+    assert describe_origin(resolve({}, (), name), Config(), name) == ""

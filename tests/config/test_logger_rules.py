@@ -2,7 +2,6 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.config.rules import RuleContext
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.loggers import rules
@@ -10,7 +9,7 @@ from multigpu_cli.loggers import rules
 
 def errors(flags: dict[str, Any], *sets: str) -> str:
     [rule] = rules.RULES
-    return "\n".join(str(error) for error in rule.check(resolve(flags, sets, None), RuleContext()))
+    return "\n".join(str(error) for error in rule.check(resolve(flags, sets, None)))
 
 
 def test_a_package_that_is_not_installed_is_named_with_the_command_that_installs_it(

@@ -3,7 +3,7 @@
 import pytest
 
 from multigpu_cli.config.code_names import check_code
-from multigpu_cli.config.rules import RuleContext, find_rule_errors
+from multigpu_cli.config.rules import find_rule_errors
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
@@ -24,8 +24,7 @@ MIX = "data.mix=[{data: digits}, {data: %s}]"
     ],
 )
 def test_rules(sets: list[str], message: str) -> None:
-    context = RuleContext(["digits", "har", "mixture"], (), (), ())
-    found = "\n".join(str(error) for error in find_rule_errors(resolve({}, sets, None), context))
+    found = "\n".join(str(error) for error in find_rule_errors(resolve({}, sets, None)))
     assert message in found
     assert bool(message) == bool(found)
 
@@ -34,5 +33,5 @@ def test_rules(sets: list[str], message: str) -> None:
 def test_code_that_only_a_run_names_is_refused(entry: str) -> None:
     stored = resolve({}, [MIX % entry], None)
     with pytest.raises(RequestError, match="planted:"):
-        check_code(stored, Config(), "run", environments=())
-    check_code(stored, stored, "run", environments=())
+        check_code(stored, Config(), "run")
+    check_code(stored, stored, "run")

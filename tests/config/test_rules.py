@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.config.rules import OWN_RUN_ID, RuleContext, drop_launcher_settings, find_rule_errors
+from multigpu_cli.config.rules import OWN_RUN_ID, drop_launcher_settings, find_rule_errors
 from multigpu_cli.config.sources import gather, resolve
 
 TORCHRUN = {
@@ -21,12 +21,8 @@ TORCHRUN = {
 }
 
 
-def context(environ: Mapping[str, str]) -> RuleContext:
-    return RuleContext(["digits", "har"], ["gym"], ["mlp"], ["classification", "ppo"], environ)
-
-
 def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> str:
-    return "\n".join(str(fault) for fault in find_rule_errors(resolve(flags, (), None), context(environ or {})))
+    return "\n".join(str(fault) for fault in find_rule_errors(resolve(flags, (), None), environ))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +30,7 @@ def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
     [
         ({"data": "digitz"}, ["--data digitz", "did you mean 'digits'?"]),
         ({"model": "mpl"}, ["--model mpl", "'mlp'"]),
-        ({"task": "regression"}, ["--task regression", "module:factory"]),
+        ({"task": "regress"}, ["--task regress", "'regression'", "module:factory"]),
         ({"model": "my/model.py:Net"}, ["--model my/model.py:Net", "module:factory"]),
         ({"model": "model.py:Net"}, ["--model model.py:Net", "my_file:build"]),
         ({"data": ":load"}, ["--data :load"]),
@@ -197,7 +193,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_rules_say_nothing_about_settings_that_are_broken_anyway() -> None:
     request = gather({"epochs": "0", "warmup_epochs": "30", "data": "digitz"}, (), None)
-    faults = find_rule_errors(request.config, context({}), invalid_keys=request.invalid_keys)
+    faults = find_rule_errors(request.config, invalid_keys=request.invalid_keys)
     assert [str(fault).split(":")[0] for fault in faults] == ["--data digitz"]
 
 
@@ -218,4 +214,4 @@ def test_where_a_file_says_it_ran_gives_way(
     request = gather(flags, (), str(tmp_path / "config.yaml"))
     config = drop_launcher_settings(request.config, request.file_keys, environ)
     assert {key: config.get(key) for key in left} == left
-    assert find_rule_errors(config, context(environ)) == []
+    assert find_rule_errors(config, environ) == []

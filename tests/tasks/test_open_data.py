@@ -2,8 +2,9 @@
 
 import pytest
 
+from multigpu_cli.config.code_names import names_environments
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.load import check_has_samples, find_data_factory, names_builtin_environments, open_data
+from multigpu_cli.data.load import check_has_samples, find_data_factory, open_data
 from multigpu_cli.errors import RequestError
 from multigpu_cli.rl.env_source import EnvSource
 
@@ -24,8 +25,8 @@ def test_what_needs_samples_refuses_environments() -> None:
 
 
 def test_whose_code_it_is() -> None:
-    assert names_builtin_environments(resolve({"data": "gym:CartPole-v1"}, (), None))
-    assert not names_builtin_environments(resolve(WORLD, (), None))
+    assert names_environments(resolve({"data": "gym:CartPole-v1"}, (), None))
+    assert not names_environments(resolve(WORLD, (), None))
     assert find_data_factory(resolve(WORLD, (), None)).__name__ == "corridor"
     assert find_data_factory(resolve({"data": "gym:CartPole-v1"}, (), None)).__name__ == "group"
     assert find_data_factory(resolve({}, (), None)).__name__ == "load"

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, METRICS, MODELS, TASKS
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.pieces import deserialize, serialize
 from multigpu_cli.commands.requests import parse_option
@@ -212,7 +211,7 @@ def _choose_devices(config: Config) -> Placement:
 def _why_no_exact(config: Config) -> str:
     """Why --exact can't be used with these settings; empty where it can."""
     tried = replace_settings(config, {"exact": True})
-    faults = rules.find_rule_errors(tried, rules.RuleContext(DATASETS, ENVIRONMENTS, MODELS, TASKS, metrics=METRICS))
+    faults = rules.find_rule_errors(tried)
     return faults[0].problem if faults else ""
 
 

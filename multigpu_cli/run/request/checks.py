@@ -25,7 +25,7 @@ from multigpu_cli.optimizers.trial import measure_state_bytes
 from multigpu_cli.planning.memory import Memory
 from multigpu_cli.run.request.spec import RunSpec, describe_machine
 from multigpu_cli.runtime.precision import choose_precision
-from multigpu_cli.strategies.fsdp.rules import find_group_errors, find_sharding_errors
+from multigpu_cli.strategies.fsdp.rules import find_sharding_errors
 
 _CLASS_SETTINGS = ("task.class_weights", "data.sample_weights", "data.mixup", "data.cutmix")
 _SMOOTHED = ("classification", "multi-label", "language-model", "dpo")
@@ -73,8 +73,7 @@ def _check_sharding(config: Config, workers: int) -> Iterator[RequestError]:
     """What --multi-gpu fsdp does not take, now that the settings of a checkpoint are known too."""
     from torch.distributed.fsdp import FSDPModule  # late: seconds, for this strategy only
 
-    yield from find_sharding_errors(config, acts=uses_environments(config))
-    yield from find_group_errors(config.device.shard_size, workers)
+    yield from find_sharding_errors(config, workers)
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         yield RequestError(
             f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients",

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multigpu_cli.capabilities import BEFORE_RESUME, CHECK_BASE, ENVIRONMENTS, load_given
+from multigpu_cli.capabilities import BEFORE_RESUME, CHECK_BASE, load_given
 from multigpu_cli.checkpoint.files import Moved, ignore_progress
 from multigpu_cli.checkpoint.manifest import find_damaged_piece, find_quick_damage, list_pieces, read_manifest
 from multigpu_cli.checkpoint.run_folder import (
@@ -74,7 +74,7 @@ def prepare_spec(
         pinned = {"global_batch_size": start.global_batch}
     command, config = config, replace_settings(user_config, _pinned_settings(pinned)) if pinned else user_config
     parts = (*(user_objects.parts_by_name if user_objects else NAMING), *FOLLOWING)
-    check_code(config, command, str(start.checkpoint), environments=ENVIRONMENTS, parts=parts)
+    check_code(config, command, str(start.checkpoint), parts)
     loaded = user_objects.source if user_objects else source
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded, moved))
     if manifest and (base := manifest["settings"].get("base")):
@@ -87,7 +87,7 @@ def prepare_spec(
         check_same_data(world, source, fingerprint, config.data.name)
     request = RunRequest(
         user_config=user_config,
-        config=replace(config, from_files=describe_origin(config, command, origin, ENVIRONMENTS)),
+        config=replace(config, from_files=describe_origin(config, command, origin)),
         placement=placement,
         resume_point=start,
         source=source,

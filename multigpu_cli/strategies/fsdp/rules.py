@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator
 
-from multigpu_cli.config.rules import Rule, RuleContext
+from multigpu_cli.config.code_names import names_environments
+from multigpu_cli.config.rules import Rule
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.optimizer_names import OPTIMIZERS
 
 
-def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError]:
-    """What can't be done with sharded weights; each has a way out.
-
-    Args:
-        acts: the data are environments.
-    """
+def find_sharding_errors(config: Config, workers: int) -> Iterator[RequestError]:
+    """What can't be done with sharded weights, or with groups of --shard-size; each has a way out."""
     model, compression = config.model, config.communication.grad_compression
     refused = (
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
@@ -36,7 +33,7 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
     for what, given, remedy in refused:
         if given:
             yield RequestError(f"{what}: not with --multi-gpu fsdp yet", remedy=remedy)
-    if acts or config.task.name == "ppo":
+    if names_environments(config) or config.task.name == "ppo":
         yield RequestError(
             "--task ppo together with --multi-gpu fsdp: each pass of a sharded model is one of all workers, whose "
             "environments do not act equally often",
@@ -48,11 +45,8 @@ def find_sharding_errors(config: Config, *, acts: bool) -> Iterator[RequestError
             "and CUDA graphs need fixed addresses",
             remedy="--compile default, or --multi-gpu ddp",
         )
-
-
-def find_group_errors(shard_size: int | None, workers: int) -> Iterator[RequestError]:
-    """A --shard-size that does not divide the workers; one worker alone has nothing to shard."""
-    if shard_size and workers > 1 and workers % shard_size:
+    shard_size = config.device.shard_size
+    if shard_size and workers > 1 and workers % shard_size:  # one worker alone has nothing to shard
         sizes = [str(size) for size in range(2, workers + 1) if workers % size == 0]
         yield RequestError(
             f"--shard-size {shard_size}: {workers} workers can't be divided into groups of {shard_size}",
@@ -60,11 +54,9 @@ def find_group_errors(shard_size: int | None, workers: int) -> Iterator[RequestE
         )
 
 
-def _sharding(config: Config, facts: RuleContext) -> Iterator[RequestError]:
+def _sharding(config: Config) -> Iterator[RequestError]:
     if config.device.multi_gpu == "fsdp":
-        acts = config.data.name.partition(":")[0] in facts.environments
-        yield from find_sharding_errors(config, acts=acts)
-        yield from find_group_errors(config.device.shard_size, config.device.nproc_per_node or 1)
+        yield from find_sharding_errors(config, config.device.nproc_per_node or 1)
 
 
 RULES = (
