@@ -83,7 +83,25 @@ class UserHooks(Part):
         """Make the hooks of this rank, with their states; each rank of a hook loads the same."""
         states, world = components.state.part_states["hooks"], self._world
         self._left = {each.name: states.pop(each.name) for each in self._hooks if each.name in states}
-        run_on_all_ranks(world, lambda: [_build(each, world, self._left) for each in self._hooks])
+        run_on_all_ranks(world, self._build)
+
+    def _build(self) -> None:
+        """Make this rank's objects.
+
+        Raises:
+            RequestError: a constructor or load_state_dict fails, or does not take what it is given.
+        """
+        for hook in self._hooks:
+            if hook.ranks is not None and self._world.rank not in hook.ranks:
+                continue
+            hook.object = call_factory(hook.factory, {}, hook.args, where="hook")
+            if hook.has_state and hook.name in self._left:
+                try:
+                    with name_own_code(f"--hook {hook.code}: load_state_dict, with its state of the checkpoint,"):
+                        hook.object.load_state_dict(copy_state(self._left[hook.name], ""))
+                except TrainingError as error:
+                    remedy = f"another name for its new form: --hook NAME={hook.code}"
+                    raise RequestError(error.problem, remedy=remedy) from error
 
     def start(self, run: Run, stack: ExitStack) -> None:
         self._call(run, "start")
@@ -228,24 +246,6 @@ def _name_tensors(run: Run, *, gradients: bool = False) -> dict[str, Tensor]:
 def _warn(run: Run, text: str) -> None:
     warn: Callable[[str], object] = run.log.console.warn if run.world.is_main else warnings.warn
     warn(text)
-
-
-def _build(hook: Hook, world: World, states: Mapping[str, Any]) -> None:
-    """Make this rank's object, if it wants one.
-
-    Raises:
-        RequestError: its constructor or load_state_dict fails, or does not take what it is given.
-    """
-    if hook.ranks is not None and world.rank not in hook.ranks:
-        return
-    hook.object = call_factory(hook.factory, {}, hook.args, where="hook")
-    if hook.has_state and hook.name in states:
-        try:
-            with name_own_code(f"--hook {hook.code}: load_state_dict, with its state of the checkpoint,"):
-                hook.object.load_state_dict(copy_state(states[hook.name], ""))
-        except TrainingError as error:
-            remedy = f"another name for its new form: --hook NAME={hook.code}"
-            raise RequestError(error.problem, remedy=remedy) from error
 
 
 def copy_state(value: Any, what: str) -> Any:

@@ -53,7 +53,7 @@ def test_a_logger_that_fails_and_hangs_stops_nobody_and_loses_nothing(warnings: 
         Path("refuse").touch()
         write_steps(journal, 4, 4)
         wait_until(lambda: read_position(RUN, OWN).error != "", "the error is kept")
-        wait_until(lambda: follower._relay() is None and warnings != [], "and told")
+        wait_until(lambda: follower._companion.relay() is None and warnings != [], "and told")
         Path("refuse").unlink()
         wait_until(lambda: 4 in steps(), "and what failed comes again")
         Path("hang").touch()
