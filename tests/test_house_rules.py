@@ -339,8 +339,8 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 237,  # to become 220
-    "lines": 45_300,  # 41,000
+    "files": 236,  # to become 220
+    "lines": 45_230,  # 41,000
     "files to read": 35,
     "lines to read": 8_240,  # 7,500
     "files the engine reaches": 130,  # 100
