@@ -179,30 +179,18 @@ class MultiGPUConfig:
         every = self.checkpoint_frequency if tolerant else _NEVER
         bucket = self.bucket_cap_mb or (self.reduce_bucket_size and max(1, self.reduce_bucket_size // 2**20))
         derived: dict[str, Any] = {} if tolerant else {"nonfinite": "stop", "on_oom": "stop"}
-        values = {
+        values = {key: getattr(self, name) for key, name in _FIELDS.items()} | {
             "multi_gpu": TrainingMode.named(self.training_mode).value,
             "gpu_ids": ",".join(map(str, self.device_ids)) if self.device_ids else None,
-            "batch_size": self.batch_size,
-            "global_batch_size": self.global_batch_size,
-            "grad_accum_steps": self.gradient_accumulation_steps,
-            "drop_last": self.drop_last,
+            "nproc_per_node": None,
             "epochs": _UNLIMITED if self.num_epochs is None else self.num_epochs,
-            "lr": self.learning_rate,
             "amp": "auto" if self.use_mixed_precision else "off",
             "max_grad_norm": "off" if self.max_grad_norm is None else self.max_grad_norm,
-            "find_unused_parameters": self.find_unused_parameters,
             "bucket_cap_mb": bucket or "auto",
             "grad_compression": "fp16" if half else "none",
-            "sync_bn": self.sync_bn,
-            "grad_checkpointing": self.use_gradient_checkpointing,
-            "num_workers": self.num_workers,
             "checkpoint_every": None if every is None else str(every),
             "hang_timeout": float(self.recovery_timeout),
-            "max_restarts": self.max_restarts,
-            "save_dir": self.save_dir,
             "resume": "auto" if self.save_dir else "never",
-            "seed": self.seed,
-            "exact": self.exact,
         }
         if self.num_epochs is None:
             derived |= {"schedule": "constant", "warmup_epochs": 0.0}

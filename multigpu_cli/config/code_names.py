@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from multigpu_cli.capabilities import ENVIRONMENTS
 from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.errors import RequestError, did_you_mean
-
-_PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 class NamedCode(NamedTuple):
@@ -42,7 +41,7 @@ def find_entry_errors(part: str, entries: list[NamedCode], config: Config, kind:
     """Places that are none, names that come twice, and arguments for nobody."""
     names = [name for name, _ in entries]
     for at, (name, code) in enumerate(entries):
-        if ":" in code and (not _PLACE.fullmatch(code) or code.partition(":")[0].endswith(".py")):
+        if ":" in code and not OWN_CODE.fullmatch(code):
             yield RequestError(
                 f"--{part} {code}: must be module:{kind}", remedy=f"--{part} my_file:{kind} for {kind} in my_file.py"
             )

@@ -78,7 +78,7 @@ def _names(config: Config) -> Iterator[RequestError]:
             if flag == "--data" and Path(name).exists():
                 remedy = f"--data ./{name} for the files in {name}, or {remedy}"
             yield RequestError(f"{flag} {name}: unknown name", remedy=remedy)
-        elif not OWN_CODE.fullmatch(name) or name.partition(":")[0].endswith(".py"):
+        elif not OWN_CODE.fullmatch(name):
             yield RequestError(
                 f"{flag} {name}: must be module:factory",
                 remedy=f"use {flag} my_file:build for build() in my_file.py, my_folder.my_file:build in a folder",

@@ -11,8 +11,8 @@ from multigpu_cli.errors import did_you_mean
 from multigpu_cli.planning.optimizer_names import OPTIMIZERS, REFUSED
 from multigpu_cli.planning.schedule import SHAPES
 
-OWN_CODE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-"""'module:name', as settings name the user's own code."""
+OWN_CODE = re.compile(r"[^\W\d]\w*(\.(?!py:)[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+"""'module:name', as settings name the user's own code; no file.py:name."""
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes: Linux's limits
 
@@ -104,7 +104,7 @@ def choice_or_code(*options: str, own: str, refused: Mapping[str, str] | None = 
 
     def parse(value: Any) -> str:
         word = str(value)
-        if word in options or (":" in word and OWN_CODE.fullmatch(word) and not word.split(":")[0].endswith(".py")):
+        if word in options or (":" in word and OWN_CODE.fullmatch(word)):
             return word
         if word in reasons:
             raise ValueError(f"{word} is not supported: {reasons[word]}")

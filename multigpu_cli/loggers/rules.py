@@ -22,7 +22,7 @@ def _loggers(config: Config) -> Iterator[RequestError]:
         elif ":" not in name:
             remedy = f"{did_you_mean(name, LOGGERS)} (or your own as module:Class)"
             yield RequestError(f"--logger {name}: unknown name", remedy=remedy)
-        elif not OWN_CODE.fullmatch(name) or name.partition(":")[0].endswith(".py"):
+        elif not OWN_CODE.fullmatch(name):
             yield RequestError(
                 f"--logger {name}: must be module:Class", remedy="use --logger my_file:Log for class Log in my_file.py"
             )
