@@ -21,7 +21,6 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from multigpu_cli.capabilities import BEFORE_LAUNCH, load_given
 from multigpu_cli.checkpoint.run_folder import read_note, read_summary, resolve_folder
 from multigpu_cli.config.rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
@@ -61,8 +60,6 @@ def self_launch(config: Config, placement: Placement, screen: str) -> dict[str, 
     Raises:
         WorkersFailed: some worker ended with a non-zero exit code.
     """
-    for check in load_given(BEFORE_LAUNCH, config):
-        check(config)
     config = resolve_folder(config)
     run_folder, began = Path(str(config.checkpoint.save_dir)), time.time()
     try:

@@ -19,7 +19,6 @@ from multigpu_cli import engine
 from multigpu_cli.api.inputs import UserInputs, from_loader, refuse_forgotten_scheduler, with_collate
 from multigpu_cli.api.monitoring import get_gpu_info, gpu_utilisation
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, to_python_error
-from multigpu_cli.capabilities import BEFORE_LAUNCH, load_given
 from multigpu_cli.checkpoint.run_folder import resolve_folder
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
@@ -291,8 +290,6 @@ def run_in_processes(config: Config, placement: Placement, user_objects: UserObj
     Raises:
         RequestError: an object can't be pickled for another process.
     """
-    for check in load_given(BEFORE_LAUNCH, config):
-        check(config)
     config = resolve_folder(config)
     try:
         ForkingPickler.dumps(user_objects)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from multigpu_cli.capabilities import BEFORE_LAUNCH, load_given
 from multigpu_cli.checkpoint.files import is_locked, locked_error, publish, still_locked_error, wait_until_unlocked
 from multigpu_cli.checkpoint.manifest import (
     MANIFEST,
@@ -127,11 +128,13 @@ def choose_resume_point(
 
 
 def resolve_folder(config: Config) -> Config:
-    """The config with its run folder resolved, for processes that may be restarted.
+    """The config with its run folder resolved, for processes that a launcher starts, and may restart.
 
     Raises:
-        RequestError: as `choose_resume_point`.
+        RequestError: as `choose_resume_point`, or a check of BEFORE_LAUNCH.
     """
+    for check in load_given(BEFORE_LAUNCH, config):
+        check(config)
     folder, resume = choose_resume_point(config, attempt=0).folder, config.checkpoint.resume
     checkpoint = replace(config.checkpoint, save_dir=folder, resume="auto" if resume == "never" else resume)
     return replace(config, checkpoint=checkpoint, explicit=config.explicit | {"save_dir", "resume"})
