@@ -82,15 +82,11 @@ class RowFilter:
         key = (str(event.get("split", "")), event["step"])
         compared = {name: event[name] for name in _COMPARED if isinstance(event.get(name), int | float)}
         before, self._last[key] = self._last.get(key), compared
-        if before is not None and _is_same(before, compared):
-            return None
+        if before is not None and before.keys() == compared.keys():
+            pairs = [(value, before[name]) for name, value in compared.items()]
+            if all(math.isclose(*pair, rel_tol=_ROUNDING, abs_tol=1e-9) for pair in pairs):
+                return None
         return Row(line.number, event["step"], event["time"], dict(list_scalars(event)))
-
-
-def _is_same(one: dict[str, float], other: dict[str, float]) -> bool:
-    return one.keys() == other.keys() and all(
-        math.isclose(value, other[name], rel_tol=_ROUNDING, abs_tol=1e-9) for name, value in one.items()
-    )
 
 
 _LOOK = 0.5  # seconds between two looks at the journal
@@ -238,8 +234,8 @@ def identify_run(run: Path) -> RunIdentity | None:
         return None
     if not first.endswith(b"\n"):
         return None
-    config = dict(_flatten(_read_config(run / "config.yaml")))
-    folder = run.resolve()
+    folder, file = run.resolve(), run / "config.yaml"
+    config = dict(_flatten(yaml.safe_load(file.read_text()) or {} if file.is_file() else {}))
     return RunIdentity(
         id=sha256(first).hexdigest()[:16],
         name=folder.name,
@@ -264,11 +260,6 @@ def describe_ending(run: Path, end: Event | None) -> Ending:
         files["best.pt"] = str(best["sha256"])
     end = end or {}
     return Ending(str(end.get("status", "killed")), str(end.get("fingerprint") or ""), place, files)
-
-
-def _read_config(file: Path) -> Mapping[str, Any]:
-    content = yaml.safe_load(file.read_text()) if file.is_file() else {}
-    return content if isinstance(content, dict) else {}
 
 
 def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,6 +20,7 @@ from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.checkpoint.manifest import find_damage, list_checkpoint_folders, parse_step, read_manifest
 from multigpu_cli.distributed.processes import accompany
 from multigpu_cli.mirror.remote import FINAL_FILES, SMALL_FILES, Mirror, MirrorError
+from multigpu_cli.monitor.history import read_json
 
 PATIENCE = 60.0  # seconds between the first failure after the end of the run and the last try
 _LOCK = ".mirror.lock"
@@ -221,11 +222,8 @@ class MirrorState:
 
 def read_state(run: Path) -> MirrorState:
     """The state of a run folder's mirror; an empty one where it has none."""
-    try:
-        found = json.loads((run / STATE_FILE).read_text())
-    except FileNotFoundError:
-        return MirrorState()
-    return MirrorState(**{name: found[name] for name in asdict(MirrorState())})
+    found = read_json(run / STATE_FILE)
+    return MirrorState(**{name: found[name] for name in found.keys() & asdict(MirrorState())})
 
 
 def write_state(run: Path, state: MirrorState) -> None:

@@ -98,13 +98,15 @@ def call_factory(
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any and (unknown := sorted(args.keys() - parameters.keys())):
+        ours = {key.removeprefix(f"{where}.") for key in SETTINGS if key.startswith(f"{where}.")} - {"args"}
         raise RequestError(
             f"{where}.args.{unknown[0]}: {_name(factory)} has no such parameter",
-            remedy=did_you_mean(unknown[0], {*parameters, *_list_settings(where)}),
+            remedy=did_you_mean(unknown[0], {*parameters, *ours}),
         )
     chosen = {name: value for name, value in offered.items() if name in parameters} | dict(args)
-    missing = [name for name, parameter in parameters.items() if _is_required(parameter) and name not in chosen]
-    if missing:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variadic]
+    if missing := [name for name in needed if name not in chosen]:
         raise RequestError(
             f"--{where}: {_name(factory)} needs {', '.join(missing)}",
             remedy=f"use --set {where}.args.{missing[0]}=…, or give the parameter a default; "
@@ -140,11 +142,6 @@ def bind_call(
     except TypeError as error:
         raise RequestError(f"{problem}: {error}", remedy=remedy) from error
     return partial(function, **args)
-
-
-def _list_settings(part: str) -> list[str]:
-    """The names of the settings of ours in a part of the configuration (data, model, task, optimizer)."""
-    return [key.removeprefix(f"{part}.") for key in SETTINGS if key.startswith(f"{part}.") and key != f"{part}.args"]
 
 
 def _not_imported(name: str, module: str, flag: str, error: Exception) -> Exception:
@@ -190,11 +187,6 @@ def describe_place(error: BaseException) -> str:
         return f"{Path(error.filename).name}:{error.lineno}"
     lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith("<")]
     return f"{Path(lines[-1].filename).name}:{lines[-1].lineno}"
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    return parameter.default is parameter.empty and not variadic
 
 
 def _name(factory: Callable[..., Any]) -> str:
