@@ -234,8 +234,8 @@ def identify_run(run: Path) -> RunIdentity | None:
         return None
     if not first.endswith(b"\n"):
         return None
-    folder, file = run.resolve(), run / "config.yaml"
-    config = dict(_flatten(yaml.safe_load(file.read_text()) or {} if file.is_file() else {}))
+    folder, settings = run.resolve(), run / "config.yaml"
+    config = dict(_flatten(yaml.safe_load(settings.read_text()) or {} if settings.is_file() else {}))
     return RunIdentity(
         id=sha256(first).hexdigest()[:16],
         name=folder.name,
