@@ -87,6 +87,12 @@ DATASETS = {
     "chat": "multigpu_cli.language.chat.chat:load",
 }
 
+TRANSFORMS = {
+    "rand_augment": "multigpu_cli.data.images.augment:RandAugment",
+    "mix": "multigpu_cli.data.images.mixing:SampleMixer",
+}
+"""Of whole batches, beside a dataset's own."""
+
 TASKS = {
     "classification": "multigpu_cli.tasks.classification:Classification",
     "multi-label": "multigpu_cli.tasks.classification:MultiLabel",
@@ -112,6 +118,12 @@ MODELS = {
     "clstm-actor-critic": "multigpu_cli.rl.policy:build_clstm",
 }
 
+OUTPUTS = {
+    "logits": "multigpu_cli.language.hugging_face:Logits",
+    "whole": "multigpu_cli.language.hugging_face:NamedInputs",
+}
+"""What stands between a network of transformers and a task, by what a call returns."""
+
 ENVIRONMENTS = {
     "gym": "multigpu_cli.environments.gym:group",
     "trading": "multigpu_cli.trading.request:group",
@@ -122,6 +134,9 @@ LOGGERS = {
     "mlflow": "multigpu_cli.loggers.mlflow:MLflowLogger",
     "wandb": "multigpu_cli.loggers.wandb:WandbLogger",
 }
+
+ACTORS = {"ppo": "multigpu_cli.rl.env_source:open_environments"}
+"""Tasks that act in environments → what opens as a data source those that --data names."""
 
 METRICS = {
     "macro_accuracy": "multigpu_cli.metrics.builtin:MacroAccuracy",

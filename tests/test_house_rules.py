@@ -63,13 +63,7 @@ READING_LIST = (
 """What one reads, from the top, to understand a training."""
 
 CLIMBS = {
-    "multigpu_cli/data/load.py": {"rl"},
-    "multigpu_cli/data/loader.py": {"data.images"},
-    "multigpu_cli/data/rows/source.py": {"data.tables"},
-    "multigpu_cli/data/source.py": {"data.tables", "language"},
-    "multigpu_cli/models/build.py": {"language"},
     "multigpu_cli/run/assembly/assemble.py": {"strategies.fsdp"},
-    "multigpu_cli/run/assembly/model.py": {"language"},
     "multigpu_cli/run/checkpointing.py": {"strategies.fsdp"},
     "multigpu_cli/run/open.py": {"strategies.fsdp"},
     "multigpu_cli/run/request/checks.py": {"strategies.fsdp"},

@@ -55,19 +55,22 @@ class WeightMatch(NamedTuple):
         ]
 
 
-def load_initial_weights(model: nn.Module, path: Path, *, partial: bool, skips: str | None = None) -> WeightMatch:
+def load_initial_weights(model: nn.Module, path: Path, *, partial: bool) -> WeightMatch:
     """--init-from: load what fits the model by name and shape.
+
+    Weights that are to keep what is loaded into others are not looked for: a module's `initial_copies` has a part of
+    their names → what stands there in the names of the others.
 
     Args:
         path: as `read_initial_weights` takes it.
         partial: leave what does not fit as it is initialised (--init-partial).
-        skips: names that contain it are neither loaded nor missed.
 
     Raises:
         RequestError: no weights there, or some do not fit; with `partial`, none does.
     """
+    copies = {part: of for each in model.modules() for part, of in getattr(each, "initial_copies", {}).items()}
     states = read_initial_weights(path), model.state_dict()
-    found, own = ({name: state[name] for name in state if not (skips and skips in name)} for state in states)
+    found, own = ({name: state[name] for name in state if not any(map(name.count, copies))} for state in states)
     match = match_weights(own, found)
     if match.differences and not (partial and match.loaded):
         partly = "--init-partial, which leaves those as they are initialised; or " if match.loaded else ""
@@ -76,6 +79,9 @@ def load_initial_weights(model: nn.Module, path: Path, *, partial: bool, skips: 
             remedy=f"{partly}the --model that the weights are of",
         )
     model.load_state_dict({name: found[source] for name, source in match.loaded.items()}, strict=False)
+    for part, of in copies.items():
+        for name in filter(lambda name: part in name, states[1]):
+            states[1][name].copy_(states[1][name.replace(part, of)])
     return match
 
 

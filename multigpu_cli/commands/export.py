@@ -289,15 +289,16 @@ def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:
     Raises:
         RequestError: the network can't be exported, or the file beside it exists already.
     """
-    if run.source.table is None:
+    table = run.source.codec
+    if not isinstance(table, TableFeatures):
         return export_network(run.model, inputs, target), ""
     if target.suffix == ".onnx":
-        return export_network(run.model, inputs, target, _make_raw_inputs(run, run.source.table)), _RAW
+        return export_network(run.model, inputs, target, _make_raw_inputs(run, table)), _RAW
     beside = target.with_name(f"{target.name}.json")
     if beside.exists():
         raise RequestError(f"--to {target}: {beside} exists already", remedy="another name, or remove it")
     difference = export_network(run.model, inputs, target)
-    publish(beside, dump_json(_describe_preprocessing(run.source, run.source.table)).encode())
+    publish(beside, dump_json(_describe_preprocessing(run.source, table)).encode())
     return difference, f"takes features, not rows: {beside} describes how features are computed from rows"
 
 

@@ -23,7 +23,7 @@ from multigpu_cli.config.code_names import NAMING, check_code
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config, DeviceConfig
 from multigpu_cli.data.load import open_data
-from multigpu_cli.data.source import DataSource, wrap_unlabeled
+from multigpu_cli.data.source import Codec, DataSource, wrap_unlabeled
 from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks
 from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
 from multigpu_cli.distributed.placement import count_cores
@@ -32,7 +32,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.adapter import check_base
 from multigpu_cli.language.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
-from multigpu_cli.language.vocabulary import deserialize_vocabulary
+from multigpu_cli.language.text import deserialize_vocabulary
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.metrics.load import load_metrics
 from multigpu_cli.monitor import format
@@ -84,7 +84,7 @@ def load_run(
     check_code(config, command, str(weights.origin), parts)
     source = open_data(config)
     if checks_base:
-        check_base(weights.settings.get("base", {}), config, source, str(weights.origin))
+        check_base(weights.settings.get("base", {}), config, source.codec.record, str(weights.origin))
     before = weights.settings.get("learned")
     if before is not None and before != source.signature():
         raise RequestError(
@@ -122,11 +122,11 @@ def load_run_without_data(
         input_shape=tuple(built_for["input_shape"]),
         num_classes=built_for["num_classes"],
         num_outputs=built_for.get("outputs", 1),
-        vocabulary=deserialize_vocabulary(built_for["vocabulary"]) if "vocabulary" in built_for else None,
+        codec=deserialize_vocabulary(built_for["vocabulary"]) if "vocabulary" in built_for else Codec(),
         model=built_for["model"],
         task=built_for["task"],
     )
-    check_base(weights.settings.get("base", {}), config, source, str(weights.origin))
+    check_base(weights.settings.get("base", {}), config, source.codec.record, str(weights.origin))
     return _load_weights(config, source, weights)
 
 
@@ -138,7 +138,7 @@ def load_text_model_of_run(weights: TrainedWeights, run: LoadedRun) -> TextModel
     """
     model, record = load_text_model(find_model_folder(run.config.model.dir)), weights.settings.get("base", {})
     found = describe_tokenizer(model.tokenizer, record.get("template"))
-    check_base(record, run.config, replace(run.source, text_model=found), str(weights.origin))
+    check_base(record, run.config, found, str(weights.origin))
     return model
 
 

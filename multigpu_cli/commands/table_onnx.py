@@ -56,8 +56,8 @@ def add_preprocessing(network: bytes, source: DataSource, task: str) -> bytes:
     Raises:
         RequestError: a column has the name of an output.
     """
-    assert source.table is not None
-    table = source.table
+    table = source.codec
+    assert isinstance(table, TableFeatures)
     if taken := [name for name in table.columns if name in _OUTPUTS]:
         raise RequestError(
             f"column {taken[0]!r} has the name of an output of the file", remedy="rename it, or --to ….pt2"

@@ -13,7 +13,7 @@ from numpy import ndarray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from multigpu_cli.capabilities import DATASETS
+from multigpu_cli.capabilities import ACTORS, DATASETS, load
 from multigpu_cli.config.code_names import names_environments
 from multigpu_cli.config.schema import Config, DataConfig
 from multigpu_cli.data.class_weights import read_labels
@@ -31,6 +31,7 @@ from multigpu_cli.data.mixture import MixedSource
 from multigpu_cli.data.order import EVAL_EPOCH, split_by_sample
 from multigpu_cli.data.source import DataSource, MaterializedIterable
 from multigpu_cli.distributed.processes import say_before_run
+from multigpu_cli.environments.base import find_group_factory
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import make_key
 from multigpu_cli.runtime import factories
@@ -165,8 +166,8 @@ def load_data_source(
         offered |= {"model_dir": model_dir, "max_length": config.max_length, "packing": config.packing}
     if config.name == "mixture":
         offered |= {"shuffle_block": config.shuffle_block, "shuffle_window": config.shuffle_window}
-        load = partial(load_data_source, seed=seed, form=form, model_dir=model_dir, moved=moved)
-        offered["mix"] = [_load_mixed(config, entry, load) for entry in config.mix]
+        alone = partial(load_data_source, seed=seed, form=form, model_dir=model_dir, moved=moved)
+        offered["mix"] = [_load_mixed(config, entry, alone) for entry in config.mix]
     parameters = inspect.signature(factory).parameters
     infer = partial(infer_source, seed=seed, form=form, moved=moved)
     if "split" not in parameters or "split" in config.args:
@@ -300,7 +301,7 @@ FROM_MODEL = "from-model"
 
 def uses_environments(config: Config) -> bool:
     """Whether a request names environments rather than a dataset."""
-    return config.task.name == "ppo" or names_environments(config)
+    return config.task.name in ACTORS or names_environments(config)
 
 
 def choose_form(inputs: int | None, task: str | None) -> SampleForm:
@@ -321,9 +322,8 @@ def open_data(config: Config, moved: Moved = lambda: None) -> DataSource:
     if not uses_environments(config):
         form = choose_form(config.data.inputs, config.task.name)
         return load_data_source(config.data, config.reproducibility.seed, form, model_dir=config.model.dir, moved=moved)
-    from multigpu_cli.rl.env_source import open_environments  # late: datasets do not need PPO
-
-    return open_environments(config)
+    source: DataSource = load(next(iter(ACTORS.values())))(config)
+    return source
 
 
 def check_has_samples(config: Config, what: str) -> None:
@@ -343,6 +343,4 @@ def find_data_factory(config: Config) -> Callable[..., Any]:
     """The factory that --data names."""
     if not uses_environments(config):
         return factories.find_factory(config.data.name, DATASETS, flag="--data")
-    from multigpu_cli.rl.env_source import find_group_factory
-
-    return find_group_factory(config)[0]
+    return find_group_factory(config.data.name)[0]

@@ -12,9 +12,9 @@ from torch.utils.data import Dataset, TensorDataset
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.class_weights import count_repeats, draw_samples, resolve_sample_weights
 from multigpu_cli.data.collate import Fetched, TokenCounts, move_batches, to_device, to_pair
-from multigpu_cli.data.images.transforms import BatchTransforms
 from multigpu_cli.data.order import EVAL_EPOCH, OrderOfEpoch, shuffle_epoch
 from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.transforms import BatchTransforms
 from multigpu_cli.planning.batch import BatchPlan, StepLayout
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from multigpu_cli.data.collate import describe_shapes, get_sample, to_pair
 from multigpu_cli.data.order import OrderOfEpoch, shuffle_epoch
-from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.source import Codec, DataSource
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.planning.batch import apportion, make_key
 
@@ -216,7 +216,7 @@ def load(
         val=splits["val"],
         test=splits["test"],
         new=None,
-        table=None,
+        codec=first.codec if first.codec.serialize() else Codec(),  # features are those of one table
         order=order,
         order_has_repeats=True,
         warnings=warnings,
@@ -251,7 +251,7 @@ def _check_alike(first: MixedSource, other: MixedSource) -> None:
         "tasks": (one.task, two.task),
         "classes": (one.class_names or one.num_classes, two.class_names or two.num_classes),
         "outputs": (one.num_outputs, two.num_outputs),
-        "vocabularies": (_list_tokens(one), _list_tokens(two)),
+        "vocabularies": (one.codec.serialize(), two.codec.serialize()),
         "preparations": (type(one.prepare).__name__, type(two.prepare).__name__),
         "samples": (_describe_sample(one), _describe_sample(two)),
     }
@@ -262,15 +262,11 @@ def _check_alike(first: MixedSource, other: MixedSource) -> None:
                 remedy="datasets of one shape and one task; args: {…} of each may choose columns and sizes",
             )
     for each in (first, other):
-        if each.source.order is not None or each.source.packed or each.source.paired:
+        if each.source.order is not None or each.source.noun != "samples":
             raise RequestError(
                 f"data.mix: {each.name} has an order, packs or pairs of its own, and can't be mixed",
                 remedy="one dataset of all its samples",
             )
-
-
-def _list_tokens(source: DataSource) -> str:
-    return source.vocabulary.serialize() if source.vocabulary else ""
 
 
 def _shorten(value: object) -> str:

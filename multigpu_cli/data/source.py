@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from hashlib import sha256
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +19,8 @@ from multigpu_cli.planning.batch import make_key
 from multigpu_cli.runtime.model_call import TARGETS
 from multigpu_cli.runtime.seeding import seed_everything
 
-if TYPE_CHECKING:
-    from multigpu_cli.data.tables.features import TableFeatures
-    from multigpu_cli.language.vocabulary import Vocabulary
+FEW = 20
+"""Whole numbers with at most so many values are classes, where nothing says what a target is."""
 
 
 def to_float(inputs: Tensor) -> Tensor:
@@ -41,6 +41,20 @@ class LoaderOptions:
     prefetch: int | None = None
 
 
+class Codec:
+    """What makes samples of a dataset's own texts or rows; this one, of samples that are numbers already.
+
+    Attributes:
+        record: what checkpoints record of a pretrained model's tokenizer, where it makes the samples.
+    """
+
+    record: Mapping[str, str] = MappingProxyType({})
+
+    def serialize(self) -> str:
+        """The codec as text, from which it can be built again; empty where that takes the data."""
+        return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSource:
     """A dataset, split and ready to train on.
@@ -59,13 +73,11 @@ class DataSource:
         prepare: a stored batch on its device → the model's input (normalization, channel mode).
         augment: a stored batch and its random numbers → augmented batch; before `prepare`, in training only.
         target_scale: mean and deviation of the training targets of a regression.
-        vocabulary: converts between text and tokens, if samples are text.
-        text_model: what checkpoints record of a pretrained model's tokenizer, if it made the tokens.
-        table: converts rows of text to features, if samples are rows of a table.
+        codec: made the samples: a vocabulary of texts, a tokenizer, or the features of a table.
+        noun: what the plan calls samples; packs hold several texts side by side, told apart by their position ids, and
+            pairs a chosen and a rejected answer, in rows of their own.
         note: a property of the samples that the plan shows.
         warnings: what looks wrong in the data but may be intended.
-        packed: a training sample holds several texts side by side, told apart by their position ids.
-        paired: a sample is a chosen and a rejected answer, in rows of their own.
         order: the user's own order of training samples; None shuffles them by seed and epoch.
         order_has_repeats: that order numbers a sample that comes again beyond the dataset's end, by its length.
         shuffle_block: neighbours that are shuffled as a block, where data.shuffle_block says nothing; see BlockOrder.
@@ -88,9 +100,8 @@ class DataSource:
     prepare: Callable[[Tensor], Tensor] = to_float
     augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
     target_scale: tuple[float, float] | None = None
-    vocabulary: "Vocabulary | None" = None
-    text_model: Mapping[str, str] = field(default_factory=dict)
-    table: "TableFeatures | None" = None
+    codec: Codec = Codec()
+    noun: str = "samples"
     note: str = ""
     warnings: tuple[str, ...] = ()
     transform_signature: str = ""
@@ -98,8 +109,6 @@ class DataSource:
     order: SampleOrder | None = None
     order_has_repeats: bool = False
     shuffle_block: int | None = None
-    packed: bool = False
-    paired: bool = False
     loader_options: LoaderOptions = LoaderOptions()
     form: SampleForm = PAIR
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -116,11 +125,11 @@ class DataSource:
     def signature(self) -> str:
         """A checksum of what was fitted to the training split (classes, tokens, scales), on which weights depend."""
         scale = repr(self.prepare) if is_dataclass(self.prepare) else ""
-        tokens = self.vocabulary.serialize() if self.vocabulary else ""
         numbers = f"{self.num_classes} {scale} {self.target_scale}"
         # three digits, since machines round differently
         rounded = re.sub(r"\d+\.\d+(e[-+]\d+)?", lambda found: f"{float(found[0]):.3g}", numbers)
-        return sha256(repr((rounded, self.class_names, tokens, self.transform_signature)).encode()).hexdigest()[:16]
+        fitted = rounded, self.class_names, self.codec.serialize(), self.transform_signature
+        return sha256(repr(fitted).encode()).hexdigest()[:16]
 
 
 class UnlabeledDataset(Dataset[Any]):

@@ -1,11 +1,15 @@
 """`EnvironmentGroup`: the interface of a fixed number of environments, stepped as one batch."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from multigpu_cli.capabilities import ENVIRONMENTS
+from multigpu_cli.runtime.factories import find_factory
 
 
 @dataclass(frozen=True)
@@ -111,3 +115,11 @@ class EnvironmentGroup(ABC):
     def details(self) -> dict[str, Any]:
         """More about the first environment's last episode, as plain values for the summary of the run."""
         return {}
+
+
+def find_group_factory(data: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The factory of a group that --data names, and the arguments in that name (gym:ID)."""
+    name, _, rest = data.partition(":")
+    builtin = name in ENVIRONMENTS
+    found = find_factory(name if builtin else data, ENVIRONMENTS, flag="--data")
+    return found, {"id": rest} if builtin and rest else {}

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map_only
 
 from multigpu_cli.config.code_names import match_names
 from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
-from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.collectives import run_on_main_rank
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, combine_errors
@@ -68,7 +67,7 @@ def add_adapter(network: nn.Module, config: AdapterConfig, seed: int, *, referen
 
     Args:
         network: a causal language model, perhaps on the meta device.
-        reference: with a second one, which `set_reference` gives the weights of the first.
+        reference: with a second one, which gets the weights that `load_initial_weights` gives the first.
 
     Returns:
         A `peft.PeftModel` whose `state_dict` has what learns, and the reference, and nothing of the network itself.
@@ -98,6 +97,7 @@ def add_adapter(network: nn.Module, config: AdapterConfig, seed: int, *, referen
         adapted = cast(nn.Module, peft.get_peft_model(network, settings))
         if reference:
             cast(Any, adapted).add_adapter(REFERENCE, deepcopy(settings))
+            cast(Any, adapted).initial_copies = {f".{REFERENCE}": ".default"}
     own = {name: p for name, p in adapted.named_parameters() if p.requires_grad or REFERENCE in name}
     if any(parameter.dtype == torch.float64 for parameter in network.parameters()):
         for weight in own.values():
@@ -145,13 +145,6 @@ def find_adapted(model: nn.Module) -> Any:
 
 def has_adapter(model: nn.Module) -> bool:
     return find_adapted(model) is not None
-
-
-def set_reference(model: nn.Module) -> None:
-    """Let the reference have the adapter's weights as they are now; does nothing where there is none."""
-    state = model.state_dict()
-    for name in (name for name in state if f".{REFERENCE}" in name):
-        state[name].copy_(state[name.replace(f".{REFERENCE}", ".default")])
 
 
 @contextmanager
@@ -298,30 +291,31 @@ class Adapter(Part):
     def fitted(self, components: TrainComponents) -> None:
         """Note which weights the adapter learns beside, once: their files may go."""
         spec = components.spec
-        base = run_on_main_rank(self._world, lambda: describe_base(spec.config, spec.source))
+        base = run_on_main_rank(self._world, lambda: describe_base(spec.config, spec.source.codec.record))
         components.spec = replace(spec, base=base)
 
 
-def describe_base(config: Config, source: DataSource) -> dict[str, str]:
+def describe_base(config: Config, tokenizer: Mapping[str, str]) -> dict[str, str]:
     """SHA-256 of the weights beside which an adapter learns, and of the tokenizer; and the chat template's text.
 
     The weights are read once in a process, however often this is called.
     """
     if config.adapter.kind == "none":
-        return dict(source.text_model)
-    return {"weights": hash_weights(find_model_folder(config.model.dir))} | dict(source.text_model)
+        return dict(tokenizer)
+    return {"weights": hash_weights(find_model_folder(config.model.dir))} | dict(tokenizer)
 
 
-def check_base(before: Mapping[str, str], config: Config, source: DataSource, origin: str) -> None:
+def check_base(before: Mapping[str, str], config: Config, tokenizer: Mapping[str, str], origin: str) -> None:
     """Compare with what a checkpoint has recorded, as far as it has; an older version recorded nothing.
 
     Args:
+        tokenizer: what made the tokens; see `Codec.record`.
         origin: the run folder or file that has the record.
 
     Raises:
         RequestError: names what differs.
     """
-    now = describe_base(config, source) if before else {}
+    now = describe_base(config, tokenizer) if before else {}
     differing = [
         RequestError(
             f"--model-dir {config.model.dir} has {_OTHER.get(name, name)} than {origin} was started with",

@@ -47,7 +47,7 @@ class DPO(Task):
 
     def __init__(self, source: DataSource, config: TaskConfig, beta: float = 0.1) -> None:
         super().__init__(source, config)
-        if not source.paired:
+        if source.noun != "pairs":
             raise RequestError(
                 "--task dpo: the data are no preferences: a prompt, and a chosen and a rejected answer to it",
                 remedy="--data chat with records that have fields chosen and rejected (data.args.format=preference)",

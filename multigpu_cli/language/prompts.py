@@ -147,7 +147,7 @@ class PromptSamples(Part):
 
     def _read(self, spec: RunSpec) -> list[Prompt]:
         self.model = model = load_text_model(find_model_folder(spec.config.model.dir))
-        self.places, template = model.places or spec.source.input_shape[-1], spec.source.text_model.get("template")
+        self.places, template = model.places or spec.source.input_shape[-1], spec.source.codec.record.get("template")
         reader = PromptReader(model, template or None, self.places, spec.config.data.args.get("template_args"))
         return reader.read_file(Path(str(spec.config.log.prompts)))
 

@@ -13,6 +13,7 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.hugging_face import Logits
+from multigpu_cli.language.text import Vocabulary
 from multigpu_cli.language.token_losses import (
     TokenLosses,
     TokenTargets,
@@ -50,7 +51,7 @@ class LanguageModel(Task):
                 f"--task language-model: the dataset has a vocabulary of {source.num_classes} tokens",
                 remedy="--data text, or a dataset with an attribute num_classes: the size of its vocabulary",
             )
-        if source.paired:
+        if source.noun == "pairs":
             raise RequestError(
                 "--task language-model: the data are preferences, a chosen and a rejected answer each",
                 remedy="--task dpo; or data.args.format=messages, say, where records hold a conversation beside them",
@@ -62,7 +63,7 @@ class LanguageModel(Task):
         """See `Task`; also that packed texts do not see each other, and whether the model can compute token losses."""
         with precision.autocast():
             check_network(model, self.source)
-            if self.source.packed:
+            if self.source.noun == "packs":
                 check_packing(model, self.source.num_classes, next(model.parameters()).device)
             self._in_chunks, self.logits_note = try_chunks(model)
         if self._in_chunks and self.own_metrics:
@@ -114,7 +115,7 @@ def check_network(model: nn.Module, source: DataSource) -> None:
     if not isinstance(model, Logits):
         return
     vocabulary, places = model.limits
-    if source.vocabulary is not None:  # else targets may be masked tokens
+    if isinstance(source.codec, Vocabulary):  # else targets may be masked tokens
         check_causal(model, vocabulary, next(model.parameters()).device, places)
     if model.has_router_loss:
         raise RequestError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from multigpu_cli.capabilities import ADAPTERS, MODELS, load_given
+from multigpu_cli.capabilities import ADAPTERS, MODELS, OUTPUTS, load, load_given
 from multigpu_cli.config.code_names import match_names
 from multigpu_cli.config.schema import Config, ModelConfig
 from multigpu_cli.config.types import quote_value
@@ -83,12 +83,8 @@ def adapt_model(model: nn.Module, *, whole_output: bool = False) -> nn.Module:
     if not is_of_transformers(model):
         bind_call(model)
         return model
-    from multigpu_cli.language.hugging_face import (
-        Logits,
-        NamedInputs,  # late: few networks come from there
-    )
-
-    return NamedInputs(model) if whole_output else Logits(model)
+    adapted: nn.Module = load(OUTPUTS["whole" if whole_output else "logits"])(model)
+    return adapted
 
 
 def is_of_transformers(model: nn.Module) -> bool:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.capabilities import ENVIRONMENTS
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup
+from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup, find_group_factory
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import make_key
 from multigpu_cli.rl.objective import PPOSettings
@@ -68,7 +67,7 @@ def open_environments(config: Config) -> EnvSource:
         RequestError: the environments do not exist, or the sizes do not divide each other.
     """
     settings: PPOSettings = factories.call_factory(PPOSettings, {}, config.task.args, where="task")
-    make = partial(_group, config, *find_group_factory(config))
+    make = partial(_group, config, *find_group_factory(config.data.name))
     probe = make("train", range(1), torch.device("cpu"))
     environments, group, micro_batch = _sizes(config, settings)
     rollout = group * settings.rollout
@@ -96,14 +95,6 @@ def open_environments(config: Config) -> EnvSource:
         environments=environments,
         group=group,
     )
-
-
-def find_group_factory(config: Config) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The factory of a group, and the arguments in its name (gym:ID)."""
-    name, _, rest = config.data.name.partition(":")
-    if name in ENVIRONMENTS:
-        return factories.find_factory(name, ENVIRONMENTS, flag="--data"), {"id": rest} if rest else {}
-    return factories.find_factory(config.data.name, ENVIRONMENTS, flag="--data"), {}
 
 
 def _group(

@@ -159,7 +159,7 @@ def test_of_a_tokenizer_that_cuts_the_same_is_recorded_before_its_first_text_and
     packs = source.train
     assert isinstance(packs, Packs)
     assert packs.chats.lengths.min() > 8
-    assert source.text_model == describe_tokenizer(load_text_model(folder).tokenizer, None)
+    assert source.codec.record == describe_tokenizer(load_text_model(folder).tokenizer, None)
 
 
 def test_the_template_is_given_values_of_the_user(tmp_path: Path, model_dir: Path) -> None:

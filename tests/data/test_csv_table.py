@@ -164,24 +164,24 @@ def test_an_index_of_the_rows_is_left_out(tmp_path: Path) -> None:
     for first in (0, 1):
         file = write(tmp_path / "t.csv", ",x,kind\n" + "".join(f"{at + first},{at % 7},{at % 2}\n" for at in range(40)))
         source = open_table(file, target="kind")
-        assert (source.table.columns, source.warnings) == (("x",), ())  # type: ignore[union-attr]
+        assert (source.codec.columns, source.warnings) == (("x",), ())  # type: ignore[attr-defined]
         assert source.note == "without its unnamed first column, which counts the rows: "
     part = write(tmp_path / "part.csv", ",x,kind\n31,5,1\n32,6,0\n")
     assert tensors(open_table(file, target="kind", test_file=str(part)).test)[0].shape == (2, 1), "its rows go on"
     assert open_table(file, target="kind", ignore="").note == "", "left out by name, as the file has it"
     named = write(tmp_path / "named.csv", "n,x,kind\n" + rows_of(40, "{at},{at},{odd}"))
-    assert open_table(named, target="kind").table.columns == ("n", "x")  # type: ignore[union-attr]
+    assert open_table(named, target="kind").codec.columns == ("n", "x")  # type: ignore[attr-defined]
     alone = write(tmp_path / "alone.csv", ",kind\n" + rows_of(40))
-    assert open_table(alone, target="kind").table.columns == ("column_1",)  # type: ignore[union-attr]
+    assert open_table(alone, target="kind").codec.columns == ("column_1",)  # type: ignore[attr-defined]
 
 
 def test_other_columns_without_a_name_get_one(tmp_path: Path) -> None:
     file = write(tmp_path / "t.csv", ",x,,column_3,kind\n" + rows_of(40, "{at}9,{odd},w{odd},7,{odd}"))
     source = open_table(file, target="kind")
-    assert source.table.columns == ("column_1", "x", "column_3_", "column_3")  # type: ignore[union-attr]
+    assert source.codec.columns == ("column_1", "x", "column_3_", "column_3")  # type: ignore[attr-defined]
     assert source.note == ""
     ignoring = open_table(file, target="kind", ignore=["", "x"])
-    assert ignoring.table.columns == ("column_3",)  # type: ignore[union-attr]
+    assert ignoring.codec.columns == ("column_3",)  # type: ignore[attr-defined]
 
 
 def test_yes_and_no_name_columns_in_quotes(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigpu_cli.data.images.transforms import SampleMixer
+from multigpu_cli.data.images.mixing import SampleMixer
 from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.errors import RequestError
 

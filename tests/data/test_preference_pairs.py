@@ -51,7 +51,7 @@ def decode_learned(sample: dict[str, torch.Tensor]) -> str:
 
 def test_a_pair_is_one_sample_and_a_batch_holds_both_answers(tmp_path: Path, model_dir: Path) -> None:
     source = open_pairs(tmp_path / "a.jsonl", ROWS, model_dir, val=0.1)
-    assert (source.task, source.model, source.paired, source.packed) == ("dpo", "pretrained", True, False)
+    assert (source.task, source.model, source.noun) == ("dpo", "pretrained", "pairs")
     assert source.note.startswith("36 answers (preference) of ")
     pairs = source.train
     assert isinstance(pairs, Pairs)

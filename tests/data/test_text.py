@@ -12,7 +12,7 @@ from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.text import IGNORED, Windows
+from multigpu_cli.language.text import IGNORED, Vocabulary, Windows
 
 TEXT = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=1000))
 
@@ -41,18 +41,18 @@ def test_characters_of_a_file(folder: Path) -> None:
     source = open_blocks(folder)
     assert (source.input_shape, source.num_classes) == ((16,), len(set(TEXT)))
     assert (source.model, source.task) == ("gpt", "language-model")
-    assert source.vocabulary is not None
+    assert isinstance(source.codec, Vocabulary)
     inputs, targets = source.val[0]  # type: ignore[index]
-    assert source.vocabulary.decode(inputs.tolist()) == TEXT[900:916]
-    assert source.vocabulary.decode(targets.tolist()) == TEXT[901:917]
+    assert source.codec.decode(inputs.tolist()) == TEXT[900:916]
+    assert source.codec.decode(targets.tolist()) == TEXT[901:917]
 
 
 def test_held_out_windows_hold_each_token_once(folder: Path) -> None:
     source = open_blocks(folder, val=0.25)
-    assert source.vocabulary is not None
+    assert isinstance(source.codec, Vocabulary)
     targets = torch.cat([source.val[at][1] for at in range(len(source.val))])  # type: ignore[index, arg-type]
     counting = targets[targets != IGNORED].tolist()
-    assert source.vocabulary.decode(counting) == TEXT[751:]
+    assert source.codec.decode(counting) == TEXT[751:]
     assert int((targets == IGNORED).sum()) == -249 % 16
 
 

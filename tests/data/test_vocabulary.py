@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.vocabulary import Bytes, Numbers, build_characters, deserialize_vocabulary
+from multigpu_cli.language.text import Bytes, Numbers, build_characters, deserialize_vocabulary
 
 TEXT = "To be, or not to be:\n‘that’ is the 問題 😀"
 

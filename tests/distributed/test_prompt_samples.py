@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main_multi_gpu
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.data.source import Codec
 from multigpu_cli.distributed.world import World
 from multigpu_cli.language import prompts as prompt_samples
 from multigpu_cli.language.generate import answer_prompt
@@ -145,7 +146,7 @@ def test_wrong_prompts_are_refused_before_the_first_step(here: Path) -> None:
 def test_a_prompt_may_fill_the_places_of_the_model_whatever_the_training_takes(here: Path) -> None:
     flags = {"model": "pretrained", "data": "chat", "model_dir": "model", "prompts": "prompts.jsonl"}
     config = resolve(flags, (), None)
-    spec: Any = SimpleNamespace(config=config, source=SimpleNamespace(input_shape=(8,), text_model={}))
+    spec: Any = SimpleNamespace(config=config, source=SimpleNamespace(input_shape=(8,), codec=Codec()))
     found = PromptSamples(spec, World(torch.device("cpu")))
     assert found.places == 128
 

@@ -2,6 +2,7 @@
 
 import copy
 from math import log
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from torch.utils.data import TensorDataset
 
+from multigpu_cli.checkpoint.initial_weights import load_initial_weights
 from multigpu_cli.config.schema import AdapterConfig, TaskConfig
 from multigpu_cli.data.collate import TokenCounts
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.adapter import add_adapter, set_reference
+from multigpu_cli.language.adapter import add_adapter
 from multigpu_cli.language.dpo import DPO
 from multigpu_cli.language.task import LanguageModel
 from multigpu_cli.models.build import adapt_model
@@ -50,8 +52,8 @@ def move_adapter(network: nn.Module) -> nn.Module:
     return network
 
 
-def make_task(paired: bool = True, beta: Any = 0.1, **config: Any) -> DPO:
-    source = DataSource(train=DATA, val=None, test=None, input_shape=(11,), num_classes=40, paired=paired)
+def make_task(noun: str = "pairs", beta: Any = 0.1, **config: Any) -> DPO:
+    source = DataSource(train=DATA, val=None, test=None, input_shape=(11,), num_classes=40, noun=noun)
     return DPO(source, TaskConfig(**config), beta)
 
 
@@ -149,9 +151,10 @@ def test_the_loss_before_the_first_step_is_ln_2() -> None:
     assert torch.equal(make_task().measure(network, one).counts, torch.tensor([0, 0])), "equal rewards are not right"
 
 
-def test_the_reference_is_the_adapter_as_it_was() -> None:
-    network, batch, task = move_adapter(make_network(reference=True)), make_batch(), make_task()
-    set_reference(network)
+def test_the_reference_is_the_adapter_as_it_was(tmp_path: Path) -> None:
+    network, batch, task = make_network(reference=True), make_batch(), make_task()
+    torch.save(move_adapter(make_network()).state_dict(), tmp_path / "adapter.pt")
+    load_initial_weights(network, tmp_path / "adapter.pt", partial=False)
     assert task.loss_sum(network, batch).item() == pytest.approx(3 * log(2)), "with an adapter that counts"
     initial = copy.deepcopy(network)
     with torch.no_grad():
@@ -199,7 +202,7 @@ def test_what_can_not_be_compared_is_refused() -> None:
     assert raised.value.remedy == "--adapter lora"
     make_task().check_model(make_network(), Precision("off", CPU))
     with pytest.raises(RequestError, match="the data are no preferences"):
-        make_task(paired=False)
+        make_task(noun="samples")
     for beta in (0, -1, True, "much", float("nan"), float("inf")):
         with pytest.raises(RequestError, match=r"task\.args\.beta"):
             make_task(beta=beta)

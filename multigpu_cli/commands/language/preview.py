@@ -12,7 +12,7 @@ from multigpu_cli.data.collate import IGNORED
 from multigpu_cli.data.load import open_data
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.samples import Chats
-from multigpu_cli.language.vocabulary import Vocabulary
+from multigpu_cli.language.text import Vocabulary
 
 _MARKS = "⟦", "⟧"
 _GREEN = "\x1b[32m", "\x1b[0m"
@@ -73,8 +73,8 @@ def preview_data(config: Config, count: int) -> Preview:
             remedy="--data chat --data-dir FILE.jsonl --model-dir DIR",
         )
     source = open_data(config)
-    chats, vocabulary = _find_chats(source.train), source.vocabulary
-    assert vocabulary is not None
+    chats, vocabulary = _find_chats(source.train), source.codec
+    assert isinstance(vocabulary, Vocabulary)
     shown = range(min(count * chats.width, len(chats)))
     samples = [_show(chats, index, vocabulary) for index in shown]
     return Preview(source.note.removesuffix("; "), chats.limit, samples)

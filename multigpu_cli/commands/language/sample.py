@@ -11,7 +11,7 @@ from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.generate import answer_prompt, generate
 from multigpu_cli.language.prompts import PromptReader, format_answer
-from multigpu_cli.language.vocabulary import Numbers
+from multigpu_cli.language.text import Numbers, Vocabulary
 from multigpu_cli.runtime.model_call import ModelCall
 
 _TASKS = ("language-model", "dpo")
@@ -79,7 +79,8 @@ def _answer(weights: TrainedWeights, run: LoadedRun, prompt: str, sampling: Samp
 
 
 def _continue(run: LoadedRun, prompt: str, sampling: Sampling) -> str:
-    vocabulary = run.source.vocabulary or Numbers(run.source.num_classes)
+    codec = run.source.codec
+    vocabulary = codec if isinstance(codec, Vocabulary) else Numbers(run.source.num_classes)
     start = vocabulary.encode(prompt)
     if not start:
         raise RequestError("--prompt is empty: the model needs a token to start from", remedy="--prompt TEXT")

@@ -10,8 +10,7 @@ from multigpu_cli.data.order import RowSelection, divide_rows
 from multigpu_cli.data.pixels import IMAGENET, Standardised, check_pillow, check_sizes, model_input_shape
 from multigpu_cli.data.rows.dataset import ImageRows, NumberRows, RowRoles, TokenRows
 from multigpu_cli.data.rows.store import Column, RowStore
-from multigpu_cli.data.source import DataSource, to_float
-from multigpu_cli.data.tables.features import FEW
+from multigpu_cli.data.source import FEW, DataSource, to_float
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.runtime.model_call import TARGETS
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multigpu_cli.data.source import FEW, Codec
 from multigpu_cli.data.tables.csv import CsvTable, is_missing
 from multigpu_cli.errors import RequestError, did_you_mean
 
 if TYPE_CHECKING:
     from sklearn.compose import ColumnTransformer
 
-FEW = 20  # whole numbers with at most so many values are classes
 _CATEGORIES = 50  # of one column; rarer ones share a place
 _MOST = 0.9  # where so many cells are numbers, the others look like mistakes
 _EXAMPLES = 16
@@ -23,7 +23,7 @@ GAP = "missing"  # the category of cells that hold nothing
 
 
 @dataclass(frozen=True)
-class TableFeatures:
+class TableFeatures(Codec):
     """How rows of a table become samples.
 
     Attributes:

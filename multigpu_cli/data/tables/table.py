@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.files import JsonLines, locate_other_file, locate_single_file
 from multigpu_cli.data.order import split_by_sample
-from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.source import FEW, DataSource
 from multigpu_cli.data.tables.csv import CsvFormat, CsvTable, is_missing, read_csv
-from multigpu_cli.data.tables.features import FEW, TableFeatures, find_odd_cell, learn_features, to_number
+from multigpu_cli.data.tables.features import TableFeatures, find_odd_cell, learn_features, to_number
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _QUOTES = """quotes around yes, no, on and off, which YAML reads as True and False: --set 'data.target="no"'"""
@@ -102,7 +102,7 @@ def _build_source(
         class_names=names,
         target_scale=spread,
         transform_signature=sha256(repr((chosen, parts[0].rows)).encode()).hexdigest(),
-        table=features,
+        codec=features,
         warnings=tuple(warnings),
         model="mlp",
         task="classification" if names else "regression",

@@ -23,7 +23,7 @@ from multigpu_cli.language.chat.encoder import LOSS_ON, ChatEncoder, ChatTokens,
 from multigpu_cli.language.chat.records import TokenFile, open_tokens
 from multigpu_cli.language.chat.samples import Answers, Chats, Packs, Pairs, check_differences, encode_pair
 from multigpu_cli.language.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
-from multigpu_cli.language.vocabulary import Subwords
+from multigpu_cli.language.text import Subwords
 
 _OVERLONG = ("stop", "drop", "truncate")
 _UNLIMITED = 10**9  # what tokenizers say that know no longest text is above
@@ -67,7 +67,7 @@ def load(
     template = None if chat_template is None else _read_template(data_dir, chat_template)
     form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
     limit, (learns, paired) = _find_limit(text.config, text.tokenizer, max_length), _choose_loss(form, loss_on)
-    encoder, text_model, identity = _make_encoder(text, template, template_args, learns)
+    encoder, record, identity = _make_encoder(text, template, template_args, learns)
     tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, text.ends, identity))
     splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(text.tokenizer))
     notes = [check_samples(name, part, overlong, learns, text.ends, text.tokenizer) for name, part in splits.items()]
@@ -81,10 +81,8 @@ def load(
         num_classes=text.config.get_text_config().vocab_size,
         transform_signature=f"{identity} {learns} {limit}",
         note=_join_notes(_describe(form, learns, splits["train"], packs), *notes),
-        text_model=text_model,
-        vocabulary=Subwords(text.tokenizer.backend_tokenizer.to_str()),
-        packed=packs is not None,
-        paired=paired,
+        codec=Subwords(text.tokenizer.backend_tokenizer.to_str(), record),
+        noun="packs" if packs else "pairs" if paired else "samples",
         warnings=tuple(_warn_of_pairs(samples)),
         model="pretrained",
         task="dpo" if paired else "language-model",

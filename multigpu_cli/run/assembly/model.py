@@ -28,7 +28,6 @@ from multigpu_cli.distributed.collectives import all_gather_object, broadcast_ob
 from multigpu_cli.distributed.out_of_memory import is_out_of_memory
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.adapter import REFERENCE, set_reference
 from multigpu_cli.models.build import (
     adapt_model,
     build_model,
@@ -200,9 +199,7 @@ def _load_initial_weights(spec: RunSpec, world: World, model: nn.Module) -> Weig
     if not spec.begins_from_weights or not world.is_main:
         return None
     config = spec.config.model
-    match = load_initial_weights(model, Path(str(config.init_from)), partial=config.init_partial, skips=REFERENCE)
-    set_reference(model)
-    return match
+    return load_initial_weights(model, Path(str(config.init_from)), partial=config.init_partial)
 
 
 def _create_lazy_weights(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> None:

@@ -79,7 +79,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=set_threads_per_rank(workers_here, count_cores(), exact=exact),
         notes={"compiled": _describe_compile(request), "from_files": config.from_files},
-        data=request.source.note.removesuffix("; ") if request.source.text_model else "",
+        data=request.source.note.removesuffix("; ") if request.source.codec.record else "",
     )
 
 
@@ -145,10 +145,9 @@ def _describe_extras(config: Config) -> str:
 
 def _describe_data(request: RunRequest) -> str:
     source, reason = request.source, explain_dataset(request.config)
-    own = "" if source.text_model else source.note  # else it has a row of its own
+    own = "" if source.codec.record else source.note  # else it has a row of its own
     note = f"{reason}: {own}" if reason else own
-    kind = "packs" if source.packed else "pairs" if source.paired else "samples"
-    return f"{request.config.data.name} ({note}{source.num_train_samples:,} training {kind})"
+    return f"{request.config.data.name} ({note}{source.num_train_samples:,} training {source.noun})"
 
 
 def _describe_compile(request: RunRequest) -> str:

@@ -79,7 +79,7 @@ def prepare_spec(
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded, moved))
     if manifest and (base := manifest["settings"].get("base")):
         for check in load_given(CHECK_BASE, config):
-            run_on_main_rank(world, partial(check, base, config, source, origin))
+            run_on_main_rank(world, partial(check, base, config, source.codec.record, origin))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
     if world.size > 1:
         from multigpu_cli.run.request.checks import check_same_data, check_same_machine
@@ -93,7 +93,7 @@ def prepare_spec(
         source=source,
         user_objects=user_objects,
     )
-    plan, base = make_plan(request, world), dict(source.text_model)
+    plan, base = make_plan(request, world), dict(source.codec.record)
     spec = RunSpec(**vars(request), plan=plan, data_fingerprint=fingerprint, base=base)
     if world.size > 1 and config.reproducibility.exact:
         check_same_machine(world, describe_machine(spec.plan))

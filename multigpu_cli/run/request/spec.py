@@ -23,7 +23,7 @@ from multigpu_cli.distributed.collectives import broadcast_object, run_on_main_r
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import adapt_model
+from multigpu_cli.models.build import adapt_model, find_adapter
 from multigpu_cli.optimizers.build import StateLoader
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.runtime.model_call import unbind_call
@@ -105,7 +105,7 @@ class RunSpec(RunRequest):
         source = self.source
         network = {"model": self.model, "task": self.task, "input_shape": list(source.input_shape)}
         sizes = {"num_classes": source.num_classes, "outputs": source.num_outputs}
-        tokens = {"vocabulary": source.vocabulary.serialize()} if source.vocabulary else {}
+        tokens = {"vocabulary": text} if (text := source.codec.serialize()) else {}
         return flatten_settings(self.user_config) | {
             "learned": source.signature(),
             "built_for": network | sizes | tokens,
@@ -134,7 +134,7 @@ class RunSpec(RunRequest):
         """Whether preferences are compared with the adapter of --init-from; a run of an older version did not."""
         if manifest := self.resume_point.manifest:
             return "reference" in manifest["settings"]
-        return self.begins_from_weights and self.config.adapter.kind != "none" and self.source.paired
+        return self.begins_from_weights and self.source.noun == "pairs" and find_adapter(self.config) is not None
 
     @property
     def is_complete(self) -> bool:

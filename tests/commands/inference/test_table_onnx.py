@@ -24,7 +24,7 @@ def test_a_column_with_the_name_of_an_output_is_refused(tmp_path: Path) -> None:
 
 def test_raw_inputs_are_the_first_training_rows(tmp_path: Path) -> None:
     source = open_table(tmp_path, "size,colour,kind")
-    found = list_raw_inputs(source.table)  # type: ignore[arg-type]
+    found = list_raw_inputs(source.codec)  # type: ignore[arg-type]
     assert {name: value.dtype.kind for name, value in found.items()} == {"size": "f", "colour": "O"}
     words = ["ab"[int(size) % 2] for size in found["size"]]
     assert found["colour"].tolist() == words
