@@ -40,6 +40,12 @@ BEFORE_RESUME = {"mirror": "multigpu_cli.mirror.restore:restore_from_mirror"}
 PART_STATES = {"hooks": "--hook"}
 """Entries of a checkpoint's state that parts have: name → flag."""
 
+UNITS = ("env_steps", "tokens", "samples")
+"""What the speed of a run is told in: the first of these that its journal counts."""
+
+OUTSIDE = ("logger", "mirror", "prompts")
+"""Settings that send a run elsewhere, or read what goes into it; a file that names one of its own is told of."""
+
 PLAN_NOTES = {
     "adapter": "adapter",
     "sharding": "sharding",
@@ -86,6 +92,17 @@ DATASETS = {
     "text": "multigpu_cli.language.text:load",
     "chat": "multigpu_cli.language.chat.chat:load",
 }
+
+FILES: dict[str, tuple[str, ...]] = {
+    "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
+    "npz": (".npz",),
+    "text": (".txt",),
+    "chat": (".jsonl",),
+    "arrow": (".arrow",),
+    "tar": (".tar",),
+    "jsonl": (),  # a .jsonl file is taken for a chat
+}
+"""The datasets that are files, and the suffixes by which one is recognized."""
 
 TRANSFORMS = {
     "rand_augment": "multigpu_cli.data.images.augment:RandAugment",

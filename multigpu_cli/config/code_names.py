@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
-from multigpu_cli.capabilities import ENVIRONMENTS
+from multigpu_cli.capabilities import ENVIRONMENTS, OUTSIDE
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -112,9 +112,9 @@ def describe_origin(config: Config, command: Config, where: str) -> str:
 
 
 def _list_outside(config: Config) -> dict[str, None]:
-    texts = [*_code(config, (*NAMING, *FOLLOWING)), *(f"--logger {name}" for name in config.log.loggers)]
-    places = {"--mirror": config.checkpoint.mirror, "--prompts": config.log.prompts}
-    return dict.fromkeys([*texts, *(f"{flag} {place}" for flag, place in places.items() if place)])
+    given = {key: config.get(key) or () for key in OUTSIDE}
+    places = [f"--{key} {each}" for key, all in given.items() for each in ([all] if isinstance(all, str) else all)]
+    return dict.fromkeys([*_code(config, (*NAMING, *FOLLOWING)), *places])
 
 
 def _code(config: Config, parts: Collection[str]) -> Iterator[str]:

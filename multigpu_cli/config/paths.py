@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from multigpu_cli.capabilities import FILES
 from multigpu_cli.config import types
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
@@ -138,17 +139,6 @@ def suggest_path(path: Path, words: tuple[str, ...] = (), *, folders: bool = Tru
     close = get_close_matches(path.name, names, n=1)
     return f"did you mean {names[close[0]]!r}?" if close else ""
 
-
-FILES: dict[str, tuple[str, ...]] = {
-    "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
-    "npz": (".npz",),
-    "text": (".txt",),
-    "chat": (".jsonl",),
-    "arrow": (".arrow",),
-    "tar": (".tar",),
-    "jsonl": (),  # a .jsonl file is taken for a chat
-}
-"""The datasets that are files, and the suffixes by which one is recognized."""
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 

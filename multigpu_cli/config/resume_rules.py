@@ -4,12 +4,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.schema import LENGTH, SETTINGS, Config
 from multigpu_cli.config.setting import Setting
 from multigpu_cli.errors import RequestError, combine_errors
 
 OF_THE_COMMAND = {"save_dir", "resume", "own_code"}
-_LENGTH = {"epochs", "max_steps", "env_steps", "episodes", "data_dir"}
 
 
 def flatten_settings(config: Config) -> dict[str, Any]:
@@ -22,7 +21,7 @@ def is_same_run(config: Config, stored: Mapping[str, Any]) -> bool:
 
     A setting that an older version did not have yet counts as its default.
     """
-    compared = [key for key, entry in SETTINGS.items() if not entry.free or key in _LENGTH]
+    compared = [key for key, entry in SETTINGS.items() if not entry.free or key in (*LENGTH, "data_dir")]
     before = {key: _plain(SETTINGS[key].default) for key in compared} | dict(stored)
     return all(_plain(config.get(key)) == before[key] for key in compared if key not in OF_THE_COMMAND)
 

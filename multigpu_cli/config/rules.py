@@ -12,7 +12,7 @@ from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, MODELS, TASKS, loa
 from multigpu_cli.config.code_names import names_environments
 from multigpu_cli.config.paths import find_data_errors, find_path_errors
 from multigpu_cli.config.resume_rules import without_setting
-from multigpu_cli.config.schema import Config
+from multigpu_cli.config.schema import LENGTH, Config
 from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -101,7 +101,7 @@ def _rates(config: Config) -> Iterator[RequestError]:
             "has its own warm-up",
             remedy="leave out --warmup-epochs",
         )
-    if rate.warmup_epochs is not None and config.task.env_steps is None and rate.warmup_epochs >= length.epochs:
+    if rate.warmup_epochs is not None and rate.warmup_epochs >= config.last_epoch:
         yield RequestError(
             f"--warmup-epochs {rate.warmup_epochs:g}: the warm-up does not end within --epochs {length.epochs}",
             remedy=f"use --warmup-epochs below {length.epochs}, or more --epochs",
@@ -168,7 +168,7 @@ def _unfreezing(config: Config) -> Iterator[RequestError]:
         return
     if not config.model.freeze:
         yield RequestError("model.unfreeze_at without --freeze: nothing is frozen", remedy="--freeze 'features.*', say")
-    if config.task.env_steps is None and config.task.episodes is None and epoch > length:
+    if config.task.episodes is None and epoch > config.last_epoch:
         yield RequestError(
             f"model.unfreeze_at {epoch}: that epoch never comes within --epochs {length}", remedy="more --epochs"
         )
@@ -211,12 +211,12 @@ def _data_parallel(config: Config) -> Iterator[RequestError]:
 
 RULES = (
     Rule("data model task", _names),
-    Rule("lr base_lr base_batch_size lr_scaling warmup_epochs schedule epochs env_steps", _rates),
+    Rule(" ".join(("lr base_lr base_batch_size lr_scaling warmup_epochs schedule", *LENGTH)), _rates),
     Rule("batch_size grad_accum_steps global_batch_size", _batch),
     Rule("exact multi_gpu batch_size sync_bn grad_compression", _exact),
     Rule("init_from init_partial", _starting_weights),
     Rule("data data_dir data.mix data.shuffle_block data.sample_weights", _mixture),
-    Rule("freeze model.unfreeze_at epochs env_steps episodes", _unfreezing),
+    Rule(" ".join(("freeze model.unfreeze_at", *LENGTH)), _unfreezing),
     Rule("multi_gpu gpu_ids nproc_per_node", _devices),
     Rule("multi_gpu sync_bn max_restarts", _data_parallel),
     Rule("data data_dir", find_data_errors),

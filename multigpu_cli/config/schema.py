@@ -7,6 +7,7 @@ and hook), and what few people need, such as optimizer.rates.
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from math import inf
 from typing import Any
 
 from multigpu_cli.config import types
@@ -39,11 +40,7 @@ class DeviceConfig:
         "shard_size", None, integer(2), "fsdp: shard within groups of N workers, replicate between them", free=True
     )
     wrap: tuple[str, ...] = setting(
-        "strategy.wrap",
-        (),
-        types.patterns,
-        "fsdp: modules gathered as one (default: blocks)",
-        free=True,
+        "strategy.wrap", (), types.patterns, "fsdp: modules gathered as one (default: blocks)", free=True
     )
 
 
@@ -217,10 +214,7 @@ class RateConfig:
     PANEL = "Learning rate and optimizer"
     lr: float | None = setting("lr", None, number(0, above=True), "the learning rate, used exactly as given")
     base_lr: float | None = setting(
-        "base_lr",
-        None,
-        number(0, above=True),
-        "rate that suits the base batch, scaled (1e-3 adamw, 0.1 sgd, …)",
+        "base_lr", None, number(0, above=True), "rate that suits the base batch, scaled (1e-3 adamw, 0.1 sgd, …)"
     )
     base_batch_size: int = setting("base_batch_size", 32, integer(1), "the batch that --base-lr was made for")
     lr_scaling: str = setting(
@@ -377,11 +371,18 @@ class Config:
     explicit: frozenset[str] = frozenset()
     from_files: str = ""
 
+    @property
+    def last_epoch(self) -> float:
+        """The epoch with which the run ends; where --env-steps counts instead, no number tells."""
+        return self.length.epochs if self.task.env_steps is None else inf
+
     def get(self, key: str) -> Any:
         """The value of a setting by its key."""
         entry = SETTINGS[key]
         return getattr(getattr(self, entry.section), entry.attribute)
 
+
+LENGTH = ("epochs", "max_steps", "env_steps", "episodes")  # the first that is reached ends a run
 
 SECTIONS: dict[str, Any] = {
     part.name: part.default_factory for part in fields(Config) if part.default_factory is not MISSING

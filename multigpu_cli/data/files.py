@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from multigpu_cli.config.paths import FILES
+from multigpu_cli.capabilities import FILES
 from multigpu_cli.errors import RequestError, did_you_mean
 
 

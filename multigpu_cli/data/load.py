@@ -189,8 +189,6 @@ def _load_mixed(config: DataConfig, entry: Mapping[str, Any], load: Callable[[Da
     own = replace(config, name=entry["data"], dir=entry["data_dir"], args=entry["args"], mix=())
     if own.name == "mixture":
         raise RequestError("data.mix: a mixture within a mixture", remedy="one list of all datasets")
-    if own.name == "chat":
-        raise RequestError("data.mix: chat can't be mixed", remedy="one train.jsonl with the conversations of all")
     label = f"{own.name} {own.dir}" if own.dir else own.name
     return MixedSource(label, load(own), entry["weight"])
 

@@ -64,6 +64,11 @@ def _pretrained(config: Config) -> Iterator[RequestError]:
             yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
 
 
+def _mixture(config: Config) -> Iterator[RequestError]:
+    if any(entry["data"] == "chat" for entry in config.data.mix):
+        yield RequestError("data.mix: chat can't be mixed", remedy="one train.jsonl with the conversations of all")
+
+
 def _prompts(config: Config) -> Iterator[RequestError]:
     if config.log.prompts is None:
         return
@@ -82,5 +87,6 @@ def _prompts(config: Config) -> Iterator[RequestError]:
 RULES = (
     Rule("data model model_dir max_length packing prompts sample_every", _pretrained),
     Rule(" ".join(["data", "model", "model.args", "adapter", "multi_gpu", *_OWN]), _adapter),
+    Rule("data.mix", _mixture),
     Rule("prompts", _prompts),
 )

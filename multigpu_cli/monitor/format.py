@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from multigpu_cli.capabilities import UNITS
+
 _MANY_CLASSES = 20
-_UNITS = ("env_steps", "tokens", "samples")
 _SHOWN = ("epoch", "episode_reward", "episode_length", "mean_loss", "lr")
-_RATES = {*(f"{unit}_per_second" for unit in _UNITS), "all_tokens_per_second", "padding_share"}
+_RATES = {*(f"{unit}_per_second" for unit in UNITS), "all_tokens_per_second", "padding_share"}
 _SHORT = {"event", "time", "samples", "step", *_SHOWN, *_RATES}
 _WIDEST_NAME = 32  # letters
 
@@ -123,7 +124,7 @@ def format_number(value: Any) -> str:
 
 
 def _rate(fields: Mapping[str, Any]) -> list[str]:
-    unit = next((unit for unit in _UNITS if f"{unit}_per_second" in fields), "samples")
+    unit = next((unit for unit in UNITS if f"{unit}_per_second" in fields), "samples")
     rate, tokens = fields.get(f"{unit}_per_second"), fields.get("all_tokens_per_second")
     if rate is None:
         return []

@@ -9,19 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from multigpu_cli.capabilities import UNITS
 from multigpu_cli.monitor.journal import Warn
 
 _SYSTEM = {
-    *(
-        "samples_per_second",
-        "env_steps_per_second",
-        "all_tokens_per_second",
-        "padding_share",
-        "rollout_steps_per_second",
-        "step_ms",
-        "step_p50_ms",
-        "step_p95_ms",
-    ),
+    *(f"{unit}_per_second" for unit in (*UNITS, "all_tokens", "rollout_steps") if unit != "tokens"),
+    *("padding_share", "step_ms", "step_p50_ms", "step_p95_ms"),
     *("own_ms", "mfu", "data_wait_share", "comm_share", "straggler_share", "memory", "memory_reserved"),
     *("cpu_utilisation", "gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used"),
 }

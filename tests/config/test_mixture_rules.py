@@ -17,6 +17,7 @@ MIX = "data.mix=[{data: digits}, {data: %s}]"
         ([MIX % "har", "data=har"], "data.mix together with --data har"),
         ([MIX % "har", "data_dir=."], "data.mix together with --data-dir"),
         ([MIX % "harr"], "data.mix: harr: unknown name"),
+        ([MIX % "chat"], "data.mix: chat can't be mixed"),
         ([MIX % "har", "data.sample_weights=balanced"], "data.mix together with data.sample_weights"),
         (["data.shuffle_block=8", "data.sample_weights=balanced"], "data.shuffle_block together with"),
         ([MIX % "har"], ""),

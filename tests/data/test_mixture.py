@@ -82,7 +82,6 @@ def test_in_memory_and_on_disk(tmp_path: Path) -> None:
         ([{"data": "digits"}, {"data": "digits", "weight": 1e-7}], {}, "has no place in an epoch"),
         ([{"data": "digits"}, {"data": "digits"}], {"samples": 1}, "data.samples: 1"),
         ([], {}, "needs data.mix"),
-        ([{"data": "chat"}, {"data": "digits"}], {}, "chat can't be mixed"),
         ([{"data": "mixture"}, {"data": "digits"}], {}, "a mixture within a mixture"),
     ],
 )

@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.checkpoint.snapshot import TrainState
 from multigpu_cli.checkpoint.weights import check_fit, extra_state, read_weights
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND, flatten_settings
-from multigpu_cli.config.schema import Config
+from multigpu_cli.config.schema import LENGTH, Config
 from multigpu_cli.config.sources import dump
 from multigpu_cli.data.fingerprint import DataFingerprint
 from multigpu_cli.data.source import DataSource
@@ -28,8 +28,6 @@ from multigpu_cli.optimizers.build import StateLoader
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.tasks.base import Loss
-
-_LENGTH = ("epochs", "max_steps", "env_steps", "episodes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +145,7 @@ class RunSpec(RunRequest):
     def same_length(self) -> bool:
         """Whether the run is as long as when its checkpoint was written."""
         stored = self.resume_point.manifest["settings"] if self.resume_point.manifest else None
-        return stored is not None and all(self.user_config.get(key) == stored[key] for key in _LENGTH)
+        return stored is not None and all(self.user_config.get(key) == stored[key] for key in LENGTH)
 
 
 def describe_machine(plan: Plan) -> dict[str, Any]:
