@@ -65,14 +65,15 @@ def describe_unexpected_error(error: Exception) -> str:
     return "\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the traceback'}"])
 
 
-def find_unused_parameters(error: BaseException, trained: Sequence[str]) -> list[str]:
-    """The names of the unused parameters, which DDP's error lists by index.
+def name_unused_parameters(error: BaseException, trained: Sequence[str]) -> None:
+    """Add the names of the parameters that DDP's error lists by index, because they took no part in the loss.
 
     Args:
         trained: names of the parameters that take a gradient, in order.
     """
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-    return [trained[int(index)] for index in found[1].split() if int(index) < len(trained)] if found else []
+    if names := [trained[int(index)] for index in found[1].split() if int(index) < len(trained)] if found else []:
+        error.add_note(f"no gradient for: {', '.join(names[:8])}")
 
 
 def is_library_file(file: str) -> bool:

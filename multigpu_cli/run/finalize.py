@@ -16,7 +16,6 @@ from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.distributed.collectives import all_gather_object, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.distributed.processes import find_ranks_with_output, log_path
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.explain import find_unused_parameters
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
@@ -77,13 +76,6 @@ def finish_stopped(run: Run) -> dict[str, Any]:
     wait_for_last_checkpoint(run)
     run.observer.watchdog.record_stop()
     return {}
-
-
-def name_unused_parameters(run: Run, error: BaseException) -> None:
-    """Add the names of the parameters that DDP lists by index, because they took no part in the loss."""
-    trained = [name for name, parameter in run.state.model.named_parameters() if parameter.requires_grad]
-    if names := find_unused_parameters(error, trained):
-        error.add_note(f"no gradient for: {', '.join(names[:8])}")
 
 
 def finish_failed(run: Run, error: BaseException) -> dict[str, Any]:
@@ -169,7 +161,11 @@ def restore_best_file(run: Run) -> str:
     if point.checkpoint_rank:
         sent = run_on_main_rank(run.world, lambda: _to_tensor(_read_best(run)), by=point.checkpoint_rank)
     is_best = bool(best) and best["step"] == run.progress.step
-    own = _copy_published_weights(run) if is_best else {}
+    own: dict[str, Any] = {}
+    if is_best:
+        with run.state.eval_weights() as model:
+            own = run.strategy.gather_state({"model": model.state_dict()})
+            own = own if run.strategy.sharded else copy_to_host(own)
 
     def restore() -> bool:
         content = _read_best(run) if not point.checkpoint_rank else None if sent is None else sent.numpy().tobytes()
@@ -189,13 +185,6 @@ def restore_best_file(run: Run) -> str:
         return ""
     run.progress.best, run.progress.score, run.progress.stale_epochs = {}, [], 0
     return f"the best weights so far, of step {best['step']}, are lost: those of the next evaluation replace them"
-
-
-def _copy_published_weights(run: Run) -> dict[str, Any]:
-    """The weights that are evaluated and published, whole on the host of rank 0; all ranks call it together."""
-    with run.state.eval_weights() as model:
-        own = run.strategy.gather_state({"model": model.state_dict()})
-        return own if run.strategy.sharded else dict(copy_to_host(own))
 
 
 def _read_best(run: Run) -> bytes | None:

@@ -29,6 +29,7 @@ from multigpu_cli.distributed.process_group import process_group
 from multigpu_cli.distributed.processes import log_path
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import TrainingError, pluralize
+from multigpu_cli.faults.explain import name_unused_parameters
 from multigpu_cli.faults.rank_exits import read_previous_cause
 from multigpu_cli.faults.skipped_steps import SkippedStepLimit
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
@@ -42,13 +43,7 @@ from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.assembly.optimizer import describe_groups
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_batch
-from multigpu_cli.run.finalize import (
-    build_summary,
-    finish_failed,
-    name_unused_parameters,
-    restore_best_file,
-    write_run_end,
-)
+from multigpu_cli.run.finalize import build_summary, finish_failed, restore_best_file, write_run_end
 from multigpu_cli.run.part import Part, bind_moments, load_parts
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import RunSpec
@@ -204,7 +199,8 @@ def record_failure(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        name_unused_parameters(run, error)
+        parameters = run.state.model.named_parameters()
+        name_unused_parameters(error, [name for name, each in parameters if each.requires_grad])
         reason = run.observer.watchdog.publish_and_find_root_cause(error)
         failed(reason)
         raise reason from (None if reason is error else error)

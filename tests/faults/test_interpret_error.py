@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multigpu_cli.faults.explain import find_unused_parameters, is_peer_failure, remedy_for
+from multigpu_cli.faults.explain import is_peer_failure, name_unused_parameters, remedy_for
 
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:38274. This is typically caused by a remote worker"
 
@@ -50,5 +50,8 @@ def test_known_causes_have_a_way_out(error: Exception, remedy: str) -> None:
 
 def test_indices_of_ddp_become_names() -> None:
     error = RuntimeError("… Parameter indices which did not receive grad for rank 1: 0 2\n In addition, …")
-    assert find_unused_parameters(error, ["a", "b", "c"]) == ["a", "c"]
-    assert find_unused_parameters(RuntimeError("something else"), ["a"]) == []
+    other = RuntimeError("something else")
+    for each in (error, other):
+        name_unused_parameters(each, ["a", "b", "c"])
+    assert error.__notes__ == ["no gradient for: a, c"]
+    assert not hasattr(other, "__notes__")
