@@ -299,7 +299,7 @@ def is_function(node: ast.AST) -> bool:
 
 _READS_CAPABILITY = re.compile(
     r"\.(?:adapter|hook|metric)\.\w|\blog\.(?:prompts|loggers)|checkpoint\.mirror|shard_size|env_steps|num_envs"
-    r"|\.get\(.(?:adapter|hook|metric|prompts|logger|mirror)|.(?:fsdp|ppo|chat|pretrained|trading).(?![\w/])"
+    r"|\.get\(.(?:adapter|hook|metric|prompts|logger|mirror)|.(?:fsdp|ppo|chat|pretrained(?!.*weights)|trading).(?![\w/])"
 )
 """A setting of a capability, or the value by which one is chosen."""
 
@@ -339,7 +339,7 @@ CEILINGS = {
     "lines to read": 8_240,  # 7,500
     "files the engine reaches": 116,  # 100
     "lines the engine reaches": 22_059,  # 18,000
-    "core files that read a capability's settings": 9,  # 0
+    "core files that read a capability's settings": 8,  # 0
     "core files that ask for live objects": 9,  # 0
     "core files that ask for shards": 4,  # 0
 }

@@ -31,7 +31,6 @@ from multigpu_cli.data.mixture import MixedSource
 from multigpu_cli.data.order import EVAL_EPOCH, split_by_sample
 from multigpu_cli.data.source import DataSource, MaterializedIterable
 from multigpu_cli.distributed.processes import say_before_run
-from multigpu_cli.environments.base import find_group_factory
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import make_key
 from multigpu_cli.runtime import factories
@@ -341,4 +340,6 @@ def find_data_factory(config: Config) -> Callable[..., Any]:
     """The factory that --data names."""
     if not uses_environments(config):
         return factories.find_factory(config.data.name, DATASETS, flag="--data")
+    from multigpu_cli.environments.base import find_group_factory  # late: not for datasets
+
     return find_group_factory(config.data.name)[0]
