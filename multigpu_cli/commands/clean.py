@@ -1,4 +1,4 @@
-"""clean, checkpoints, recipes: what runs have on the disk, the removal of old checkpoints, and the list of recipes."""
+"""clean and checkpoints: what runs have on the disk, and the removal of old checkpoints."""
 
 import re
 import shutil
@@ -14,7 +14,6 @@ from multigpu_cli.checkpoint.manifest import MANIFEST
 from multigpu_cli.commands.options import format_size
 from multigpu_cli.commands.status import find_runs
 from multigpu_cli.config.paths import refuse_links
-from multigpu_cli.config.recipes import find_recipes, read_description
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.history import load_summary
 
@@ -147,25 +146,3 @@ def _format_age(seconds: float) -> str:
         if seconds >= length:
             return f"{pluralize(int(seconds / length), unit)} ago"
     return "just now"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A recipe as the list shows it."""
-
-    name: str
-    description: str
-    path: str
-
-
-def list_recipes() -> list[Recipe]:
-    """All recipes, by name."""
-    return [Recipe(name, read_description(path), str(path)) for name, path in sorted(find_recipes().items())]
-
-
-def format_recipes(recipes: list[Recipe]) -> Iterator[str]:
-    """One line each."""
-    width = max((len(recipe.name) for recipe in recipes), default=0)
-    yield from (f"{recipe.name:<{width}}  {recipe.description}" for recipe in recipes)
-    if not recipes:
-        yield "no recipes found: they are looked up in ./configs"

@@ -46,7 +46,7 @@ _Weights = Annotated[str, run_argument("RUN", "run folder, best.pt, last.pt, or 
 @app.command(cls=Command)
 def recipes(as_json: _Json = False) -> None:
     """List the recipes that --config takes by name."""
-    from multigpu_cli.commands.clean import format_recipes, list_recipes
+    from multigpu_cli.config.recipes import format_recipes, list_recipes
 
     found = list_recipes()
     print_result(found, format_recipes(found), as_json=as_json)

@@ -1,6 +1,9 @@
-"""Finds and reads recipes: small YAML files, named by path or by name."""
+"""Finds, lists and reads recipes: small YAML files, named by path or by name."""
 
 import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from multigpu_cli.config.types import parse_path
@@ -49,14 +52,30 @@ def find_recipe(recipe: str) -> Path:
     raise RequestError(f"--config {recipe}: no such file or recipe", remedy=remedy)
 
 
-def read_description(path: Path) -> str:
-    """The leading comment of a recipe, as one line."""
-    comment = []
-    for line in read_recipe(path).splitlines():
-        if not line.startswith("#"):
-            break
-        comment.append(line.lstrip("# ").rstrip())
-    return " ".join(comment)
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as the list shows it, with the comment that leads it as one line."""
+
+    name: str
+    description: str
+    path: str
+
+
+def list_recipes() -> list[Recipe]:
+    """All recipes, by name."""
+    found = []
+    for name, path in sorted(find_recipes().items()):
+        comment = takewhile(lambda line: line.startswith("#"), read_recipe(path).splitlines())
+        found.append(Recipe(name, " ".join(line.lstrip("# ").rstrip() for line in comment), str(path)))
+    return found
+
+
+def format_recipes(recipes: list[Recipe]) -> Iterator[str]:
+    """One line each."""
+    width = max((len(recipe.name) for recipe in recipes), default=0)
+    yield from (f"{recipe.name:<{width}}  {recipe.description}" for recipe in recipes)
+    if not recipes:
+        yield "no recipes found: they are looked up in ./configs"
 
 
 def read_recipe(path: Path) -> str:
