@@ -28,6 +28,8 @@ from multigpu_cli.distributed.processes import RankOutput
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.faults.explain import describe_error
 from multigpu_cli.monitor.console import Console, reserve_stdout
+from multigpu_cli.run.open import resolve_request, try_request
+from multigpu_cli.run.request.from_config import FromConfig
 
 if TYPE_CHECKING:
     from multigpu_cli.api.public import *  # noqa: F403 - every name of that file is public
@@ -86,14 +88,10 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         console = Console(level, stream, json=screen == "json", rank_output=rank_output)  # type: ignore[arg-type]
         if warning := _explain_unseen_gpus(placement, os.environ):
             console.warn(warning)
-        return engine.run(
-            config,
-            placement,
-            launch_env,
-            console,
-            on_fatal_error=partial(_print_last_error, rank_output),
-            dry_run=dry_run,
-        )
+        on_fatal_error = partial(_print_last_error, rank_output)
+        opening = resolve_request(config, placement, launch_env, console, on_fatal_error, FromConfig())
+        request = stack.enter_context(opening)
+        return try_request(request) if dry_run else engine.run(request)
 
 
 def _explain_unseen_gpus(placement: Placement, environ: Mapping[str, str]) -> str:

@@ -27,6 +27,8 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console, ProgressDisplay
+from multigpu_cli.run.open import resolve_request
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.seeding import enable_fast_kernels
 
@@ -70,7 +72,9 @@ def _run(
     with tempfile.TemporaryDirectory() as folder:
         config = resolve({**{name: str(value) for name, value in flags.items()}, "save_dir": folder}, sets, recipe)
         choice = Placement("single", (device,), 0, "benchmark")
-        summary = engine.run(config, choice, None, console, on_fatal_error=lambda error: console.error(str(error)))
+        opening = resolve_request(config, choice, None, console, lambda error: console.error(str(error)), FromConfig())
+        with opening as request:
+            summary = engine.run(request)
         return summary, list(journal.read_events(Path(folder, "journal.jsonl")))
 
 

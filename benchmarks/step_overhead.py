@@ -27,6 +27,7 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.open import assemble_run
 from multigpu_cli.run.part import load_parts
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.run import Run
 
@@ -108,7 +109,7 @@ def _steps(run: Run) -> Iterator[None]:
 def assemble_training(flags: dict[str, Any], stack: ExitStack, sets: Sequence[str] = ()) -> Run:
     config = resolve(flags, sets, None)
     choice, world = Placement("single", (torch.device("cpu"),), 0, "benchmark"), World(torch.device("cpu"))
-    spec = prepare_spec(config, choice, world)
+    spec = prepare_spec(config, choice, world, FromConfig())
     parts = load_parts(spec, world)
     components = build_components(spec, world, parts)
     for part in parts:

@@ -21,6 +21,8 @@ from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.models.networks.resnet import ResNet
 from multigpu_cli.monitor.console import Console, ProgressDisplay
+from multigpu_cli.run.open import resolve_request
+from multigpu_cli.run.request.from_config import FromConfig
 
 FEATURES, CLASSES, BATCH = 3072, 10, 32
 MLP = {
@@ -194,5 +196,7 @@ def against(
     config = resolve(flags | {"save_dir": str(folder), "resume": "never"}, sets, None)
     strategy = flags.get("multi_gpu", "ddp") if launch_env else "single"
     choice = Placement(strategy, (torch.device("cpu"),), 0, "benchmark", "gloo" if launch_env else None)
-    engine.run(config, choice, launch_env, Arena(Rivals(rivals, seconds)), on_fatal_error=lambda error: None)
+    console = Arena(Rivals(rivals, seconds))
+    with resolve_request(config, choice, launch_env, console, lambda error: None, FromConfig()) as request:
+        engine.run(request)
     return seconds

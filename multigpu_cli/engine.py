@@ -1,100 +1,47 @@
 """Carries out a request and trains: every strategy, dataset and task runs through `train_step`."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.out_of_memory import is_out_of_memory
-from multigpu_cli.distributed.placement import Placement
-from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.monitor.console import Console
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.assembly.components import StepResult
 from multigpu_cli.run.batch_size import recover_from_out_of_memory
 from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.run.evaluation import evaluate_epoch
 from multigpu_cli.run.finalize import finish_run
-from multigpu_cli.run.open import open_run, resolve_request, try_request
+from multigpu_cli.run.open import ResolvedRequest, open_run
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.step import forward_backward
 from multigpu_cli.run.train_log import log_recovery, log_step
 from multigpu_cli.runtime.seeding import seed_micro_batch
 
-if TYPE_CHECKING:
-    from multigpu_cli.run.request.spec import UserObjects
 
-
-def run(
-    config: Config,
-    placement: Placement,
-    launch_env: LaunchEnv | None,
-    console: Console,
-    *,
-    on_fatal_error: Callable[[TrainingError], None],
-    dry_run: bool = False,
-    user_objects: "UserObjects | None" = None,
-) -> dict[str, Any]:
-    """Carry out one request on this process's device; returns the summary, or the plan of a dry run.
-
-    Args:
-        placement: strategy and devices.
-        launch_env: the launcher's environment, None for a single process.
-        console: prints on rank 0; silent on the other ranks.
-        on_fatal_error: reports why a hanging run is ended (see Watchdog).
-        user_objects: live objects in place of what the config names; the model ends with the final weights.
+def run(request: ResolvedRequest) -> dict[str, Any]:
+    """Carry out one request on this process's device; returns the summary.
 
     Raises:
         RequestError: the request is wrong; nothing was written.
         TrainingError: the training failed; summary.json says so.
     """
-    with resolve_request(config, placement, launch_env, console, on_fatal_error, user_objects) as request:
-        spec = request.spec
-        if dry_run:
-            return try_request(request)
-        if spec.is_complete:
-            console.note(f"{spec.resume_point.folder} is complete: nothing to do")
-            console.report(spec.resume_point.summary or {})
-            if user_objects:
-                user_objects.load_weights(spec.resume_point.folder, request.world)
-            return spec.resume_point.summary or {}
-        with open_run(request) as run:
-            with _few_collections():
-                status = fit(run)
-            summary = finish_run(run, status)
-            console.report(summary, summary.get("per_class"), summary.get("confusion"), spec.source.class_names)
-            return summary
-
-
-@contextmanager
-def prepare(
-    config: Config,
-    placement: Placement,
-    launch_env: LaunchEnv | None,
-    console: Console,
-    *,
-    on_fatal_error: Callable[[TrainingError], None],
-    user_objects: "UserObjects | None",
-) -> Iterator[Run]:
-    """Like `run`, but yield the prepared Run before its first step, to a caller that drives the loop.
-
-    The caller wraps calls of `fit`, or of `train_step` and `finish_step`, in `record_failure`, and ends the run with
-    `finish_run`; otherwise the run counts as stopped.
-
-    Raises:
-        RequestError: the request is wrong, or the folder holds a completed run; nothing was written.
-    """
-    with resolve_request(config, placement, launch_env, console, on_fatal_error, user_objects) as request:
-        if request.spec.is_complete:
-            folder = request.spec.resume_point.folder
-            raise RequestError(f"{folder} is complete", remedy="another --save-dir, or more --epochs")
-        with open_run(request) as run:
-            yield run
+    spec, console = request.spec, request.console
+    if spec.is_complete:
+        console.note(f"{spec.resume_point.folder} is complete: nothing to do")
+        console.report(spec.resume_point.summary or {})
+        spec.factories.adopt_weights(spec.resume_point.folder, request.world)
+        return spec.resume_point.summary or {}
+    with open_run(request) as run:
+        with _few_collections():
+            status = fit(run)
+        summary = finish_run(run, status)
+        console.report(summary, summary.get("per_class"), summary.get("confusion"), spec.source.class_names)
+        return summary
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.open import open_run, resolve_request
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.run import Run
 from tests.support.run_training import run_training
 
@@ -468,10 +470,8 @@ def test_no_step_waits_for_the_device(flags: dict[str, str]) -> None:
     console = Console("quiet", io.StringIO())
     choice = Placement("single", (torch.device("cpu"),), 0, "test")
     with ExitStack() as stack:
-        opening = engine.prepare(
-            resolve(words, [], None), choice, None, console, on_fatal_error=print, user_objects=None
-        )
-        run = stack.enter_context(opening)
+        opening = resolve_request(resolve(words, [], None), choice, None, console, print, FromConfig())
+        run = stack.enter_context(open_run(stack.enter_context(opening)))
         works = run.loaders.train.epoch(run.plan.batches, 0, 0, 0, 1)
         engine.train_step(run, *next(works))
         run.state.precision.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]

@@ -334,13 +334,13 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 236,  # to become 220
-    "lines": 45_201,  # 41,000
-    "files to read": 35,
-    "lines to read": 8_240,  # 7,500
-    "files the engine reaches": 116,  # 100
-    "lines the engine reaches": 22_059,  # 18,000
+    "lines": 45_146,  # 41,000
+    "files to read": 34,
+    "lines to read": 7_916,  # 7,500
+    "files the engine reaches": 113,  # 100
+    "lines the engine reaches": 21_485,  # 18,000
     "core files that read a capability's settings": 8,  # 0
-    "core files that ask for live objects": 9,  # 0
+    "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 4,  # 0
 }
 """What each number was when it was last lowered, and where it is to go."""

@@ -1,6 +1,5 @@
 """The user's model, data, loss and optimizer: checked, and turned into the engine's objects and settings."""
 
-import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -23,6 +21,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from multigpu_cli.api.from_objects import FromObjects
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
 from multigpu_cli.data.collate import Collate, SampleForm, count_declared_classes, get_tokens
 from multigpu_cli.data.fetcher import SeededDataset
@@ -32,7 +31,6 @@ from multigpu_cli.data.source import DataSource, MaterializedIterable
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import refuse_torchscript
 from multigpu_cli.planning.batch import make_key
-from multigpu_cli.run.request.spec import UserObjects
 from multigpu_cli.runtime.seeding import seed_host
 from multigpu_cli.tasks.base import Loss
 
@@ -63,7 +61,7 @@ class UserInputs:
             _check_dataset(name, dataset)
         return replace(self, **splits)
 
-    def user_objects(self, config: MultiGPUConfig) -> UserObjects:
+    def factories(self, config: MultiGPUConfig) -> FromObjects:
         """The objects that the engine trains with.
 
         Raises:
@@ -85,8 +83,14 @@ class UserInputs:
             form=form,
             task=getattr(criterion, "__name__", type(criterion).__name__),
         )
-        return UserObjects(
-            source, unwrap_model(self.model), criterion, self.optimizer, self.scheduler, self.scheduler_step, config.ddp
+        return FromObjects(
+            source=source,
+            model=unwrap_model(self.model),
+            criterion=criterion,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            scheduler_interval=self.scheduler_step,
+            ddp=config.ddp,
         )
 
     def settings(self, config: MultiGPUConfig) -> MultiGPUConfig:
@@ -356,40 +360,3 @@ def _find_order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) ->
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
         return None
     return SamplerOrder(sampler, seed)  # type: ignore[arg-type]
-
-
-def check_inputs_differ(model: nn.Module) -> None:
-    """Let the wrapped model's first forward pass for training compare its inputs over the ranks; later ones are free.
-
-    The pass is collective already: all ranks reach it. Inputs without tensors are not compared.
-
-    Raises:
-        RequestError: (from that pass, on all ranks) some ranks got equal inputs.
-    """
-
-    def compare_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        handle.remove()
-        digests: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(digests, _hash_tensors((args, kwargs)))
-        if None not in digests and len(set(digests)) < len(digests):
-            raise RequestError(
-                "the model's first batch is the same on several ranks: each rank trains on all samples, not on its "
-                "share",
-                remedy="DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset)), with "
-                "loader.sampler.set_epoch(epoch) before each epoch; or same_inputs=True where that is meant",
-            )
-
-    handle = model.register_forward_pre_hook(compare_inputs, with_kwargs=True)
-
-
-def _hash_tensors(inputs: Any) -> str | None:
-    """SHA-256 of all tensors' types, shapes and bytes; None without one."""
-    digest, found = hashlib.sha256(), False
-    for leaf in tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.numel():
-            found = True
-            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest() if found else None

@@ -15,15 +15,15 @@ from torch.utils.data import Dataset
 from multigpu_cli import engine
 from multigpu_cli.api.functions import Functions
 from multigpu_cli.api.inputs import UserInputs
-from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, to_python_error
-from multigpu_cli.api.training import find_launch_env, open_console, prepare_run, print_last_error, resolve_placement
+from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
+from multigpu_cli.api.training import prepare_run, resolve_objects
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.collectives import all_reduce_sum
 from multigpu_cli.errors import STOPPED, RequestError
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.finalize import finish_run
-from multigpu_cli.run.open import record_failure
+from multigpu_cli.run.open import open_run, record_failure
 from multigpu_cli.run.run import Run, use_published_weights
 from multigpu_cli.tasks.base import Loss
 
@@ -111,25 +111,20 @@ class MultiGPUTrainer(Functions):
                 holds a completed run; nothing was written.
         """
         inputs = UserInputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
-        frozen, user_objects = prepare_run(self.config, inputs)
-        launch_env = find_launch_env(self.config)
-        placement = resolve_placement(self.config, frozen, launch_env)
+        frozen, factories, launch_env, placement = prepare_run(self.config, inputs)
         if placement.num_processes_to_launch:
             raise RequestError(
                 f"{placement.reason}: a training loop of your own must be started in every process",
                 remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",
             )
-        console = open_console(self.config.screen, launch_env)
-        opening = engine.prepare(
-            frozen, placement, launch_env, console, on_fatal_error=print_last_error, user_objects=user_objects
-        )
-        try:
-            self.run = self._stack.enter_context(opening)
-        except RequestError as error:
-            raise to_python_error(error) from error
+        with ExitStack() as stack:
+            opening = resolve_objects(frozen, placement, launch_env, factories, self.config.screen)
+            request = stack.enter_context(opening)
+            self.run = stack.enter_context(open_run(request))
+            self._stack = stack.pop_all()
         self.run.observer.watchdog.paused = True
         atexit.register(self.close)
-        return user_objects.model, TrainLoader(self.run), self.run.loaders.val
+        return factories.model, TrainLoader(self.run), self.run.loaders.val
 
     def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
         """Train to the end of an epoch; returns at once if a resumed run is already past it.

@@ -3,7 +3,8 @@
 import gc
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
@@ -16,10 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from multigpu_cli import engine
+from multigpu_cli.api.from_objects import FromObjects
 from multigpu_cli.api.inputs import UserInputs, from_loader, refuse_forgotten_scheduler, with_collate
 from multigpu_cli.api.monitoring import get_gpu_info, gpu_utilisation
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode, to_python_error
 from multigpu_cli.checkpoint.run_folder import resolve_folder
+from multigpu_cli.checkpoint.weights import broadcast_weights
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
@@ -35,11 +38,8 @@ from multigpu_cli.distributed.process_group import process_group
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
-from multigpu_cli.models.build import is_of_transformers
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.assembly.assemble import build_task
-from multigpu_cli.run.assembly.model import adapt_live
-from multigpu_cli.run.request.spec import UserObjects, broadcast_weights
+from multigpu_cli.run.open import ResolvedRequest, resolve_request
 from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.runtime.precision import Precision, agree_on_precision
 from multigpu_cli.tasks.base import Loss
@@ -124,16 +124,14 @@ def _results(summary: dict[str, Any]) -> dict[str, Any]:
 
 def run(config: MultiGPUConfig, inputs: UserInputs) -> dict[str, Any]:
     """Run the engine on the user's objects from start to end; returns the summary."""
-    frozen, user_objects = prepare_run(config, inputs)
-    launch_env = find_launch_env(config)
-    placement = resolve_placement(config, frozen, launch_env)
+    frozen, factories, launch_env, placement = prepare_run(config, inputs)
     if placement.num_processes_to_launch:
-        return run_in_processes(frozen, placement, user_objects, config.screen)
-    return run_here(frozen, placement, launch_env, user_objects, config.screen)
+        return run_in_processes(frozen, placement, factories, config.screen)
+    return run_here(frozen, placement, launch_env, factories, config.screen)
 
 
-def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, UserObjects]:
-    """Check settings and objects, and turn them into those of the engine.
+def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, FromObjects, LaunchEnv | None, Placement]:
+    """Check settings and objects, turn them into those of the engine, and choose strategy and devices.
 
     Raises:
         RequestError: one of them is invalid.
@@ -141,9 +139,11 @@ def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, Use
     try:
         inputs = inputs.check(config.seed)
         config = inputs.settings(config)
-        return replace_settings(config.frozen(), inputs.names()), inputs.user_objects(config)
+        frozen, factories = replace_settings(config.frozen(), inputs.names()), inputs.factories(config)
     except RequestError as error:
         raise to_python_error(error) from error
+    launch_env = find_launch_env(config)
+    return frozen, factories, launch_env, resolve_placement(config, frozen, launch_env)
 
 
 def evaluate_with_multi_gpu(
@@ -174,21 +174,18 @@ def evaluate_with_multi_gpu(
     began = time.perf_counter()
     config = MultiGPUConfig(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
     dataset, _, config = from_loader(test_loader, config)
-    frozen, user_objects = prepare_run(config, UserInputs(model, dataset, criterion=criterion))
-    launch_env = find_launch_env(config)
-    placement = resolve_placement(config, frozen, launch_env)
+    inputs = UserInputs(model, dataset, criterion=criterion)
+    frozen, factories, launch_env, placement = prepare_run(config, inputs)
     with ExitStack() as stack:
         timeout = placement.timeout or frozen.fault.hang_timeout
         world = stack.enter_context(
             process_group(launch_env, placement.devices[0], timeout=timeout, backend=placement.backend)
         )
         data = replace(frozen.data, num_workers=0)
-        loader = Loader(dataset, user_objects.source, data, device=world.device, seed=config.seed)
-        task = build_task(
-            frozen, user_objects.source, user_objects.criterion, has_logits=is_of_transformers(user_objects.model)
-        )
-        stack.callback(unbind_call, user_objects.model)
-        network = adapt_live(frozen, user_objects).to(world.device)
+        loader = Loader(dataset, factories.source, data, device=world.device, seed=config.seed)
+        task = factories.build_task(frozen, factories.source)
+        stack.callback(unbind_call, factories.model)
+        network = factories.adapt_model(frozen).to(world.device)
         broadcast_weights(network, world)
         precision = Precision(agree_on_precision(frozen.precision.amp, world, [world.device]).name, world.device)
         found = task.evaluate(network, loader, world, precision, int(test_loader.batch_size or 1))
@@ -264,27 +261,38 @@ def resolve_placement(config: MultiGPUConfig, frozen: Config, launch_env: Launch
     return placement._replace(backend=config.backend, timeout=seconds)
 
 
+@contextmanager
+def resolve_objects(
+    config: Config, placement: Placement, launch_env: LaunchEnv | None, factories: FromObjects, screen: str
+) -> Iterator[ResolvedRequest]:
+    """`resolve_request` for objects from Python: errors name what Python has, and the model is left as it came."""
+    level: Any = "silent" if launch_env and launch_env.rank else screen
+
+    def report(error: TrainingError) -> None:  # of a process that ends where no exception can be raised any more
+        Console("quiet", sys.stderr).error(f"error: {error}")
+
+    try:
+        with resolve_request(config, placement, launch_env, Console(level), report, factories) as request:
+            yield request
+    except RequestError as error:
+        raise to_python_error(error) from error
+    finally:
+        unbind_call(factories.model)
+
+
 def run_here(
-    config: Config, placement: Placement, launch_env: LaunchEnv | None, user_objects: UserObjects, screen: str
+    config: Config, placement: Placement, launch_env: LaunchEnv | None, factories: FromObjects, screen: str
 ) -> dict[str, Any]:
     """The engine's `run` in this process; returns the summary."""
     try:
-        return engine.run(
-            config,
-            placement,
-            launch_env,
-            open_console(screen, launch_env),
-            on_fatal_error=print_last_error,
-            user_objects=user_objects,
-        )
-    except RequestError as error:
-        raise to_python_error(error) from error
+        with ExitStack() as stack:  # and no name for the request, which keeps the run from being collected
+            return engine.run(stack.enter_context(resolve_objects(config, placement, launch_env, factories, screen)))
     finally:
         if launch_env:
             gc.collect()  # ends gloo's threads, which a cycle keeps: at Python's exit they now and then abort
 
 
-def run_in_processes(config: Config, placement: Placement, user_objects: UserObjects, screen: str) -> dict[str, Any]:
+def run_in_processes(config: Config, placement: Placement, factories: FromObjects, screen: str) -> dict[str, Any]:
     """Run in `placement.launch` processes of this machine, on copies of the objects; the model gets their weights.
 
     Raises:
@@ -292,7 +300,7 @@ def run_in_processes(config: Config, placement: Placement, user_objects: UserObj
     """
     config = resolve_folder(config)
     try:
-        ForkingPickler.dumps(user_objects)
+        ForkingPickler.dumps(factories)
     except Exception as error:  # the user's own classes raise anything: reported as what is wrong with the request
         raise RequestError(
             f"{placement.reason}: model, data, loss or optimizer can't be sent to other processes ({error})",
@@ -305,7 +313,7 @@ def run_in_processes(config: Config, placement: Placement, user_objects: UserObj
         config,
         placement.backend,
         placement.timeout,
-        user_objects,
+        factories,
         screen,
         max_restarts=config.fault.max_restarts,
     )
@@ -313,32 +321,22 @@ def run_in_processes(config: Config, placement: Placement, user_objects: UserObj
     if problem:
         raise to_python_error(RequestError(problem, remedy=remedy))
     if summary["status"] == "completed":
-        user_objects.load_weights(summary["save_dir"], World(torch.device("cpu")))
+        factories.adopt_weights(summary["save_dir"], World(torch.device("cpu")))
     return dict(summary)
 
 
 def _worker(
-    config: Config, backend: str | None, timeout: float | None, user_objects: UserObjects, screen: str
+    config: Config, backend: str | None, timeout: float | None, factories: FromObjects, screen: str
 ) -> tuple[dict[str, Any], str, str]:
     """One worker process: returns the summary, or problem and remedy of a RequestError, which every rank raises."""
     launch_env = LaunchEnv.current()
     placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-    for tensor in [*user_objects.model.parameters(), *user_objects.model.buffers()]:
+    for tensor in [*factories.model.parameters(), *factories.model.buffers()]:
         tensor.data = tensor.data.clone()  # it arrived in memory that all processes share
-    if user_objects.optimizer:
-        user_objects.optimizer.load_state_dict(deepcopy(user_objects.optimizer.state_dict()))
+    if factories.optimizer:
+        factories.optimizer.load_state_dict(deepcopy(factories.optimizer.state_dict()))
+    placement = placement._replace(backend=backend, timeout=timeout)
     try:
-        placement = placement._replace(backend=backend, timeout=timeout)
-        return run_here(config, placement, launch_env, user_objects, screen), "", ""
+        return run_here(config, placement, launch_env, factories, screen), "", ""
     except RequestError as error:
         return {}, error.problem, error.remedy
-
-
-def open_console(screen: str, launch_env: LaunchEnv | None) -> Console:
-    """A console that prints on rank 0 only."""
-    return Console("silent" if launch_env and launch_env.rank else screen)  # type: ignore[arg-type]
-
-
-def print_last_error(error: TrainingError) -> None:
-    """Print the error of a process that ends where no exception can be raised any more."""
-    Console("quiet", sys.stderr).error(f"error: {error}")

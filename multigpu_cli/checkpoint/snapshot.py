@@ -52,7 +52,7 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """The live objects that a checkpoint covers.
+    """The objects that a checkpoint covers.
 
     Attributes:
         scheduler: the user's own, if any.
@@ -76,7 +76,7 @@ class TrainState:
         return self.begin_capture(into).finish()
 
     def state_dict(self, task: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What a checkpoint holds; its tensors are the live ones.
+        """What a checkpoint holds; its tensors are not copies.
 
         Args:
             task: the task's own state.
@@ -119,7 +119,7 @@ class TrainState:
         return Snapshot(captured, later, _create_copy_stream())
 
     def restore(self, state: dict[str, Any], origin: str) -> None:
-        """Load a captured state into the live objects.
+        """Load a captured state into the objects.
 
         Raises:
             RequestError: the state is of another model; the message names the parameters that differ.

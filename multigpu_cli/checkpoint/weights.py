@@ -1,17 +1,22 @@
-"""Weights for use: best.pt and last.pt, the fingerprint of a model, and whether weights fit it.
+"""Weights for use: best.pt and last.pt, the fingerprint of a model, whether weights fit it, and of which code it is.
 
 A state dict holds tensors, and what modules tell by `get_extra_state`: anything that `torch.load(weights_only=True)`
 reads back.
 """
 
-from collections.abc import Callable
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -19,7 +24,10 @@ from multigpu_cli.checkpoint.files import Moved, ignore_progress, publish
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from multigpu_cli.checkpoint.pieces import deserialize, serialize
 from multigpu_cli.checkpoint.store import Checkpoint, Store
+from multigpu_cli.distributed.collectives import broadcast_object
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
+from multigpu_cli.faults.explain import is_library_file
 from multigpu_cli.runtime.module_state import name_tensor
 
 _EXTRA = "_extra_state"  # how the name of what `get_extra_state` returns ends; torch's own word
@@ -49,6 +57,18 @@ def fingerprint(state: dict[str, Any]) -> str:
 def extra_state(state: dict[str, Any]) -> dict[str, Any]:
     """What a state dict holds beside tensors."""
     return {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
+def broadcast_weights(model: nn.Module, world: World) -> None:
+    """Give all ranks rank 0's weights: each may have drawn other random numbers."""
+    if world.size > 1:
+        state = model.state_dict()
+        for value in state.values():
+            if isinstance(value, Tensor):
+                dist.broadcast(value, src=0)
+        if extra := extra_state(state):
+            state.update(broadcast_object(world, extra))
+            model.load_state_dict(state)
 
 
 def is_state_dict(state: object) -> bool:
@@ -254,3 +274,45 @@ def _from_checkpoint(checkpoint: Checkpoint) -> TrainedWeights:
 
 def _is_outline(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
+
+
+def describe_code(model: nn.Module) -> dict[str, dict[str, str]]:
+    """SHA-256 of the places of each kind of layer, and under Python's version, whose trees are unlike others', of code.
+
+    Code is that of the user's classes of the network, their bases, and what these name in their modules; comments,
+    docstrings and format do not count. What has no source (compiled, or typed into a prompt) is left out, as are this
+    program's own modules, and what SyncBatchNorm and a lazy layer's first pass change.
+    """
+    kinds = [type(module) for module in model.modules() if not type(module).__module__.startswith("multigpu_cli.")]
+    layers: dict[str, str] = {}
+    for place, kind in enumerate(kinds):
+        name = "BatchNorm" if "BatchNorm" in kind.__name__ else kind.__name__.removeprefix("Lazy")
+        layers[name] = sha256(f"{layers.get(name)} {place}".encode()).hexdigest()
+    sources: dict[str, str] = {}
+    waiting: list[Any] = list(dict.fromkeys(base for kind in kinds for base in kind.__mro__))
+    for part in waiting:  # which grows
+        file = getattr(module := sys.modules.get(part.__module__), "__file__", None)
+        if not file or is_library_file(file) or part.__module__.startswith("multigpu_cli."):
+            continue
+        try:
+            source = inspect.getsource(part)
+            nodes = list(ast.walk(ast.parse(f"if 1:\n{source}" if source[0].isspace() else source)))
+        except (OSError, TypeError, SyntaxError):
+            continue
+        for node in nodes:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+                del node.body[0]
+        name, named = part.__qualname__, [vars(module).get(node.id) for node in nodes if isinstance(node, ast.Name)]
+        sources[name] = sha256(f"{sources.get(name)} {ast.dump(nodes[0])}".encode()).hexdigest()
+        waiting += [each for each in named if isinstance(each, type | FunctionType) and each not in waiting]
+    return {"layers": layers, "Python {}.{}".format(*sys.version_info): sources}
+
+
+def name_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> str:
+    """The classes, functions and layers that differ, as far as both have them; "" for none."""
+    names: set[str] = set()
+    for kind, new in now.items():
+        old = before.get(kind, new)
+        compared = old.keys() | new.keys() if kind == "layers" else old.keys() & new.keys()
+        names |= {name for name in compared if old.get(name) != new.get(name)}
+    return ", ".join(sorted(names))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.checkpoint.weights import TrainedWeights, load_trained_weights
+from multigpu_cli.checkpoint.weights import TrainedWeights, describe_code, load_trained_weights, name_changes
 from multigpu_cli.commands.options import writing_to
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.config.code_names import NAMING, check_code
@@ -37,9 +37,7 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.metrics.load import load_metrics
 from multigpu_cli.monitor import format
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.assembly.assemble import build_task
-from multigpu_cli.run.assembly.model import init_model
-from multigpu_cli.run.request.model_code import describe_code, name_changes
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
 from multigpu_cli.runtime.seeding import set_threads_per_rank
 from multigpu_cli.tasks.base import Task
@@ -143,7 +141,7 @@ def load_text_model_of_run(weights: TrainedWeights, run: LoadedRun) -> TextModel
 
 
 def _load_weights(config: Config, source: DataSource, weights: TrainedWeights, *, warns: bool = True) -> LoadedRun:
-    model = init_model(config, source, reference="reference" in weights.settings)
+    model = FromConfig().build_model(config, source, reference="reference" in weights.settings)
     weights.load_into(model)
     if warns and (names := name_changes(weights.settings.get("code", {}), describe_code(model))):
         Console("quiet", sys.stderr).warn(f"the model's {names} changed since {weights.origin} was written")
@@ -252,7 +250,7 @@ def _prepare_pass(
     unlabeled = None if needs_targets or name == "new" else wrap_unlabeled(split, run.source.train, run.source.form)
     changed: dict[str, Any] = {name: unlabeled} if unlabeled else {}
     source = replace(run.source, **changed)
-    task = build_task(config, source)
+    task = FromConfig().build_task(config, source)
     if needs_targets:
         task.own_metrics = load_metrics(config.metric, source, config.task.name or source.task)
     usual = 2 * config.batch.size if isinstance(config.batch.size, int) else 64

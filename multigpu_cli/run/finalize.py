@@ -51,7 +51,7 @@ def finish_completed(run: Run) -> dict[str, Any]:
     best = run_on_all_ranks(run.world, lambda: _publish_weights(run, state) if run.world.is_main else {})
     if own := run.strategy.scatter_state({"model": best})["model"]:
         model.load_state_dict(own)
-    if run.spec.user_objects and run.state.average:
+    if run.state.average:  # a model of the caller's own is to have them too
         run.state.model.load_state_dict(model.state_dict())
     details = evaluate(run, "test", run.loaders.test).details if run.loaders.test is not None else {}
     return {"fingerprint": mark, **details}

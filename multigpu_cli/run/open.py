@@ -28,7 +28,7 @@ from multigpu_cli.distributed.placement import Placement, describe_unlike_gpus, 
 from multigpu_cli.distributed.process_group import process_group
 from multigpu_cli.distributed.processes import log_path
 from multigpu_cli.distributed.world import World
-from multigpu_cli.errors import TrainingError, pluralize
+from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.faults.explain import name_unused_parameters
 from multigpu_cli.faults.rank_exits import read_previous_cause
 from multigpu_cli.faults.skipped_steps import SkippedStepLimit
@@ -40,23 +40,20 @@ from multigpu_cli.monitor.meters import NoiseMeter, StepTimer
 from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.planning.speedup import peak_flops
 from multigpu_cli.run.assembly.assemble import build_components
-from multigpu_cli.run.assembly.components import TrainComponents
-from multigpu_cli.run.assembly.optimizer import describe_groups
+from multigpu_cli.run.assembly.components import TrainComponents, describe_groups
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_batch
 from multigpu_cli.run.finalize import build_summary, finish_failed, restore_best_file, write_run_end
 from multigpu_cli.run.part import Part, bind_moments, load_parts
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.run.run import Checkpointer, CheckpointSchedule, LossMeter, Run, RunControl, RunLog, StepObserver
 from multigpu_cli.run.train_log import compiler_fields
-from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.runtime.seeding import enable_determinism, enable_fast_kernels
 from multigpu_cli.strategies.fsdp.save import agree_on_owner
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu import Sampler
-    from multigpu_cli.monitor.tensorboard import TensorBoard
-    from multigpu_cli.run.request.spec import UserObjects
 
 
 class ResolvedRequest(NamedTuple):
@@ -82,7 +79,7 @@ def resolve_request(
     launch_env: LaunchEnv | None,
     console: Console,
     on_fatal_error: Callable[[TrainingError], None],
-    user_objects: "UserObjects | None",
+    factories: FromConfig,
 ) -> Iterator[ResolvedRequest]:
     """Form the process group, for as long as the context lasts, and resolve the request on all ranks.
 
@@ -96,9 +93,7 @@ def resolve_request(
         StopRequest() as stop,
         Watchdog(world, config.fault.hang_timeout, on_fatal_error) as watchdog,
     ):
-        spec = prepare_spec(
-            config, placement, world, user_objects=user_objects, moved=watchdog.mark_progress, note=console.note
-        )
+        spec = prepare_spec(config, placement, world, factories, moved=watchdog.mark_progress, note=console.note)
         if spec.config.reproducibility.exact:
             enable_determinism()
         else:
@@ -146,13 +141,14 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
     A summary is written however the run ends: by `finish_run`, by `record_failure`, or else here, as stopped.
 
     Raises:
-        RequestError: model, data and device do not fit; nothing was written.
+        RequestError: model, data and device do not fit, or the folder holds a completed run; nothing was written.
         TrainingError: the run failed.
     """
     spec, world, stop, watchdog, console, began, parts = request
+    if spec.is_complete:
+        folder = spec.resume_point.folder
+        raise RequestError(f"{folder} is complete", remedy="another --save-dir, or more --epochs")
     with ExitStack() as stack:
-        if spec.user_objects:
-            stack.callback(unbind_call, spec.user_objects.model)
         components = build_components(spec, world, parts)
         stack.callback(components.loaders.close)
         memory_warnings = fit_batch_sizes_to_memory(components)
@@ -222,7 +218,11 @@ def assemble_run(
     """
     world, config, plan, progress = components.world, components.config, components.plan, components.progress
     folder = Path(components.spec.resume_point.folder)
-    board = _open_board(folder, console, stack) if world.is_main else None
+    board = None
+    if world.is_main:
+        from multigpu_cli.monitor.tensorboard import TensorBoard  # late: rank 0 alone has one
+
+        board = stack.enter_context(TensorBoard(folder / "tensorboard", console.warn))
     followers = [part.follow_journal(components, console, watchdog, stack) for part in parts if world.is_main]
 
     def open_files() -> tuple[Journal, SampleTrace | None]:
@@ -259,12 +259,6 @@ def assemble_run(
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
         moments=bind_moments(parts),
     )
-
-
-def _open_board(folder: Path, console: Console, stack: ExitStack) -> "TensorBoard":
-    from multigpu_cli.monitor.tensorboard import TensorBoard  # late: rank 0 alone has one
-
-    return stack.enter_context(TensorBoard(folder / "tensorboard", console.warn))
 
 
 def _watch_gpu(device: torch.device, stack: ExitStack) -> "Sampler | None":

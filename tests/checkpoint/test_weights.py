@@ -1,5 +1,6 @@
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from multigpu_cli.checkpoint.initial_weights import load_initial_weights
 from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.weights import (
+    broadcast_weights,
     check_extra_state,
     check_fit,
     copy_to_host,
@@ -15,8 +17,10 @@ from multigpu_cli.checkpoint.weights import (
     read_weights,
     save_weights,
 )
+from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from tests.support.awkward_models import Note, Telling
+from tests.support.ranks import run_on_each_rank
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -181,3 +185,15 @@ def test_a_model_that_takes_its_state_back_is_left_as_it_was() -> None:
     before = serialize(model.state_dict())
     check_extra_state(model, "own:net")
     assert serialize(model.state_dict()) == before
+
+
+def test_every_rank_gets_the_weights_of_rank_0_and_what_they_come_with() -> None:
+    def work(world: World) -> Any:
+        torch.manual_seed(world.rank)
+        model = Telling(3, 2, ["of rank", world.rank])
+        broadcast_weights(model, world)
+        return [model.kept, model.layer.weight.tolist()]
+
+    first, second = run_on_each_rank(2, work)
+    assert first == second
+    assert first[0] == ["of rank", 0]

@@ -29,6 +29,7 @@ from multigpu_cli.distributed.process_group import process_group
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.step import forward_backward
 
@@ -115,7 +116,7 @@ def main(out: Path, width: str, depth: str) -> None:
     torch.set_num_threads(1)
     with process_group(launch_env, CPU, timeout=600) as world:
         config = resolve(flags | {"save_dir": str(out / "run")}, sets, None)
-        spec = prepare_spec(config, Placement("fsdp", (CPU,), 0, "a test"), world)
+        spec = prepare_spec(config, Placement("fsdp", (CPU,), 0, "a test"), world, FromConfig())
         found: dict[str, Any] = {"before": read_anonymous_memory()}
         with watch_memory(found, "building"):
             components = build_components(spec, world)

@@ -27,6 +27,7 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.open import assemble_run
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.run import Run
 from tests.distributed.steps import CASES, SHAPES, WORKERS, Case
@@ -59,7 +60,7 @@ def sets(case: Case) -> list[str]:
 def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
     """Losses, the first gradient, and buffers and weights at the end, through the engine's own `train_step`."""
     choice = Placement("ddp" if world.size > 1 else "single", (world.device,), 0, "a test")
-    spec = prepare_spec(resolve(flags(case, folder), sets(case), None), choice, world)
+    spec = prepare_spec(resolve(flags(case, folder), sets(case), None), choice, world, FromConfig())
     with ExitStack() as stack:
         folder.mkdir(parents=True, exist_ok=True)
         watch = Watchdog(world, 600, lambda error: None)

@@ -40,7 +40,8 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.finalize import finish_completed
-from multigpu_cli.run.open import assemble_run, start_run
+from multigpu_cli.run.open import assemble_run, resolve_request, start_run
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.runtime.seeding import enable_determinism
 from tests.support import tiny_datasets
@@ -109,7 +110,7 @@ def train(world: World, settings: dict[str, Any], source: DataSource | None = No
     """A whole run by the engine's own parts in this process's world; every line and the bits of its end."""
     config = resolve(settings, [], None)
     choice = Placement("ddp" if world.size > 1 else "single", (world.device,), 0, "a test")
-    spec = prepare_spec(config, choice, world, source=source)
+    spec = prepare_spec(config, choice, world, FromConfig(source=source))
     if config.reproducibility.exact:
         enable_determinism()
     torch.set_num_threads(1)
@@ -247,7 +248,9 @@ def working(size: int, config: Config) -> Iterator[list[Any]]:
             place: dict[str, Any] = {"rank": number, "size": size, "local_rank": number, "local_size": size}
             launch_env = LaunchEnv(**place, address="localhost", port=port, attempt=0, agent_store=False)
         choice = Placement("ddp" if launch_env else "single", (device,), 0, "a test")
-        engine_run(config, choice, launch_env, Console("silent"), on_fatal_error=lambda error: None)
+        opening = resolve_request(config, choice, launch_env, Console("silent"), lambda error: None, FromConfig())
+        with opening as request:
+            engine_run(request)
         os._exit(0)
 
     with warnings.catch_warnings():
@@ -303,8 +306,8 @@ def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     cell = Cell("mlp", steps=1).settings(folder)
     train(ALONE, cell, shorten(load_data_source(Config().data, 42), 30))
     pins = {"CPU threads": 1, "device": "cpu with ANOTHER", "torch version": torch.__version__}
-    for module in ("spec", "prepare_spec", "device_and_data_rules"):
-        monkeypatch.setattr(f"multigpu_cli.run.{module}.describe_machine", lambda plan: pins)
+    for module in ("spec", "prepare", "checks"):
+        monkeypatch.setattr(f"multigpu_cli.run.request.{module}.describe_machine", lambda plan: pins)
     with pytest.raises(RequestError, match=r"started with device cpu with .*, here it is cpu with ANOTHER"):
         train(ALONE, cell | {"max_steps": 2}, shorten(load_data_source(Config().data, 42), 30))
 

@@ -11,6 +11,8 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.open import resolve_request
+from multigpu_cli.run.request.from_config import FromConfig
 
 GPU = torch.device("cuda", 0)
 ONE = Placement("single", (GPU,), 0, "one GPU")
@@ -26,7 +28,8 @@ def train(folder: Path, choice: Placement = ONE, sets: tuple[str, ...] = (), **f
     """
     launch_env = alone() if choice.strategy == "ddp" else None
     config = resolve({"save_dir": str(folder), **flags}, list(sets), None)
-    return engine.run(config, choice, launch_env, Console("silent"), on_fatal_error=raise_again)
+    with resolve_request(config, choice, launch_env, Console("silent"), raise_again, FromConfig()) as request:
+        return engine.run(request)
 
 
 def alone() -> LaunchEnv:

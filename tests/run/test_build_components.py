@@ -15,6 +15,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import OutOfMemory, RequestError
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.runtime.compile import compile_model
 from multigpu_cli.strategies import ddp
@@ -72,7 +73,7 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 def components(folder: Path, *sets: str, **flags: Any) -> TrainComponents:
     config = resolve({"save_dir": str(folder), "max_steps": "2"} | flags, sets, None)
     choice, world = Placement("single", (CPU,), 0, "a test"), World(CPU)
-    return build_components(prepare_spec(config, choice, world), world)
+    return build_components(prepare_spec(config, choice, world, FromConfig()), world)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_buckets_are_measured_where_the_flag_says_so_and_else_as_large_as_it_say
         for cap in ("auto", "7"):
             flags = {"save_dir": str(tmp_path), "model": "mlp", "data": "tests.support.user_code:tensors"}
             config = resolve(flags | {"bucket_cap_mb": cap, "multi_gpu": "ddp", "num_workers": "0"}, (), None)
-            spec = prepare_spec(config, Placement("ddp", (CPU, CPU), 0, "a test"), world)
+            spec = prepare_spec(config, Placement("ddp", (CPU, CPU), 0, "a test"), world, FromConfig())
             found.append(build_components(spec, world).config.communication.bucket_cap_mb)
         return found
 

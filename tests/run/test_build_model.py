@@ -20,8 +20,9 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.run.assembly import model as build_model
-from multigpu_cli.run.assembly.assemble import build_components, build_task
+from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
@@ -52,7 +53,7 @@ CASES: dict[str, tuple[dict[str, str], tuple[str, ...], str]] = {
 def components(world: World, folder: Path, flags: dict[str, str], sets: tuple[str, ...]) -> TrainComponents:
     config = resolve({"save_dir": str(folder / str(world.rank)), "multi_gpu": "fsdp"} | flags, sets, None)
     strategy = "fsdp" if world.size > 1 else "single"
-    return build_components(prepare_spec(config, Placement(strategy, (CPU,), 0, "a test"), world), world)
+    return build_components(prepare_spec(config, Placement(strategy, (CPU,), 0, "a test"), world, FromConfig()), world)
 
 
 def start(world: World, folder: Path, flags: dict[str, str], sets: tuple[str, ...]) -> tuple[str, list[str], str]:
@@ -123,9 +124,9 @@ def test_with_exact_kernels_are_laid_out_as_without_sharding(model: str, last: b
     def work(world: World) -> list[Any]:
         flags = {"model": model, "data": "tests.run.test_build_components:Pictures"}
         config = resolve(flags | {"save_dir": str(tmp_path / str(world.rank))}, [], None)
-        spec = prepare_spec(config, Placement("fsdp", (CPU,), 0, "a test"), world)
+        spec = prepare_spec(config, Placement("fsdp", (CPU,), 0, "a test"), world, FromConfig())
         spec = replace(spec, config=replace_settings(config, {"exact": True}))
-        task = build_task(spec.config, spec.source)
+        task = spec.factories.build_task(spec.config, spec.source)
         loader = task.train_stream(config.data, world, 1)
         built = build_model.build_model_to_shard(spec, world, task, lambda: first_batch(loader, 2))
         build_model.share_memory_format(spec, world, built.model, channels_last=built.channels_last)

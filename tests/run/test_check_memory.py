@@ -4,9 +4,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from multigpu_cli.api.from_objects import FromObjects
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.data.source import DataSource
 from multigpu_cli.run.request.checks import forecast_state
+from multigpu_cli.run.request.from_config import FromConfig
 from tests.support.run_training import run_training
 
 
@@ -14,11 +18,14 @@ def test_the_state_without_activations() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     model[0].bias.requires_grad_(False)
     buffers, all_weights, learning = 8 + 2 * 8 * 4, 4 * (40 + 16), 4 * (32 + 16)
-    memory = forecast_state(model, resolve({}, [], None))
+    memory = forecast_state(model, resolve({}, [], None), FromConfig())
     assert (memory.weights, memory.gradients, memory.optimizer) == (all_weights + buffers, learning, 2 * learning)
-    memory = forecast_state(model, resolve({"optimizer": "sgd", "ema": "0.9"}, [], None))
+    memory = forecast_state(model, resolve({"optimizer": "sgd", "ema": "0.9"}, [], None), FromConfig())
     assert (memory.weights, memory.optimizer) == (2 * (all_weights + buffers), learning)
-    assert forecast_state(model, resolve({}, [], None), own_optimizer=True).optimizer == 0
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    source = DataSource(train=TensorDataset(torch.zeros(1, 4)), val=None, test=None, input_shape=(4,), num_classes=2)
+    own = FromObjects(source=source, model=model, optimizer=sgd)
+    assert forecast_state(model, resolve({}, [], None), own).optimizer == 0
     assert all(parameter.device == torch.device("cpu") for parameter in model.parameters())
 
 

@@ -5,7 +5,8 @@ import json
 import multiprocessing
 import re
 import shutil
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,14 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.batch_size import halve_micro_batch
 from multigpu_cli.run.finalize import finish_run
-from multigpu_cli.run.open import record_failure
+from multigpu_cli.run.open import open_run, record_failure, resolve_request
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.run import Run
 from tests.support.run_training import run_training
 
 
-def prepare_run(folder: Path, out: io.StringIO | None = None, **more: str) -> AbstractContextManager[Run]:
+@contextmanager
+def prepare_run(folder: Path, out: io.StringIO | None = None, **more: str) -> Iterator[Run]:
     """A run of one epoch, six steps, before its first one.
 
     Args:
@@ -42,7 +45,8 @@ def prepare_run(folder: Path, out: io.StringIO | None = None, **more: str) -> Ab
     choice = Placement("single", (torch.device("cpu"),), 0, "a test")
     config = resolve(flags | {"epochs": "1"} | more, [], None)
     console = Console("normal", out) if out else Console("quiet", io.StringIO())
-    return engine.prepare(config, choice, None, console, on_fatal_error=print, user_objects=None)
+    with resolve_request(config, choice, None, console, print, FromConfig()) as request, open_run(request) as run:
+        yield run
 
 
 def ends(folder: Path) -> list[str]:

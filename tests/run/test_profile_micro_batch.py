@@ -11,6 +11,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.step import profile_micro_batch
 from tests.support.world import CPU
@@ -32,7 +33,9 @@ def in_a_block(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
 def components(tmp_path: Path, model: str, **flags: str | bool) -> TrainComponents:
     words = {"data": "tests.support.user_code:tensors", "model": model, "save_dir": str(tmp_path / "run")}
     choice = Placement("single", (CPU,), 0, "test")
-    return build_components(prepare_spec(resolve(words | flags, [], None), choice, World(CPU)), World(CPU))
+    return build_components(
+        prepare_spec(resolve(words | flags, [], None), choice, World(CPU), FromConfig()), World(CPU)
+    )
 
 
 def test_two_matrices(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from multigpu_cli.api.from_objects import choose_interval
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
-from multigpu_cli.run.assembly.optimizer import choose_interval
 
 EPOCHS, STEPS = 20, 240
 BATCHES = plan_batches(

@@ -15,6 +15,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.request.checks import check_data
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import RunSpec
 from tests.support.ranks import run_on_each_rank
@@ -36,7 +37,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def spec(workers: int = 1, /, **flags: Any) -> RunSpec:
     """A request as `workers` self-launched CPU processes would settle it, or one alone."""
     choice = Placement("ddp", (ALONE.device,) * workers, workers, "a test") if workers > 1 else SINGLE
-    return prepare_spec(resolve(OWN | flags, [], None), choice, ALONE)
+    return prepare_spec(resolve(OWN | flags, [], None), choice, ALONE, FromConfig())
 
 
 def save_checkpoint(found: RunSpec, step: int = 10, workers: int = 1) -> None:
@@ -57,7 +58,9 @@ def test_the_plan_says_how_the_network_is_compiled() -> None:
     for workers, exact, said in ((2, False, pieces), (2, True, "default"), (1, False, "default")):
         rows = dict(spec(workers, compile="default", exact=exact).plan.rows())
         assert rows["torch.compile"] == said
-    sharded = prepare_spec(resolve(OWN | {"compile": "default"}, [], None), SINGLE._replace(strategy="fsdp"), ALONE)
+    sharded = prepare_spec(
+        resolve(OWN | {"compile": "default"}, [], None), SINGLE._replace(strategy="fsdp"), ALONE, FromConfig()
+    )
     assert sharded.plan.notes["compiled"] == "default, each gathered block by itself"
     assert "torch.compile" not in dict(spec().plan.rows())
 
@@ -199,7 +202,7 @@ def test_samples_that_are_read_to_count_classes_are_progress_for_the_watchdog(mo
     monkeypatch.setattr(load, "read_labels", lambda *_: None)
     moves: list[None] = []
     config = resolve(OWN | {"data": "tests.support.user_code:Items"}, [], None)
-    found = prepare_spec(config, SINGLE, ALONE, moved=lambda: moves.append(None))
+    found = prepare_spec(config, SINGLE, ALONE, FromConfig(), moved=lambda: moves.append(None))
     assert found.source.num_classes == 3
     assert len(moves) >= len(found.source.train) - 1  # type: ignore[arg-type]
 
@@ -208,7 +211,9 @@ def test_ranks_with_other_data_are_refused_before_anything_is_written() -> None:
     def work(world: World) -> str:
         data = arrays(f"here{world.rank}", X_train=float(world.rank))
         try:
-            prepare_spec(resolve(OWN | data, [], None), Placement("ddp", (world.device,), 0, "a test"), world)
+            prepare_spec(
+                resolve(OWN | data, [], None), Placement("ddp", (world.device,), 0, "a test"), world, FromConfig()
+            )
         except RequestError as error:
             return error.problem
         return ""
@@ -270,12 +275,12 @@ def test_flags_without_effect_here_are_named() -> None:
 def test_dataparallel_counts_its_devices_as_workers() -> None:
     devices = (torch.device("cuda", 0), torch.device("cuda", 1))
     choice = Placement("dp", devices, 0, "a test")
-    plan = prepare_spec(resolve(OWN | {"batch_size": 5, "amp": "off"}, [], None), choice, ALONE).plan
+    plan = prepare_spec(resolve(OWN | {"batch_size": 5, "amp": "off"}, [], None), choice, ALONE, FromConfig()).plan
     assert (plan.batches.workers, plan.batches.global_batch) == (2, 10)
 
 
 def test_the_datasets_own_model_and_task_are_taken_where_nobody_names_any() -> None:
-    found = prepare_spec(resolve({"data": "digits", "save_dir": "run"}, [], None), SINGLE, ALONE)
+    found = prepare_spec(resolve({"data": "digits", "save_dir": "run"}, [], None), SINGLE, ALONE, FromConfig())
     assert (found.model, found.task) == ("convnet", "classification")
     assert found.user_config.model.name is None
     assert found.pinned["model"] == "convnet"

@@ -32,6 +32,7 @@ from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory
 from multigpu_cli.run.part import load_parts
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.step import MicroBatchProfile, forward_backward, profile_micro_batch
 from multigpu_cli.strategies.ddp import measure_cap
@@ -215,9 +216,8 @@ def _run_sharded_worker(config: Config) -> list[float]:
 
 def build_probed(config: Config, placement: Placement, world: World, folder: str) -> tuple[TrainComponents, str]:
     """The components of a training after the memory probe, and what it changed; the folder stays empty."""
-    spec = prepare_spec(
-        replace_settings(config, {"save_dir": folder, "resume": "never", "mirror": None}), placement, world
-    )
+    config = replace_settings(config, {"save_dir": folder, "resume": "never", "mirror": None})
+    spec = prepare_spec(config, placement, world, FromConfig())
     components = build_components(spec, world, load_parts(spec, world))
     return components, "; ".join(fit_batch_sizes_to_memory(components))
 

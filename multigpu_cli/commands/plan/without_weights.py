@@ -21,6 +21,7 @@ from multigpu_cli.models.meta import build_on_meta
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.planning.memory import Memory, fit_line
 from multigpu_cli.run.request.checks import forecast_state
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.runtime.precision import choose_precision
 
 FILLED = 0.9
@@ -97,7 +98,10 @@ def outline_training(config: Config) -> Outline | None:
     model, tokens = _outline_model(config), config.data.max_length or find_places(load_config(folder))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    memory, activations = forecast_state(model, config), "the model names no longest text, and there is no --max-length"
+    memory, activations = (
+        forecast_state(model, config, FromConfig()),
+        "the model names no longest text, and there is no --max-length",
+    )
     if tokens:
         dtype = _DTYPES.get(choose_precision(config.precision.amp, place).name)
         memory, activations = _add_activations(memory, model, tokens, dtype, pairs=config.task.name == "dpo")

@@ -24,6 +24,7 @@ from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.batch_size import warm_up
 from multigpu_cli.run.open import assemble_run
 from multigpu_cli.run.part import load_parts
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.seeding import set_threads_per_rank
@@ -64,7 +65,7 @@ class SelftestProcess:
     def components(self, **overrides: Any) -> TrainComponents:
         """Newly built components of a training."""
         config = replace_settings(self.config, overrides)
-        spec = prepare_spec(config, self.placement, self.world, source=self.source)
+        spec = prepare_spec(config, self.placement, self.world, FromConfig(source=self.source))
         set_threads_per_rank(self.workers, count_cores(), exact=config.reproducibility.exact)
         components = build_components(spec, self.world, load_parts(spec, self.world))
         warm_up(components)

@@ -5,25 +5,23 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from multigpu_cli.capabilities import TASKS
 from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
 from multigpu_cli.checkpoint.store import Checkpoint
+from multigpu_cli.checkpoint.weights import broadcast_weights, describe_code, name_changes
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Batch, first_batch
-from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks, run_on_main_rank, run_without_vote
 from multigpu_cli.distributed.out_of_memory import return_freed_tensors
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import is_of_transformers
-from multigpu_cli.optimizers.eval_weights import EMAModel, list_unsaved_parameters
+from multigpu_cli.optimizers.eval_weights import EMAModel, is_schedule_free, list_unsaved_parameters
 from multigpu_cli.run.assembly.components import Loaders, TrainComponents
 from multigpu_cli.run.assembly.model import (
     BuiltModel,
@@ -33,19 +31,13 @@ from multigpu_cli.run.assembly.model import (
     share_memory_format,
     smoke_test_batch,
 )
-from multigpu_cli.run.assembly.optimizer import build_run_optimizer, describe_optimizer, refuse_early_end
 from multigpu_cli.run.part import Part
-from multigpu_cli.run.request.model_code import describe_code, name_changes
 from multigpu_cli.run.request.prepare import all_ranks_see
 from multigpu_cli.run.request.spec import RunSpec, with_notes
-from multigpu_cli.runtime import factories
 from multigpu_cli.runtime.compile import CompiledModel, compile_model
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.strategies.base import Single, Strategy
-from multigpu_cli.tasks.base import Loss, LossNormalizer, Task
-
-if TYPE_CHECKING:
-    from multigpu_cli.run.request.spec import UserObjects
+from multigpu_cli.tasks.base import LossNormalizer, Task
 
 
 def build_components(spec: RunSpec, world: World, parts: Sequence[Part] = ()) -> TrainComponents:
@@ -57,7 +49,7 @@ def build_components(spec: RunSpec, world: World, parts: Sequence[Part] = ()) ->
     Raises:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
     """
-    task = run_on_all_ranks(world, lambda: _build_task(spec, spec.user_objects))
+    task = run_on_all_ranks(world, lambda: _build_task(spec))
     for part in parts:
         part.task_built(task)
     with ExitStack() as on_failure:  # loader processes would outlive it, in a process that goes on
@@ -82,9 +74,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders, pa
     spec = replace(spec, code=code)
     if shards:
         share_memory_format(spec, world, built.model, channels_last=built.channels_last)
-    if (spec.user_objects or spec.begins_from_weights) and not shards:
-        from multigpu_cli.run.request.spec import broadcast_weights  # late, like each import below: few runs need it
-
+    if (spec.factories.whole_because or spec.begins_from_weights) and not shards:
         broadcast_weights(built.model, world)
     source, start = explain_initial_weights(world, built) if shards else (0, "")
     average = _copy_for_average(spec.config, built.model, shards=shards)
@@ -97,11 +87,11 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders, pa
     strategy = build_strategy(model, average, world, spec, source=source)
     state = run_on_all_ranks(world, lambda: _build_state(spec, built, average, precision, strategy))
     strategy.attach_optimizer(state.optimizer)
-    spec = replace(spec, plan=replace(spec.plan, optimizer=describe_optimizer(spec, state.model, state.optimizer)))
+    words = spec.factories.describe_optimizer(spec.config, state.model, state.optimizer)
+    spec = replace(spec, plan=replace(spec.plan, optimizer=words))
     _restore_checkpoint(state, strategy, task, spec, world)
     state.restore_warning = "; ".join(filter(None, (changed, state.restore_warning)))
-    if state.scheduler:
-        refuse_early_end(state.scheduler, (spec.plan.schedule.total_steps - 1) // spec.plan.scheduler_every)
+    spec.factories.check_restored(spec.plan)
     call = run_without_vote(world, lambda: _try_sharded(spec, task, state, strategy, first)) if shards else built.call
     spec = with_notes(spec, model_call=call, logits=task.logits_note)
     task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
@@ -141,11 +131,25 @@ def _build_state(
     spec: RunSpec, built: BuiltModel, average: EMAModel | None, precision: Precision, strategy: Strategy
 ) -> TrainState:
     """The optimizer, over what the strategy has this process move, and what else a checkpoint covers."""
-    live, model = spec.user_objects, built.model
-    optimizer = build_run_optimizer(spec, model, strategy)
-    scheduler = live.scheduler if live else None
-    weights = built.initial_weights
-    return TrainState(model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights)
+    optimizer = spec.factories.build_optimizer(spec.config, spec.plan, built.model, strategy)
+    if is_schedule_free(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]  # the caller's own may be in the other mode
+        _check_schedule_free(spec, type(optimizer).__name__, strategy)
+    scheduler, weights = spec.factories.scheduler, built.initial_weights
+    return TrainState(built.model, optimizer, precision, average, Progress(), scheduler, initial_weights=weights)
+
+
+def _check_schedule_free(spec: RunSpec, name: str, strategy: Strategy) -> None:
+    if spec.config.optimizer.ema != "off":
+        raise RequestError(
+            f"--ema together with {name}: a schedule-free optimizer averages by itself", remedy="leave out one of them"
+        )
+    if strategy.sharded and spec.config.device.reshard == "step":
+        raise RequestError(
+            f"--reshard step together with {name}: weights that an evaluation gathered would stay for the next step, "
+            "and those of a schedule-free optimizer are others",
+            remedy="--reshard forward",
+        )
 
 
 def _try_sharded(spec: RunSpec, task: Task, state: TrainState, strategy: Strategy, first: Callable[[], Batch]) -> str:
@@ -159,10 +163,8 @@ def _try_sharded(spec: RunSpec, task: Task, state: TrainState, strategy: Strateg
         raise
 
 
-def _build_task(spec: RunSpec, live: "UserObjects | None") -> Task:
-    if live:
-        return build_task(spec.config, spec.source, live.criterion, has_logits=is_of_transformers(live.model))
-    task = build_task(spec.config, spec.source)
+def _build_task(spec: RunSpec) -> Task:
+    task = spec.factories.build_task(spec.config, spec.source)
     own = type(task).evaluate is not Task.evaluate and not task.supports_equal_passes
     if spec.placement.shards and own:
         raise RequestError(
@@ -260,7 +262,7 @@ def build_strategy(
     Args:
         source: the rank that has the weights, where only one has; None: none has.
     """
-    config, placement, live = spec.config, spec.placement, spec.user_objects
+    config, placement = spec.config, spec.placement
     if placement.divides_model(world):
         return _shard(model, average, world, config, source)
     if config.reproducibility.exact:
@@ -274,7 +276,7 @@ def build_strategy(
     if placement.strategy == "ddp" and not placement.num_processes_to_launch:  # a dry run starts no other processes
         from multigpu_cli.strategies.ddp import Distributed
 
-        return Distributed(model, world, config.communication, live.ddp if live else {})
+        return Distributed(model, world, config.communication, spec.factories.ddp)
     return Single(model)
 
 
@@ -299,21 +301,3 @@ def _shard(
     )
     sharded.callable = model
     return sharded
-
-
-def build_task(config: Config, source: DataSource, criterion: Loss | None = None, *, has_logits: bool = False) -> Task:
-    """The user's own loss as a task, else the task that the user named, else the dataset's own.
-
-    Args:
-        has_logits: the model is one of transformers.
-    """
-    if criterion:
-        from multigpu_cli.tasks.criterion import Criterion  # late: most losses have a name
-
-        return Criterion(source, config.task, criterion, has_logits=has_logits)
-    name = config.task.name or source.task
-    factory = factories.find_factory(name, TASKS, flag="--task")
-    task = factories.call_factory(factory, {"source": source, "config": config.task}, config.task.args, where="task")
-    if not isinstance(task, Task):
-        raise RequestError(f"--task {name}: not a subclass of multigpu_cli.tasks.base.Task")
-    return task

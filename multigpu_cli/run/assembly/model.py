@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,25 +18,14 @@ from torch.utils._pytree import tree_map_only
 
 from multigpu_cli.checkpoint.initial_weights import WeightMatch, load_initial_weights
 from multigpu_cli.checkpoint.weights import check_extra_state
-from multigpu_cli.config.schema import Config
-from multigpu_cli.config.types import quote_value
 from multigpu_cli.data.collate import describe_shapes
 from multigpu_cli.data.load import FROM_MODEL
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.collectives import all_gather_object, broadcast_object
 from multigpu_cli.distributed.out_of_memory import is_out_of_memory
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import (
-    adapt_model,
-    build_model,
-    find_adapter,
-    has_2d_convolutions,
-    prepare_model,
-    suggest_outputs,
-    use_channels_last,
-)
+from multigpu_cli.models.build import has_2d_convolutions, use_channels_last
 from multigpu_cli.run.request.checks import check_state_fits
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.runtime.model_call import CallRecorder
@@ -44,10 +33,6 @@ from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.tasks.base import Task
-
-if TYPE_CHECKING:
-    from multigpu_cli.run.request.spec import UserObjects
-
 
 _CPU = torch.device("cpu")
 
@@ -94,10 +79,8 @@ def build_model_to_shard(spec: RunSpec, world: World, task: Task, first_batch: C
     Raises:
         RequestError: it can't be built, or does not fit the weights.
     """
-    model, reason = None, "it sends the weights"
-    if spec.user_objects:
-        reason = "it is the caller's own"
-    elif spec.resume_point.checkpoint or not world.is_main:
+    model, reason = None, spec.factories.whole_because or "it sends the weights"
+    if not spec.factories.whole_because and (spec.resume_point.checkpoint or not world.is_main):
         model, reason = _build_without_weights(spec, world)
     if model is not None:
         return BuiltModel(model.train())
@@ -143,39 +126,8 @@ def explain_initial_weights(world: World, built: BuiltModel) -> tuple[int | None
     return 0, "rank 0 builds the weights in host memory, and each rank gets its rows"
 
 
-def adapt_live(config: Config, live: "UserObjects") -> nn.Module:
-    """The user's own model, as tasks call it; a criterion may want the whole output of one of transformers."""
-    whole = live.criterion is not None or config.task.name == FROM_MODEL
-    return adapt_model(live.model, whole_output=whole)
-
-
-def init_model(config: Config, source: DataSource, *, reference: bool = False) -> nn.Module:
-    """The model with weights drawn from the seed; the dataset's own model if the user named none.
-
-    Args:
-        reference: see `RunSpec.has_reference`.
-    """
-    task = config.task.name or source.task
-    offered = {
-        "input_shape": source.input_shape,
-        "num_classes": source.num_classes or source.num_outputs,
-        "task": task,
-        "mode": config.data.mode,
-        "seed": config.reproducibility.seed,
-    } | dict(source.model_kwargs)
-    if config.model.dir is not None:
-        offered["model_dir"] = config.model.dir
-    seed_weights(config.reproducibility.seed)
-    name = config.model.name or source.model
-    adapt = find_adapter(config, reference=reference)
-    return build_model(config.model, name, offered, whole_output=task == FROM_MODEL, adapt=adapt)
-
-
 def _create_model(spec: RunSpec) -> nn.Module:
-    config, live = spec.config, spec.user_objects
-    if live:
-        return prepare_model(adapt_live(config, live), config.model, spec.model)
-    return init_model(config, spec.source, reference=spec.has_reference)
+    return spec.factories.build_model(spec.config, spec.source, reference=spec.has_reference)
 
 
 def _build_without_weights(spec: RunSpec, world: World) -> tuple[nn.Module | None, str]:
@@ -186,7 +138,7 @@ def _build_without_weights(spec: RunSpec, world: World) -> tuple[nn.Module | Non
     )
 
     seed_weights(spec.config.reproducibility.seed)  # so that only what the factory draws moves the generator
-    model, reason = build_on_meta(lambda: init_model(spec.config, spec.source, reference=spec.has_reference))
+    model, reason = build_on_meta(lambda: _create_model(spec))
     if model is not None and _keeps_layout(spec, world) and has_2d_convolutions(model):
         return None, "the layout of its kernels is tried on it"
     if model is not None and world.is_main and (unsaved := find_unsaved_tensors(model)):
@@ -312,13 +264,12 @@ def _mismatch_error(
     line = traceback.extract_tb(error.__traceback__)[-1]
     message = (str(error).splitlines() or [""])[0]
     classes = source.num_classes or source.num_outputs
-    args = {"input_shape": source.input_shape, "num_classes": classes} | config.model.args
-    built = f"  the model was built for {', '.join(f'{name}={quote_value(value)}' for name, value in args.items())}"
+    built = spec.factories.describe_model(config, source)
     lines = [
         f"--model {spec.model} does not take the {which} of --data {config.data.name}, or --task {spec.task} "
         "not what it returns",
         f"  {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {message}",
-        *([] if spec.user_objects else [built]),
+        *([f"  {built}"] if built else []),
         f"  it was called with  {describe_shapes(batch.inputs)}",
         *([f"  that is             {seen.describe()}"] if seen.describe() else []),
         f"  it returned         {describe_shapes(outputs[0]) if outputs else 'nothing: it failed itself'}",
@@ -326,9 +277,7 @@ def _mismatch_error(
         f"  the task expects    {task.expected_shapes}",
     ]
     remedy = _suggest_model(spec, outputs, classes) if outputs else "a model for these inputs"
-    return RequestError(
-        "\n".join(lines), remedy=remedy + ("" if spec.user_objects else "; --debug shows the traceback")
-    )
+    return RequestError("\n".join(lines), remedy=remedy + ("; --debug shows the traceback" if built else ""))
 
 
 def _suggest_model(spec: RunSpec, outputs: list[Any], wanted: int) -> str:
@@ -338,6 +287,4 @@ def _suggest_model(spec: RunSpec, outputs: list[Any], wanted: int) -> str:
         return "--task from-model, for a model that gets the targets too and returns its loss; or another --model"
     if not isinstance(found, Tensor) or found.ndim not in (2, 3) or found.shape[-1] == wanted:
         return "another --model, or --task"
-    if spec.user_objects:
-        return f"a last layer with {wanted} outputs, or another task"
-    return f"{suggest_outputs(spec.model, spec.config.model.args, found.shape[-1], wanted)}, or another --task"
+    return spec.factories.suggest_outputs(spec.config, spec.source, found.shape[-1], wanted)

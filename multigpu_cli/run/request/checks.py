@@ -21,14 +21,13 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, combine_errors, pluralize
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.optimizers.eval_weights import list_unsaved_parameters
-from multigpu_cli.optimizers.trial import measure_state_bytes
 from multigpu_cli.planning.memory import Memory
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.spec import RunSpec, describe_machine
 from multigpu_cli.runtime.precision import choose_precision
 from multigpu_cli.strategies.fsdp.rules import find_sharding_errors
 
 _CLASS_SETTINGS = ("task.class_weights", "data.sample_weights", "data.mixup", "data.cutmix")
-_SMOOTHED = ("classification", "multi-label", "language-model", "dpo")
 _SAME_DATA = (
     "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
     "(--init-from starts it from these weights)"
@@ -117,22 +116,6 @@ def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:
             yield error
 
 
-def _check_loss_settings(spec: RunSpec) -> Iterator[RequestError]:
-    """Settings that the loss of a new run does not read; a run that was begun with them goes on."""
-    task, objects = spec.config.task, spec.user_objects
-    if spec.resume_point.manifest:
-        return
-    if objects and objects.criterion:
-        given = {"label_smoothing": task.label_smoothing, "task.class_weights": task.class_weights}
-        for key in filter(given.get, given):
-            remedy = "criterion=nn.CrossEntropyLoss(weight=…, label_smoothing=…), say"
-            yield RequestError(f"{key} does not reach the criterion", remedy=remedy)
-    elif task.label_smoothing and spec.task in TASKS and spec.task not in _SMOOTHED:
-        yield RequestError(
-            f"--label-smoothing is for --task {', '.join(_SMOOTHED)}, not {spec.task}", remedy="--label-smoothing 0"
-        )
-
-
 def check_data(spec: RunSpec) -> Iterator[RequestError]:
     """Requested options that do not fit the data, or what the run folder holds."""
     config, plan, start, fingerprint = spec.config, spec.plan, spec.resume_point, spec.data_fingerprint
@@ -146,7 +129,8 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
             f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
             remedy="leave out --early-stopping-patience, or use data with a validation split (val)",
         )
-    yield from list(_check_loss_settings(spec)) or _check_class_settings(spec)
+    unread = [] if start.manifest else list(spec.factories.find_unread(config, spec.task))  # else it was begun so
+    yield from unread or _check_class_settings(spec)
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
     for name, now in describe_machine(plan).items() if pinned else ():
         if pinned[name] != now:
@@ -257,7 +241,7 @@ def check_state_fits(spec: RunSpec, model: nn.Module, device: torch.device) -> N
     if device.type != "cuda" or any(map(is_lazy, model.parameters())):
         return
     capacity = torch.cuda.get_device_properties(device).total_memory
-    needed = forecast_state(model, spec.config, own_optimizer=bool(spec.user_objects and spec.user_objects.optimizer))
+    needed = forecast_state(model, spec.config, spec.factories)
     if needed.total_bytes(0) <= capacity:
         return
     raise RequestError(
@@ -280,12 +264,8 @@ def refuse_single_samples(spec: RunSpec) -> None:
         )
 
 
-def forecast_state(model: nn.Module, config: Config, *, own_optimizer: bool = False) -> Memory:
-    """Bytes without activations.
-
-    Args:
-        own_optimizer: the optimizer is the user's, and its state unknown.
-    """
+def forecast_state(model: nn.Module, config: Config, factories: FromConfig) -> Memory:
+    """Bytes without activations."""
     weights = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     averaged = 0 if config.optimizer.ema == "off" else weights
@@ -294,7 +274,7 @@ def forecast_state(model: nn.Module, config: Config, *, own_optimizer: bool = Fa
     return Memory(
         weights=weights + averaged,
         gradients=gradients,
-        optimizer=0 if own_optimizer else measure_state_bytes(model, config.optimizer),
+        optimizer=factories.measure_optimizer(config, model),
         fixed=0,
         per_sample=0,
     )

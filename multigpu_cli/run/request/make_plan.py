@@ -6,7 +6,6 @@ import torch
 
 from multigpu_cli.config.paths import explain_dataset
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.data.load import find_data_factory
 from multigpu_cli.distributed.collectives import run_on_all_ranks
 from multigpu_cli.distributed.placement import MULTI_PROCESS, count_cores
 from multigpu_cli.distributed.world import World
@@ -14,7 +13,6 @@ from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.optimizer_names import find_rate
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.planning.schedule import Rate, ScheduleFunction, plan_schedule, resolve_learning_rate
-from multigpu_cli.run.assembly.optimizer import choose_interval
 from multigpu_cli.run.request.spec import RunRequest
 from multigpu_cli.runtime.factories import bind_call, find_factory
 from multigpu_cli.runtime.precision import agree_on_precision
@@ -58,11 +56,11 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         args=config.rate.args,
         function=run_on_all_ranks(world, lambda: _load_schedule(config)),
     )
-    rate, every = _follow_own_rates(request, base, epochs, schedule.total_steps, batches)
+    rate, every = request.factories.explain_rate(config, base, batches, epochs, schedule.total_steps)
     return Plan(
         placement_reason=f"{placement.strategy}{' with --exact' if exact else ''}: {placement.reason}",
         strategy=placement.strategy,
-        device=_device_name(world),
+        device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
         batches=batches,
         rate=rate,
         schedule=schedule,
@@ -119,23 +117,6 @@ def _resolve_rate(request: RunRequest, batches: BatchPlan) -> Rate:
     return rate
 
 
-def _follow_own_rates(request: RunRequest, rate: Rate, epochs: int, steps: int, batches: BatchPlan) -> tuple[Rate, int]:
-    """The rate with that of the user's own optimizer as its reason, and the steps for each of their scheduler."""
-    live, interval, every = request.user_objects, "", 0
-    if live is None or live.optimizer is None:
-        return rate, 0
-    if live.scheduler:
-        interval = live.scheduler_interval or "epoch"
-        if live.scheduler_interval is None and request.config.batch.size != "auto":  # else once it is measured
-            interval = choose_interval(live.scheduler, epochs, steps, batches)
-        every = 1 if interval == "step" else batches.steps_per_epoch
-    return rate._replace(reason=f"{rate.value:.4g}, {live.explain_rate(interval)}"), every
-
-
-def _device_name(world: World) -> str:
-    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-
-
 def _describe_extras(config: Config) -> str:
     """Weights of classes and further augmentation, where they are asked for."""
     given = {key.partition(".")[2].replace("_", " "): config.get(key) for key in _EXTRAS}
@@ -161,14 +142,9 @@ def _describe_compile(request: RunRequest) -> str:
 
 def _list_unused_flags(request: RunRequest) -> list[str]:
     """Flags that were given and have no effect here: the plan names them."""
-    config, live = request.config, request.user_objects
-    unused = {"mode", "data_dir"}
-    if not live:
-        unused -= inspect.signature(find_data_factory(config)).parameters.keys()
+    config, unused = request.config, request.factories.list_unused(request.config)
     if request.placement.devices[0].type == "cpu":
         unused |= {"data_on_device"}
-    if live and live.optimizer:
-        unused |= {"optimizer.rates", "optimizer.layer_decay", "optimizer.groups"}
     ddp_arguments: list[str] = []
     if not request.placement.shards:
         unused |= {"reshard", "shard_size", "strategy.wrap"}
@@ -176,5 +152,5 @@ def _list_unused_flags(request: RunRequest) -> list[str]:
         unused |= {"find_unused_parameters"}
     if request.placement.strategy != "ddp":
         unused |= {"grad_compression", "bucket_cap_mb"}
-        ddp_arguments = sorted(live.ddp) if live else []
+        ddp_arguments = sorted(request.factories.ddp)
     return [SETTINGS[key].flag or key for key in sorted(unused & config.explicit)] + ddp_arguments

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from multigpu_cli.capabilities import BEFORE_RESUME, CHECK_BASE, load_given
 from multigpu_cli.checkpoint.files import Moved, ignore_progress
@@ -17,12 +17,11 @@ from multigpu_cli.checkpoint.run_folder import (
     read_note,
     resume_exists,
 )
-from multigpu_cli.config.code_names import FOLLOWING, NAMING, check_code, describe_origin
+from multigpu_cli.config.code_names import FOLLOWING, check_code, describe_origin
 from multigpu_cli.config.paths import UnsafeFolder
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
-from multigpu_cli.data.load import open_data
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.attempts import list_recorded_runs, record_run
 from multigpu_cli.distributed.collectives import (
@@ -36,28 +35,24 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError, combine_errors
 from multigpu_cli.run.request.checks import check_data, check_device, raise_all
+from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.make_plan import make_plan
 from multigpu_cli.run.request.spec import RunRequest, RunSpec, describe_machine
-
-if TYPE_CHECKING:
-    from multigpu_cli.run.request.spec import UserObjects
 
 
 def prepare_spec(
     config: Config,
     placement: Placement,
     world: World,
+    factories: FromConfig,
     *,
-    source: DataSource | None = None,
-    user_objects: "UserObjects | None" = None,
     moved: Moved = ignore_progress,
     note: Callable[[str], None] = print,
 ) -> RunSpec:
     """Choose the folder, adopt what its checkpoint pins, load the data and make the plan.
 
     Args:
-        source: the dataset, where it has been loaded already.
-        user_objects: live objects, in place of what the settings name.
+        factories: build what the run consists of.
         moved: called as a checkpoint is copied to the run folder, or the data is read.
         note: shows that a checkpoint is copied.
 
@@ -73,10 +68,8 @@ def prepare_spec(
     elif start.global_batch and not config.batch.global_size:
         pinned = {"global_batch_size": start.global_batch}
     command, config = config, replace_settings(user_config, _pinned_settings(pinned)) if pinned else user_config
-    parts = (*(user_objects.parts_by_name if user_objects else NAMING), *FOLLOWING)
-    check_code(config, command, str(start.checkpoint), parts)
-    loaded = user_objects.source if user_objects else source
-    source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, loaded, moved))
+    check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
+    source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved))
     if manifest and (base := manifest["settings"].get("base")):
         for check in load_given(CHECK_BASE, config):
             run_on_main_rank(world, partial(check, base, config, source.codec.record, origin))
@@ -91,7 +84,7 @@ def prepare_spec(
         placement=placement,
         resume_point=start,
         source=source,
-        user_objects=user_objects,
+        factories=factories,
     )
     plan, base = make_plan(request, world), dict(source.codec.record)
     spec = RunSpec(**vars(request), plan=plan, data_fingerprint=fingerprint, base=base)
@@ -101,13 +94,11 @@ def prepare_spec(
     return spec
 
 
-def _open_source(
-    config: Config, placement: Placement, world: World, source: DataSource | None, moved: Moved
-) -> DataSource:
+def _open_source(config: Config, placement: Placement, world: World, factories: FromConfig, moved: Moved) -> DataSource:
     """The dataset; errors of the dataset and of the device are raised together."""
     errors = list(check_device(config, placement, world))
     try:
-        source = source or open_data(config, moved)
+        source = factories.open_source(config, moved)
     except RequestError as error:
         raise combine_errors([*errors, error]) from error
     raise_all(errors)

@@ -14,6 +14,8 @@ from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.engine import train_step
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.open import resolve_request
+from multigpu_cli.run.request.from_config import FromConfig
 from tests.gpu.front_door import ALONE, DIGITS, GOOD_ENOUGH, holds, launcher, run, run_command, same_weights, words
 from tests.gpu.in_process import GPU, ONE_RANK, check_device, raise_again, train
 
@@ -71,7 +73,8 @@ def one_of_two_ranks(folder: str) -> None:
     config = resolve({"amp": "bf16", "batch_size": "16", "save_dir": folder, **DIGITS}, [], None)
     choice = Placement("ddp", (GPU,), 0, "two gloo ranks on one GPU", backend="gloo")
     console = Console("silent" if launch_env and launch_env.rank else "normal", json=True)
-    engine.run(config, choice, launch_env, console, on_fatal_error=raise_again)
+    with resolve_request(config, choice, launch_env, console, raise_again, FromConfig()) as request:
+        engine.run(request)
 
 
 if __name__ == "__main__":

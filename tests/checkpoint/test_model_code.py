@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.checkpoint.weights import load_trained_weights
+from multigpu_cli.checkpoint.weights import describe_code, load_trained_weights, name_changes
 from multigpu_cli.commands.inference import load_run
-from multigpu_cli.run.request.model_code import describe_code, name_changes
 from tests.support.fork import exit_code
 from tests.support.run_training import Ended, run_training
 from tests.test_links_in_run_folders import content

@@ -1,0 +1,271 @@
+"""The caller's own model, data, loss and optimizer, in place of what the settings name."""
+
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from multigpu_cli.checkpoint.snapshot import TrainState
+from multigpu_cli.checkpoint.weights import check_fit, read_weights
+from multigpu_cli.config.schema import Config
+from multigpu_cli.data.load import FROM_MODEL
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.collectives import run_on_main_rank
+from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.models.build import adapt_model, is_of_transformers, prepare_model
+from multigpu_cli.optimizers.build import StateLoader
+from multigpu_cli.planning.batch import BatchPlan
+from multigpu_cli.planning.plan import Plan
+from multigpu_cli.planning.schedule import Rate
+from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.runtime.model_call import unbind_call
+from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.tasks.base import Loss, Task
+from multigpu_cli.tasks.criterion import Criterion
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromObjects(FromConfig):
+    """The objects of a run from Python; the model is trained in place. What is None is built from the settings.
+
+    Attributes:
+        model: on any device; all ranks start from rank 0's weights.
+        criterion: outputs and targets → loss; None: the task that the configuration or the dataset names.
+        optimizer: over the model's parameters.
+        scheduler: of that optimizer; without one the optimizer's rates stay constant.
+        scheduler_interval: when the scheduler steps: "epoch" or "step"; None: as what it was made for tells.
+    """
+
+    source: DataSource
+    model: nn.Module
+    criterion: Loss | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler_interval: str | None = None
+    whole_because: str = field(default="it is the caller's own", init=False)
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return () if self.criterion else ("task",)
+
+    @property
+    def comment(self) -> str:
+        objects = (self.model, self.criterion, self.optimizer, self.scheduler)
+        names = ", ".join(getattr(each, "__name__", type(each).__name__) for each in objects if each is not None)
+        return f"# with live objects from Python, which --config does not bring back: {names}\n"
+
+    def list_unused(self, config: Config) -> set[str]:
+        of_optimizer = {"optimizer.rates", "optimizer.layer_decay", "optimizer.groups"}
+        return {"mode", "data_dir"} | (of_optimizer if self.optimizer else set())
+
+    def find_unread(self, config: Config, task: str) -> Iterator[RequestError]:
+        if not self.criterion:
+            yield from super().find_unread(config, task)
+            return
+        given = {"label_smoothing": config.task.label_smoothing, "task.class_weights": config.task.class_weights}
+        for key in filter(given.get, given):
+            remedy = "criterion=nn.CrossEntropyLoss(weight=…, label_smoothing=…), say"
+            yield RequestError(f"{key} does not reach the criterion", remedy=remedy)
+
+    def build_task(self, config: Config, source: DataSource) -> Task:
+        if not self.criterion:
+            return super().build_task(config, source)
+        return Criterion(source, config.task, self.criterion, has_logits=is_of_transformers(self.model))
+
+    def build_model(self, config: Config, source: DataSource, *, reference: bool = False) -> nn.Module:
+        return prepare_model(self.adapt_model(config), config.model, config.model.name or source.model)
+
+    def adapt_model(self, config: Config) -> nn.Module:
+        """The model, as tasks call it; a criterion may want the whole output of one of transformers."""
+        whole = self.criterion is not None or config.task.name == FROM_MODEL
+        return adapt_model(self.model, whole_output=whole)
+
+    def describe_model(self, config: Config, source: DataSource) -> str:
+        return ""
+
+    def suggest_outputs(self, config: Config, source: DataSource, given: int, wanted: int) -> str:
+        return f"a last layer with {wanted} outputs, or another task"
+
+    def build_optimizer(
+        self, config: Config, plan: Plan, model: nn.Module, strategy: Strategy
+    ) -> torch.optim.Optimizer:
+        """The caller's optimizer, with its state on the model's device.
+
+        Raises:
+            RequestError: it does not hold exactly the trainable parameters, or it is LBFGS.
+        """
+        if self.optimizer is None:
+            return super().build_optimizer(config, plan, model, strategy)
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise RequestError(
+                "optimizer: LBFGS is not supported: it evaluates the loss several times per step",
+                remedy="another optimizer",
+            )
+        moved = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in moved]
+        strange = moved - {id(p) for p in model.parameters()}
+        if left or strange:
+            what = f"does not move {', '.join(left[:4])}" if left else f"moves {len(strange)} parameter(s) not its own"
+            raise RequestError(
+                f"optimizer: it {what}",
+                remedy="build it from this model's parameters(), and freeze others with requires_grad_(False)",
+            )
+        StateLoader(self.optimizer)  # for this load, and for that of a checkpoint
+        if self.optimizer.state:
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # moves it to the parameters' device
+        return self.optimizer
+
+    def measure_optimizer(self, config: Config, model: nn.Module) -> int:
+        return 0 if self.optimizer else super().measure_optimizer(config, model)
+
+    def describe_optimizer(self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+        return "" if self.optimizer else super().describe_optimizer(config, model, optimizer)
+
+    def may_draw(self, config: Config) -> bool:
+        return self.optimizer is not None or super().may_draw(config)
+
+    def explain_rate(self, config: Config, rate: Rate, batches: BatchPlan, epochs: int, steps: int) -> tuple[Rate, int]:
+        if self.optimizer is None:
+            return rate, 0
+        words, every = f"{rate.value:.4g}, that of your {type(self.optimizer).__name__}", 0
+        if self.scheduler:
+            interval = self.scheduler_interval or "epoch"
+            if self.scheduler_interval is None and config.batch.size != "auto":  # else once it is measured
+                interval = choose_interval(self.scheduler, epochs, steps, batches)
+            words += f", moved by {type(self.scheduler).__name__} after each {interval}"
+            every = 1 if interval == "step" else batches.steps_per_epoch
+        return rate._replace(reason=words), every
+
+    def set_rate(self, state: TrainState, plan: Plan, step: int) -> None:
+        """Step the scheduler up to its position before this optimizer step; without one the rates stay."""
+        if self.optimizer is None:
+            super().set_rate(state, plan, step)
+        if self.scheduler is None:
+            return
+        with warnings.catch_warnings():
+            # after a resume the optimizer has stepped, in the attempt before
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            while state.progress.scheduled < step // plan.scheduler_every:
+                if isinstance(self.scheduler, ReduceLROnPlateau):
+                    self.scheduler.step(state.progress.last["val_loss"])
+                else:
+                    self.scheduler.step()
+                state.progress.scheduled += 1
+
+    def check_restored(self, plan: Plan) -> None:
+        if not isinstance(self.scheduler, OneCycleLR):
+            return
+        calls = (plan.schedule.total_steps - 1) // plan.scheduler_every
+        if calls > self.scheduler.total_steps:
+            raise RequestError(
+                f"scheduler: OneCycleLR has {self.scheduler.total_steps} steps, and the run steps it {calls} times",
+                remedy=f"OneCycleLR(total_steps={calls + 1}); a resumed run has its checkpoint's, and its length",
+            )
+
+    def adopt_weights(self, folder: str, world: World) -> None:
+        model = adapt_model(self.model).to(world.device)
+        files = [Path(folder, name) for name in ("best.pt", "last.pt")]
+        state = run_on_main_rank(
+            world, lambda: read_weights(next((file for file in files if file.is_file()), files[0]))
+        )
+        check_fit(model, state, folder)
+        model.load_state_dict(state)
+        unbind_call(self.model)
+
+
+_ENDS = {
+    OneCycleLR: "total_steps",
+    lr_scheduler.CosineAnnealingLR: "T_max",
+    lr_scheduler.CosineAnnealingWarmRestarts: "T_0",
+    lr_scheduler.PolynomialLR: "total_iters",
+    lr_scheduler.LinearLR: "total_iters",
+}
+_ENDS_NOWHERE_ELSE = (OneCycleLR, LambdaLR)  # others may go on after their end, or be cut off before it
+_UNDERFLOW = 1e-12  # an exponential reaches zero too, long after it has become as good as zero
+
+
+def choose_interval(scheduler: LRScheduler, epochs: int, steps: int, batches: BatchPlan) -> str:
+    """'step' or 'epoch'.
+
+    Args:
+        steps: length of the run in optimizer steps; max_steps may end it before its epochs do.
+
+    Raises:
+        RequestError: it was made for another number of steps.
+    """
+    whole, alone = epochs * batches.steps_per_epoch, _count_steps_alone(epochs, batches)
+    length = _find_length(scheduler, sorted({epochs, steps, whole} | alone))
+    if length is None:
+        return "step" if _counts_steps(scheduler) else "epoch"
+    if length != epochs and length in (steps, whole):
+        return "step"
+    if length == epochs or not (length in alone or isinstance(scheduler, _ENDS_NOWHERE_ELSE)):
+        return "epoch"
+    raise RequestError(
+        f"scheduler: {type(scheduler).__name__} is made for {pluralize(length, 'step')}, and the run has "
+        f"{pluralize(steps, 'optimizer step')} of up to {pluralize(batches.global_batch, 'sample')} in "
+        f"{pluralize(epochs, 'epoch')}",
+        remedy=f"make it for {steps} steps (global_batch_size keeps their number on any number of workers), or for "
+        f"{epochs}, to step it once an epoch; or scheduler_step='step' or 'epoch', to step it as it is",
+    )
+
+
+def _count_steps_alone(epochs: int, batches: BatchPlan) -> set[int]:
+    """How many optimizer steps one process would have by the length of its loader, with and without accumulation."""
+    whole, rest = divmod(batches.samples, batches.micro_batch)
+    loader, each = whole + bool(rest and not batches.drop_last), batches.accumulation
+    return {epochs * loader, epochs * loader // each, epochs * (loader // each), epochs * -(-loader // each)}
+
+
+def _find_length(scheduler: LRScheduler, expected: Collection[int]) -> int | None:
+    """After how many of its steps a scheduler is at its end; None where none shows."""
+    match scheduler:
+        case SequentialLR():
+            before = int(scheduler._milestones[-1])
+            last = _find_length(scheduler._schedulers[-1], [number - before for number in expected])
+            return None if last is None else before + last
+        case ChainedScheduler():
+            lengths = [_find_length(each, expected) for each in scheduler._schedulers]
+            return next((length for length in lengths if length in expected), None)
+        case LambdaLR():
+            return next(filter(None, (_find_zero(factor, expected) for factor in scheduler.lr_lambdas)), None)
+    return next((int(getattr(scheduler, name)) for kind, name in _ENDS.items() if isinstance(scheduler, kind)), None)
+
+
+def _counts_steps(scheduler: LRScheduler) -> bool:
+    """Whether it has no end and counts optimizer steps: CyclicLR, and warm-ups of transformers."""
+    lambdas = scheduler.lr_lambdas if isinstance(scheduler, LambdaLR) else []
+    return isinstance(scheduler, lr_scheduler.CyclicLR) or any(
+        "num_warmup_steps" in getattr(each, "keywords", {}) for each in lambdas
+    )
+
+
+def _find_zero(factor: Callable[[int], float], expected: Collection[int]) -> int | None:
+    """The step at which a factor becomes zero: at one that is expected (a cosine rises again), or from there on."""
+    if named := getattr(factor, "keywords", {}).get("num_training_steps"):  # of transformers' schedules
+        return int(named)
+    try:
+        factor = deepcopy(factor)  # an object may count its calls
+        if found := next((step for step in expected if step > 0 and factor(step) <= 0 < factor(step - 1)), None):
+            return found
+        high = next((2**power for power in range(1, 40) if factor(2**power) <= 0), 0)
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if factor(middle) <= 0 else (middle, high)
+        return high if high and factor(low) > _UNDERFLOW else None
+    except Exception:  # the user's own code may raise anything, such as at the end of a table: no end shows
+        return None
