@@ -52,13 +52,11 @@ def resolve_learning_rate(
             f"--optimizer {optimizer}: no learning rate is known to suit it",
             remedy="give --lr, or --base-lr with --lr-scaling linear, sqrt or none",
         )
-    unknown = rule == "auto" and find_scaling(optimizer) == "none"
-    if rule == "auto":
-        rule = find_scaling(optimizer)
+    asked, rule = rule, find_scaling(optimizer) if rule == "auto" else rule
     factor = {"linear": global_batch / base_batch, "sqrt": sqrt(global_batch / base_batch), "none": 1.0}[rule]
     value = base * factor
     if rule == "none":
-        reason = f": no rule is known for {optimizer}" if unknown else ""
+        reason = f": no rule is known for {optimizer}" if asked == "auto" else ""
         return Rate(value, rule, f"base rate {base:g}, not scaled{reason}")
     ratio = f"{global_batch}/{base_batch}" if rule == "linear" else f"√({global_batch}/{base_batch})"
     return Rate(value, rule, f"base rate {base:g} × {ratio} ({rule} rule) = {value:.4g}")
@@ -99,8 +97,7 @@ class Schedule:
             return self.peak * self._compute_factor(self.function, step)
         if step < self.warmup_steps:
             return self.peak * (step + 1) / (self.warmup_steps + 1)
-        done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-        done = min(done, 1.0)
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         if self.shape == "cosine":
             return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + cos(pi * done)))
         if self.shape == "linear":

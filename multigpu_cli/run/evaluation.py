@@ -94,8 +94,9 @@ def _evaluate_if_due(run: Run) -> None:
 def track_best(run: Run, result: Evaluation) -> None:
     """Record an evaluation of the validation split: the best so far, or one epoch without improvement."""
     progress, patience = run.progress, run.config.length.early_stopping_patience
-    score = list((run.score or run.task.score)(result.metrics))
-    if _is_better(score, progress.score):
+    score, best = list((run.score or run.task.score)(result.metrics)), progress.score
+    # one with NaN is never the greatest so far, and any other is better than it
+    if not any(map(isnan, score)) and (not best or any(map(isnan, best)) or score > best):
         progress.score, progress.stale_epochs = score, 0
         named = {f"val_{name}": value for name, value in result.metrics.items()}
         progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}
@@ -108,8 +109,3 @@ def track_best(run: Run, result: Evaluation) -> None:
         if patience and progress.stale_epochs >= patience:
             progress.stopped_early = True
             run.log.console.note(f"stopping early: no improvement in {progress.stale_epochs} epochs")
-
-
-def _is_better(score: list[float], best: list[float]) -> bool:
-    """Whether a score is the greatest so far; one with NaN never is, and any other is better than it."""
-    return not any(map(isnan, score)) and (not best or any(map(isnan, best)) or score > best)

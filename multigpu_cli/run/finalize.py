@@ -30,7 +30,12 @@ def finish_run(run: Run, status: str) -> dict[str, Any]:
     Raises:
         TrainingError: weights, checkpoint or summary could not be written.
     """
-    end = finish_completed(run) if status == "completed" else finish_stopped(run)
+    end: dict[str, Any] = {}
+    if status == "completed":
+        end = finish_completed(run)
+    else:
+        wait_for_last_checkpoint(run)
+        run.observer.watchdog.record_stop()
     run.log.progress_bar.close()
     end["peak_memory_bytes"] = all_gather_object(run.world, peak_memory(run.world.device))
     summary = build_summary(run, status, end)
@@ -69,20 +74,6 @@ def _publish_weights(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
             run.log_fault("checkpoint", "best.pt is lost: the last weights replace it")
         save_weights(best, state, words, metrics, run.observer.watchdog.mark_progress)
     return {}
-
-
-def finish_stopped(run: Run) -> dict[str, Any]:
-    """End a run that was asked to stop: wait for its checkpoint."""
-    wait_for_last_checkpoint(run)
-    run.observer.watchdog.record_stop()
-    return {}
-
-
-def finish_failed(run: Run, error: BaseException) -> dict[str, Any]:
-    """End a failed run: write and return a summary with the reason."""
-    summary = build_summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
-    write_run_end(run, summary)
-    return summary
 
 
 def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from multigpu_cli.planning.speedup import peak_flops
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents, describe_groups
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_batch
-from multigpu_cli.run.finalize import build_summary, finish_failed, restore_best_file, write_run_end
+from multigpu_cli.run.finalize import build_summary, restore_best_file, write_run_end
 from multigpu_cli.run.part import Part, bind_moments, load_parts
 from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
@@ -187,7 +187,8 @@ def record_failure(run: Run) -> Iterator[None]:
     def failed(error: BaseException) -> None:
         if run.control.summary_written:
             return
-        summary = finish_failed(run, error)
+        summary = build_summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
+        write_run_end(run, summary)
         if run.world.restarts_left <= 0:  # no restart follows: --json prints this summary
             run.log.console.print_json(summary)
 
