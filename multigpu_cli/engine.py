@@ -110,27 +110,28 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     Args:
         layout, work: from the training loader; this worker may have no micro-batch.
     """
-    observer, state, seed = run.observer, run.state, run.config.reproducibility.seed
+    observer, state, config, parameters = run.observer, run.state, run.config, run.trainable_parameters
+    seed, devices = config.reproducibility.seed, run.spec.placement.devices
     divisor = run.loss_normalizer.divisor(layout.samples)
     losses: dict[int, Tensor] = {}
     units: list[Tensor | int] = []
     run.set_learning_rates(layout.step)
     run.strategy.begin_step(layout.micro_batches)
     for batch, last in observer.fetch(layout, work):
-        seed_micro_batch(seed, layout.step, batch.micro_batch_index, *run.spec.placement.devices)
+        seed_micro_batch(seed, layout.step, batch.micro_batch_index, *devices)
         losses[batch.micro_batch_index] = forward_backward(run, batch, divisor, last=last, observer=observer)
         run.strategy.after_backward(batch.micro_batch_index)
         units.append(run.task.units(batch))
     observer.phase("reduction")
     run.strategy.reduce_gradients(idle=not losses)
-    run.loss_normalizer.rescale_gradients(units, layout.samples, run.trainable_parameters)
+    run.loss_normalizer.rescale_gradients(units, layout.samples, parameters)
     run.checkpointer.writer.wait_for_staging()  # of a checkpoint in flight, before the optimizer changes the weights
     for tell in run.moments.after_backward:
         tell(run, layout.step)
     observer.phase("optimizer")
     run.seed_optimizer(layout.step)
     norm, skipped = state.precision.clip_and_step(
-        state.optimizer, run.trainable_parameters, _max_norm(run.config), run.strategy.total_norm
+        state.optimizer, parameters, _max_norm(config), run.strategy.total_norm
     )
     run.strategy.rollback_buffers(skipped)
     if state.average:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import tee
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -114,16 +115,12 @@ class Loader:
             replicas_per_process: micro-batches joined into one batch (DataParallel needs one per device).
         """
         order = self._keyed_order(epoch)
-        steps = range(start, plan.steps_per_epoch)
-        chunks = (
-            order[first:stop]
-            for step in steps
-            for _, first, stop in plan.local_forward_passes(step, rank, replicas_per_process)
-        )
+        micro, per_epoch = plan.micro_batch, plan.steps_per_epoch
+        steps = range(epoch * per_epoch + start, (epoch + 1) * per_epoch)
+        ahead, layouts = tee(plan.layout(step, rank, replicas_per_process) for step in steps)
+        chunks = (order[first:stop] for layout in ahead for _, first, stop in layout.passes)
         batches = self._fetch.stream(chunks, epoch)
-        for step in steps:
-            layout = plan.layout(epoch * plan.steps_per_epoch + step, rank, replicas_per_process)
-            micro = plan.micro_batch
+        for layout in layouts:
             yield layout, (self._finish_batch(next(batches), index, epoch, micro) for index, _, _ in layout.passes)
 
     def sample_order(self, epoch: int) -> OrderOfEpoch:

@@ -54,10 +54,11 @@ class Watchdog:
 
     def set_position(self, steps: int, phase: str, samples: Tensor | None = None) -> None:
         """Update the position of this rank, which is progress."""
-        if steps != self._own.steps:
-            self._own.arrivals = 0
-        self._own.steps, self._own.phase, self._own.samples = steps, phase, samples
-        self._own.mark()
+        own = self._own
+        if steps != own.steps:
+            own.arrivals = 0
+        own.steps, own.phase, own.samples = steps, phase, samples
+        own.moves, own.last_move = own.moves + 1, time.time()  # as `mark`, which each phase of a step would call
 
     def count_arrival(self) -> None:
         """This rank comes to where it waits for all others in the middle of a phase, which is progress."""

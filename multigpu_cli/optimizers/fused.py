@@ -2,46 +2,89 @@
 
 import inspect
 import sys
-from typing import Any
+from itertools import chain
+from operator import is_
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks as _post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as _pre_hooks
 
 _DISABLED = "__dynamo_disable"  # the attribute in which torch stores a method that is not compiled
+
+
+class _Batch(NamedTuple):
+    """Parameters of one group and dtype, which the kernel moves together, with their states."""
+
+    group: dict[str, Any]
+    parameters: list[Tensor]
+    states: list[dict[str, Tensor]]
 
 
 class AdamW(torch.optim.AdamW):
     """torch's fused AdamW without the checks that its `step` repeats each time: the same kernel, less CPU time.
 
     The state is torch's own, so checkpoints go both ways; `found_inf` skips a step on the device, and `grad_scale`
-    divides the gradients, as they do there.
+    divides the gradients, as they do there. With hooks or under a profiler torch's own `step` is taken.
     """
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
+    _of: list[Any] = []  # noqa: RUF012  the lists and the state from which the next two were made; replaced as a whole
+    _batches: list[_Batch] = []  # noqa: RUF012
+    _idle: list[Tensor] = []  # noqa: RUF012  parameters without a gradient
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One step over the parameters with a gradient; torch's own `step` does the first, which creates the state."""
-        moved = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        special = any(group[name] for group in self.param_groups for name in ("amsgrad", "maximize", "differentiable"))
-        if closure is not None or special or any(p not in self.state for parameters in moved for p in parameters):
-            _first_step(self, closure)
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or _pre_hooks or _post_hooks
+        if closure is not None or hooks or torch._C._autograd._profiler_enabled():
+            _whole_step(self, closure)
             return
-        for group, parameters in zip(self.param_groups, moved, strict=True):
-            for same_dtype in _by_dtype(parameters):
-                self._update(same_dtype, group)
+        of: list[Any] = [group["params"] for group in self.param_groups] + [self.state]
+        gradients = [[parameter.grad for parameter in batch.parameters] for batch in self._batches]
+        idle = [parameter.grad for parameter in self._idle]
+        same = all(map(is_, of, self._of)) and {*map(type, idle)} <= _NONE
+        if not (gradients and same) or NoneType in map(type, chain.from_iterable(gradients)):
+            self._of, self._batches = of, self._divide()
+            gradients = [[parameter.grad for parameter in batch.parameters] for batch in self._batches]
+        if not gradients:
+            _whole_step(self, None)
+            return
+        grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            for batch, each in zip(self._batches, gradients, strict=True):
+                self._update(batch, each)
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
 
-    def _update(self, parameters: list[Any], group: dict[str, Any]) -> None:
-        """One step of parameters of one dtype, with the settings of their group."""
-        states = [self.state[p] for p in parameters]
+    def _divide(self) -> list[_Batch]:
+        """[] where torch's own step is needed: a state is not there yet, or settings ask for another kernel."""
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        moved = {parameter for parameter in every if parameter.grad is not None}
+        self._idle = [parameter for parameter in every if parameter not in moved]
+        special = any(group[name] for group in self.param_groups for name in ("amsgrad", "maximize", "differentiable"))
+        if special or any(parameter not in self.state for parameter in moved):
+            return []
+        batches = []
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter in moved]
+            for dtype in {parameter.dtype: None for parameter in parameters}:  # the kernel on CUDA takes one
+                same = [parameter for parameter in parameters if parameter.dtype == dtype]
+                batches.append(_Batch(group, same, [self.state[parameter] for parameter in same]))
+        return batches
+
+    def _update(self, batch: _Batch, gradients: list[Any]) -> None:
+        group, parameters, states = batch
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         if self.found_inf is not None:  # in a list: the host would read a single tensor, and wait for the device
             torch._foreach_sub_(steps, [self.found_inf] * len(steps))
         torch._fused_adamw_(
             parameters,
-            [p.grad for p in parameters],
+            gradients,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -58,13 +101,9 @@ class AdamW(torch.optim.AdamW):
         )
 
 
-def _by_dtype(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """The fused kernel on CUDA takes tensors of one dtype only; torch's own step groups them too."""
-    dtypes = {p.dtype for p in parameters}
-    return [parameters] if len(dtypes) == 1 else [[p for p in parameters if p.dtype == dtype] for dtype in dtypes]
-
-
-_first_step = inspect.unwrap(torch.optim.AdamW.step)
+_NONE = {NoneType}
+_whole_step = torch.optim.Optimizer.profile_hook_step(torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step)))
+AdamW.step.hooked = True  # type: ignore[attr-defined]  # or torch wraps it in its profiler's, which takes 20 calls
 
 
 class SGD(torch.optim.SGD):

@@ -97,7 +97,8 @@ class BatchPlan:
 
     def num_samples(self, step: int) -> int:
         """Samples in a step of an epoch, counted from 0."""
-        return min(self.global_batch, self.samples - step * self.global_batch)
+        left = self.samples - step * self.global_batch
+        return min(self.global_batch, left)
 
     def samples_after(self, steps: int) -> int:
         """Samples trained on in the first `steps` optimizer steps of a run."""
@@ -223,5 +224,11 @@ def make_key(*parts: int) -> int:
     """One 63-bit seed from several numbers; their order matters, so (1, 2) and (2, 1) give different seeds."""
     state = 0
     for part in parts:
-        state = mix_bits(state ^ mix_bits(part & _MASK))
+        number = part & _MASK
+        for other in (0, state):  # mix_bits(mix_bits(number) ^ state); each step of a run makes keys
+            number = ((number ^ other) + 0x9E3779B97F4A7C15) & _MASK
+            number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+            number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+            number ^= number >> 31
+        state = number
     return state >> 1

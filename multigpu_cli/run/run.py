@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,6 +96,7 @@ class LossMeter:
         units = torch.stack([torch.as_tensor(count) for count in self._units]).tolist()
         for (step, micro_batches), count in zip(self._steps, units, strict=True):
             self._count_step(step, _sum([next(values) for _ in range(micro_batches)]), count)
+        self._progress.last["train_loss"] = _mean(*self._progress.epoch_losses[1:])
         self._reset()
 
     def _count_step(self, step: int, loss: float, units: int) -> None:
@@ -106,7 +108,6 @@ class LossMeter:
             line[0], line[1] = line[0] + loss, line[1] + units
             progress.epoch_losses[1] += loss
             progress.epoch_losses[2] += units
-        progress.last["train_loss"] = _mean(*progress.epoch_losses[1:])
 
     def pop_mean_since_log(self) -> float:
         """The mean over all samples, or tokens, of the steps reduced since the last call; NaN if there is none."""
@@ -141,11 +142,14 @@ class StepObserver:
     trace: SampleTrace | None
     _tokens: tuple[int, int] = field(init=False, default=(0, 0))  # without and with padding, since they were asked for
     _layout: StepLayout = field(init=False)
+    phase: Callable[..., None] = field(init=False)
+    """Reports to the watchdog that a phase of this step begins: its name, and (n,) numbers of its samples or None."""
     _indices: list[Tensor] = field(init=False)  # of this step's batches so far
 
     def fetch(self, layout: StepLayout, work: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
         """Yield this worker's micro-batches, and whether each is its last in the step; measures the wait for each."""
         self._layout, self._indices = layout, []
+        self.phase = partial(self.watchdog.set_position, layout.step)
         for left in range(len(layout.passes) - 1, -1, -1):
             self.phase("fetching data")
             with self.timer.measure_wait("data_wait"):
@@ -160,10 +164,6 @@ class StepObserver:
         """This worker's tokens since the last call, without and with padding; none where nobody counts them."""
         tokens, self._tokens = self._tokens, (0, 0)
         return tokens
-
-    def phase(self, name: str, batch: Batch | None = None) -> None:
-        """Report this rank's position to the watchdog."""
-        self.watchdog.set_position(self._layout.step, name, None if batch is None else batch.sample_indices)
 
     def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
         """The gradients, which the function lists, are the sum of this worker's micro-batches so far."""
@@ -334,13 +334,14 @@ class Run(TrainComponents):
 
     def complete_step(self) -> StepEnd:
         """Count a step, and return what ends with it; all ranks call it together."""
-        progress, batches, total = self.progress, self.plan.batches, self.plan.schedule.total_steps
-        before = progress.step
+        progress, plan = self.state.progress, self.spec.plan
+        batches, total, before = plan.batches, plan.schedule.total_steps, progress.step
+        per_epoch = batches.steps_per_epoch
         progress.step = step = min(total, self.loaders.train.next_step(before, batches))
-        self.observer.timer.step(batches.num_samples(before % batches.steps_per_epoch))
+        self.observer.timer.step(batches.num_samples(before % per_epoch))
         self.log.progress_bar.update(step)
         interval = self.config.log.interval
-        epoch = step % batches.steps_per_epoch == 0 or step == total
+        epoch = step % per_epoch == 0 or step == total
         log = step // interval > before // interval or step == total
         return StepEnd(before, step, log, epoch, savable=epoch or not self.loaders.train.resumable_only_at_epoch)
 

@@ -19,8 +19,8 @@ from multigpu_cli.runtime.module_state import preserve_buffers
 class Observer(Protocol):
     """Follows a micro-batch through forward and backward, and changes nothing."""
 
-    def phase(self, name: str, batch: Batch | None = None) -> None:
-        """A phase begins: "forward", "backward", or "last backward", in which gradients are reduced."""
+    def phase(self, name: str, samples: Tensor, /) -> None:
+        """A phase begins, with (n,) numbers of samples: forward, backward, or last backward, which reduces gradients."""
 
     def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
         """The gradients of this worker, which the function lists, have this micro-batch's share."""
@@ -37,12 +37,12 @@ def forward_backward(
     """
     strategy, precision = components.strategy, components.state.precision
     if observer:
-        observer.phase("forward", batch)
+        observer.phase("forward", batch.sample_indices)
     with strategy.accumulate(last=last):
         with precision.autocast():
             loss = components.task.loss_sum(strategy.callable, batch)
         if observer:
-            observer.phase("last backward" if last else "backward", batch)
+            observer.phase("last backward" if last else "backward", batch.sample_indices)
         precision.backward(loss, strategy.loss_factor / divisor)
     if observer:
         observer.backward_done(strategy.local_gradients)

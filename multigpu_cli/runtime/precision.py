@@ -62,6 +62,9 @@ def agree_on_precision(wanted: str, world: World, devices: Sequence[torch.device
     return PrecisionChoice("fp16", f"{old[0]} does not support bf16") if old and own.name == "bf16" else own
 
 
+_NOTHING = nullcontext()
+
+
 class Precision:
     """Autocast, scaled backward, clipping and the optimizer step.
 
@@ -72,17 +75,17 @@ class Precision:
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self.device, self.keeps_casts = name, device, True
         self._dtype = _DTYPE.get(name)
-        self._scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        self._scaler, self._scales = torch.amp.GradScaler(device.type, enabled=name == "fp16"), name == "fp16"
         self._key: tuple[float, torch.dtype] | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
-            return nullcontext()
+            return _NOTHING
         return torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.keeps_casts)
 
     def backward(self, loss: Tensor, factor: float = 1.0) -> None:
         """Backward of the loss () times the factor, scaled for fp16."""
-        if self._scaler.is_enabled() or type(loss) is not Tensor or loss.ndim:
+        if self._scales or type(loss) is not Tensor or loss.ndim:
             self._scaler.scale(loss * factor).backward()
             return
         key = (factor, loss.dtype)
@@ -106,7 +109,7 @@ class Precision:
         Args:
             total_norm: the norm of the whole gradient, given that of these gradients; None: they are the whole.
         """
-        scaled, on_host = self._scaler.is_enabled(), self.device.type == "cpu"
+        scaled, on_host = self._scales, self.device.type == "cpu"
         fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled
         if scaled:
             self._scaler.unscale_(optimizer)

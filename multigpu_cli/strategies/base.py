@@ -22,6 +22,9 @@ class ReadRows(Protocol):
     def __call__(self, name: str, outline: Tensor, begin: int = 0, end: int | None = None, /) -> Tensor: ...
 
 
+_NOTHING = nullcontext()
+
+
 class Strategy(ABC):
     """Spreads micro-batches over workers, and reduces their gradients.
 
@@ -99,7 +102,7 @@ class Strategy(ABC):
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[object]:
         """The context of one micro-batch's forward and backward pass; gradients are reduced only in the last one."""
-        return nullcontext()
+        return _NOTHING
 
     def local_gradients(self) -> list[Tensor]:
         """The sum of this worker's micro-batches so far in the step, before the last of them; [] where none is kept."""

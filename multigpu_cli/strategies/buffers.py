@@ -44,6 +44,8 @@ class StepBuffers:
     def begin_step(self, micro_batches: int) -> None:
         """Record the values at the step's start."""
         self._micro_batches = micro_batches
+        if not self._kinds:
+            return
         self._rebind()
         for kind in self._kinds:
             kind.begin()
@@ -69,7 +71,7 @@ class StepBuffers:
 
     def collect(self) -> None:
         """After one micro-batch: add its change to those of the others on this worker."""
-        if self._by_changes:
+        if self._kinds and self._by_changes:
             for kind, change in zip(self._floating(), self.take_change(), strict=True):
                 kind.add(change)
 
@@ -90,6 +92,8 @@ class StepBuffers:
         Args:
             summed: the changes in floating buffers, if they are summed over all workers already.
         """
+        if not self._kinds:
+            return
         self._rebind()
         if not self._by_changes:
             return

@@ -53,6 +53,10 @@ def test_it_ends_as_the_older_version_would_have_ended_it(name: str) -> None:
     expected = json.loads(Path(f"{name}.json").read_text())
     shutil.copytree(name, "before")
     ended = run_training(WORKERS[name], resume=name, data=None, model=None, multi_gpu=None)
+    if name == "exact" and describe_kernels()[1] != expected["kernels"][1]:
+        assert "bits would differ" in ended.error  # on another kind of CPU, and nothing was touched
+        assert Path(name, "journal.jsonl").read_bytes() == Path("before/journal.jsonl").read_bytes()
+        return
     assert (ended.error, ended.summary["status"]) == ("", "completed")
     assert ended.summary["resumed_from"] == f"{name}/checkpoints/step_{STOPPED[name]:08d}"
     losses, evaluations = read_figures(name)

@@ -35,8 +35,8 @@ def test_each_part_is_told_what_it_asks_for() -> None:
         (0, False),
         (1, True),
     ]
-    assert seen.watchdog.set_position.call_args_list == [((7, "fetching data", None),)] * 2
-    seen.phase("forward", work[1])
+    assert seen.watchdog.set_position.call_args_list == [((7, "fetching data"),)] * 2
+    seen.phase("forward", work[1].sample_indices)
     assert seen.watchdog.set_position.call_args.args == (7, "forward", work[1].sample_indices)
     seen.noise.is_due.return_value = False
     seen.backward_done(list)

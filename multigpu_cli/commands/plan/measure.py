@@ -327,7 +327,7 @@ class _PhaseTimer:
         counted = self._groups.gathering + self._groups.reducing if self._groups else 0.0
         self._marks.append(time.perf_counter() - counted)
 
-    def phase(self, name: str, batch: Batch | None = None) -> None:
+    def phase(self, name: str, samples: Tensor) -> None:
         """Record the end of forward, which is where backward begins."""
         if name.endswith("backward"):
             self.mark()
