@@ -20,7 +20,7 @@ class Observer(Protocol):
     """Follows a micro-batch through forward and backward, and changes nothing."""
 
     def phase(self, name: str, samples: Tensor, /) -> None:
-        """A phase begins, with (n,) numbers of samples: forward, backward, or last backward, which reduces gradients."""
+        """A phase begins, with (n,) sample numbers: forward, backward, or last backward, which reduces gradients."""
 
     def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
         """The gradients of this worker, which the function lists, have this micro-batch's share."""
