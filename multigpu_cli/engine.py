@@ -20,7 +20,7 @@ from multigpu_cli.run.open import ResolvedRequest, open_run
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.step import forward_backward
 from multigpu_cli.run.train_log import log_recovery, log_step
-from multigpu_cli.runtime.seeding import seed_micro_batch
+from multigpu_cli.runtime.seeding import seed_micro_batch, seed_optimizer_step
 
 
 def run(request: ResolvedRequest) -> dict[str, Any]:
@@ -129,7 +129,8 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     for tell in run.moments.after_backward:
         tell(run, layout.step)
     observer.phase("optimizer")
-    run.seed_optimizer(layout.step)
+    if run.optimizer_draws:  # the same on every worker
+        seed_optimizer_step(seed, layout.step, *devices)
     norm, skipped = state.precision.clip_and_step(
         state.optimizer, parameters, _max_norm(config), run.strategy.total_norm
     )

@@ -140,10 +140,9 @@ class BatchPlan:
     def layout(self, number: int, rank: int, replicas_per_process: int) -> StepLayout:
         """The layout of optimizer step `number`, counted from 0 over the run, for `rank`."""
         step = number % self.steps_per_epoch
-        micro_batches = -(-self.num_micro_batches(step) // replicas_per_process)
-        return StepLayout(
-            number, self.num_samples(step), micro_batches, self.local_forward_passes(step, rank, replicas_per_process)
-        )
+        samples = self.num_samples(step)
+        passes = -(-samples // (self.micro_batch * replicas_per_process))
+        return StepLayout(number, samples, passes, self.local_forward_passes(step, rank, replicas_per_process))
 
 
 def plan_batches(

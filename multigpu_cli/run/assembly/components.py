@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from multigpu_cli.errors import pluralize
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.runtime.compile import CompiledModel
-from multigpu_cli.runtime.seeding import seed_optimizer_step
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.tasks.base import LossNormalizer, Task
 
@@ -87,10 +87,10 @@ class TrainComponents:
         """Set the rate of optimizer step `step`: the schedule's, or that of the user's own optimizer and scheduler."""
         self.spec.factories.set_rate(self.state, self.plan, step)
 
-    def seed_optimizer(self, step: int) -> None:
-        """Before optimizer step `step`: what an optimizer of the user's own draws is the same on every worker."""
-        if self.spec.factories.may_draw(self.config):
-            seed_optimizer_step(self.config.reproducibility.seed, step, *self.spec.placement.devices)
+    @cached_property
+    def optimizer_draws(self) -> bool:
+        """Whether the optimizer is code of the user's own, which may draw random numbers in a step."""
+        return self.spec.factories.may_draw(self.config)
 
     @property
     def eval_batch_size(self) -> int:
