@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,81 @@ import numpy as np
 
 from multigpu_cli.capabilities import FILES
 from multigpu_cli.errors import RequestError, did_you_mean
+
+_SPLITS = {  # as those who publish them call the parts of a dataset
+    "train": ("train", "training"),
+    "val": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
+}
+
+
+def locate_data(name: str, data_dir: str | None, layout: str) -> Path:
+    """The file or folder of a dataset.
+
+    Args:
+        name: of the dataset, for messages.
+        layout: what is expected, for messages.
+
+    Raises:
+        RequestError: no --data-dir, or nothing is there.
+    """
+    if data_dir is None:
+        raise RequestError(f"--data {name} needs --data-dir, the file or the folder that holds it", remedy=layout)
+    place = Path(data_dir).expanduser()
+    if not place.exists():
+        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=layout)
+    return place
+
+
+def find_part_files(
+    name: str,
+    data_dir: str | None,
+    endings: tuple[str, ...],
+    layout: str,
+    list_files: Callable[[Path], list[Path]] | None = None,
+) -> dict[str, list[Path]]:
+    """The files of train, val and test; all of them are `train` where no name says more.
+
+    A part is a folder (train/…), or the files with its name as a word in theirs (train.jsonl, birds-train-0003.tar).
+
+    Args:
+        name, layout: as for `locate_data`.
+        endings: of the files' names, in lower case.
+        list_files: the files of a folder, which then are of one part; None: all with these endings, by their names.
+
+    Raises:
+        RequestError: no such files, or files of which nobody knows to what part they belong.
+    """
+    place = locate_data(name, data_dir, layout)
+    if place.is_file():
+        return {"train": [place]}
+    list_all = list_files or partial(_list_by_ending, endings)
+    folders = {part: [place / each for each in names if (place / each).is_dir()] for part, names in _SPLITS.items()}
+    found = {part: files for part, each in folders.items() if each and (files := list_all(each[0]))}
+    if not any(folders.values()):
+        if not (files := list_all(place)):
+            raise RequestError(f"--data {name}: {place} holds no {' or '.join(endings)} file", remedy=layout)
+        for file in files:
+            found.setdefault("" if list_files else _find_part(file.name), []).append(file)
+        if set(found) == {""}:
+            return {"train": files}
+        if "" in found:
+            raise RequestError(
+                f"--data {name}: {found[''][0]}: train, validation or test?",
+                remedy="a part's name in that of each file, or in none; or folders train/, validation/, test/",
+            )
+    if "train" not in found:
+        raise RequestError(f"--data {name}: {place} has no files of a part called train", remedy=layout)
+    return found
+
+
+def _list_by_ending(endings: tuple[str, ...], folder: Path) -> list[Path]:
+    return sorted(each for each in folder.iterdir() if each.name.lower().endswith(endings) and each.is_file())
+
+
+def _find_part(file: str) -> str:
+    words = re.split(r"[^a-z]+", file.lower())
+    return next((part for part, names in _SPLITS.items() if any(each in words for each in names)), "")
 
 
 def locate_single_file(name: str, data_dir: str | None, file: str | None, layout: str) -> Path:
@@ -27,11 +104,7 @@ def locate_single_file(name: str, data_dir: str | None, file: str | None, layout
     Raises:
         RequestError: no --data-dir, the file does not exist, or several could be meant.
     """
-    if data_dir is None:
-        raise RequestError(f"--data {name} needs --data-dir, the file or the folder that holds it", remedy=layout)
-    place = Path(data_dir).expanduser()
-    if not place.exists():
-        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=layout)
+    place = locate_data(name, data_dir, layout)
     if place.is_dir():
         return locate_other_file(name, place, file) if file else _locate_only_file(name, place, layout)
     if file not in (None, place.name):

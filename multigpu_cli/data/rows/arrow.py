@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from multigpu_cli.data.files import find_part_files
 from multigpu_cli.data.rows.store import Column
 from multigpu_cli.errors import RequestError
 
@@ -257,13 +258,6 @@ def _open_chunk(chunk: Any) -> _Chunk:
     return _Chunk((ends,), np.frombuffer(data or b"", dtype=np.uint8))
 
 
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "val": ("validation", "valid", "val", "dev"),
-    "test": ("test",),
-}
-"""What the parts of a dataset are called by those who publish them."""
-
 LAYOUT = (
     "a folder that datasets' save_to_disk(…) wrote, or .arrow files; "
     "multigpu data convert SOURCE --to DIR makes one of Parquet, CSV or JSON lines"
@@ -277,20 +271,7 @@ def find_arrow_files(data_dir: str | None) -> dict[str, list[Path]]:
     Raises:
         RequestError: no such folder, a part without files, or one that is not finished.
     """
-    if data_dir is None:
-        raise RequestError("--data arrow needs --data-dir, the folder that holds it", remedy=LAYOUT)
-    place = Path(data_dir).expanduser()
-    if not place.exists():
-        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=LAYOUT)
-    if place.is_file():
-        return {"train": [place]}
-    folders = {part: _find_part(place, names) for part, names in SPLIT_NAMES.items()}
-    found = {part: _list_files(folder) for part, folder in folders.items() if folder is not None}
-    if (place / "dataset_dict.json").is_file() or found:
-        if "train" not in found:
-            raise RequestError(f"--data arrow: {place} has no part called train", remedy=LAYOUT)
-        return found
-    return {"train": _list_files(place)}
+    return find_part_files("arrow", data_dir, (".arrow",), LAYOUT, _list_files)
 
 
 def read_features(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
@@ -300,10 +281,6 @@ def read_features(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _find_part(place: Path, names: tuple[str, ...]) -> Path | None:
-    return next((place / name for name in names if (place / name).is_dir()), None)
 
 
 def _list_files(folder: Path) -> list[Path]:

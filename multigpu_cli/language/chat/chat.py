@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from multigpu_cli.data.collate import IGNORED
-from multigpu_cli.data.files import JsonLines, locate_other_file
+from multigpu_cli.data.files import JsonLines, locate_data, locate_other_file
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, pluralize
@@ -229,11 +229,7 @@ def find_files(data_dir: str | None, file: str | None) -> ChatFiles:
     Raises:
         RequestError: there is none, several could be meant, or one is empty.
     """
-    if data_dir is None:
-        raise RequestError("--data chat needs --data-dir", remedy=_LAYOUT)
-    place = Path(data_dir)
-    if not place.exists():
-        raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=_LAYOUT)
+    place = locate_data("chat", data_dir, _LAYOUT)
     if place.is_dir():
         names = sorted(path.name for path in place.glob("*.jsonl"))
         if file is None and "train.jsonl" in names:
