@@ -69,7 +69,7 @@ class ItemFetcher:
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] = DataLoader(
             self._dataset,
-            collate_fn=_CountingCollate(self._collate),
+            collate_fn=partial(_collate_and_count, self._collate),
             batch_sampler=self._chunks,
             num_workers=processes,
             pin_memory=options.pin_memory and device.type == "cuda",
@@ -78,10 +78,8 @@ class ItemFetcher:
             worker_init_fn=ignore_group_signals,
             multiprocessing_context=LoaderContext() if processes else None,
         )
-        self.data_location = (
-            f"fetched by {pluralize(processes, 'loader process')}" if processes else "fetched in this process"
-        )
-        self.data_location += reason
+        where = f"by {pluralize(processes, 'loader process')}" if processes else "in this process"
+        self.data_location = f"fetched {where}{reason}"
         if processes:  # fork now: during training a thread may hold a lock, on which the child would wait for ever
             deque(self._loader, maxlen=0)
 
@@ -128,18 +126,15 @@ class _Chunks:
         return iter(self.now)
 
 
-class _CountingCollate:
-    """Makes batches, and counts their tokens, which on a device would have to be waited for."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-
-    def __call__(self, numbered: "Sequence[tuple[int, Any]] | WholeBatch") -> tuple[Collated, TokenCounts | None]:
-        if isinstance(numbered, WholeBatch):
-            self._collate.check_classes(numbered.indices, numbered.targets)
-            return Collated(numbered.inputs, numbered.targets), None
-        made = self._collate(numbered)
-        return made, count_tokens([item for _, item in numbered], made.targets)
+def _collate_and_count(
+    collate: Collate, numbered: "Sequence[tuple[int, Any]] | WholeBatch"
+) -> tuple[Collated, TokenCounts | None]:
+    """A batch, and its tokens, for which one would have to wait on a device."""
+    if isinstance(numbered, WholeBatch):
+        collate.check_classes(numbered.indices, numbered.targets)
+        return Collated(numbered.inputs, numbered.targets), None
+    made = collate(numbered)
+    return made, count_tokens([item for _, item in numbered], made.targets)
 
 
 class WholeBatch(NamedTuple):
@@ -160,9 +155,8 @@ class SeededDataset(Dataset[Any]):
     A dataset of ours with `fetch_batch(indices)` puts batches together without a sample in between; it draws no random
     numbers. One that fetches several samples at once (`__getitems__`) is seeded once per batch, by its first sample;
     the samples of a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated
-    sample. Packs are made
-    anew for each epoch; a method `set_epoch` of a user's is not called: here it would be for every sample, and for
-    evaluations with a number that many can't take.
+    sample. Packs are made anew for each epoch; a method `set_epoch` of a user's is not called: here it would be for
+    every sample, and for evaluations with a number that many can't take.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
@@ -171,11 +165,6 @@ class SeededDataset(Dataset[Any]):
         self._make_packs = getattr(unwrap_dataset(dataset), "make_packs_of_epoch", None)
         self.fetch_batch = getattr(dataset, "fetch_batch", None)
         self._whole = callable(getattr(unwrap_dataset(dataset), "__getitems__", None))
-
-    @property
-    def samples_per_fetch(self) -> int:
-        """How many samples it is quickest to ask for at once."""
-        return 1 if self.fetch_batch is None else _TYPICAL_BATCH
 
     def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
         self._seed(*where)
@@ -254,8 +243,9 @@ def _without_traceback() -> Iterator[None]:
 def _seconds_a_sample(dataset: SeededDataset) -> float:
     """The shortest time of a few samples, since the first may open files."""
     taken: list[float] = []
+    rows = 1 if dataset.fetch_batch is None else _TYPICAL_BATCH
     for index in range(min(8, len(dataset.dataset))):  # type: ignore[arg-type]
-        places = [(EVAL_EPOCH, index + row) for row in range(dataset.samples_per_fetch)]
+        places = [(EVAL_EPOCH, index + row) for row in range(rows)]
         began = time.perf_counter()
         dataset.__getitems__(places)
         taken.append((time.perf_counter() - began) / len(places))

@@ -25,9 +25,9 @@ _BLOCKS = 0xB10C  # separates the orders of blocks from those of samples
 EVAL_EPOCH = 1 << 40  # the epoch number of evaluation, so that random transforms give the same result each time
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """(count,) int64: the sample at each position of an epoch."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(make_key(seed, epoch)))
+def shuffle_numbers(count: int, *key: int) -> Tensor:
+    """(count,) int64: 0 … count-1, in an order that follows from the key alone; of an epoch that is seed and epoch."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(make_key(*key)))
 
 
 class OrderOfEpoch(Protocol):
@@ -53,7 +53,7 @@ class BlockOrder:
     def __init__(self, count: int, seed: int, epoch: int, block: int, window: int) -> None:
         self._count, self._block, self._window = count, block, window
         self._key = seed, epoch, _BLOCKS
-        self._blocks = torch.randperm(-(-count // block), generator=_make_generator(*self._key))
+        self._blocks = shuffle_numbers(-(-count // block), *self._key)
         self._last: tuple[int, Tensor] = -1, torch.empty(0, dtype=torch.int64)
         missing = -count % block  # in the shorter block
         short = int((self._blocks == len(self._blocks) - 1).nonzero()) // window if missing else -1
@@ -80,18 +80,14 @@ class BlockOrder:
             blocks = self._blocks[number * self._window : (number + 1) * self._window]
             samples = (blocks[:, None] * self._block + torch.arange(self._block)).flatten()
             samples = samples[samples < self._count]
-            mixed = torch.randperm(len(samples), generator=_make_generator(*self._key, number))
+            mixed = shuffle_numbers(len(samples), *self._key, number)
             self._last = number, samples[mixed]
         return self._last[1]
 
 
 def shuffle_epoch(count: int, seed: int, epoch: int, block: int | None, window: int) -> OrderOfEpoch:
     """The order of an epoch: of samples, or of blocks and samples in them where `block` is a number."""
-    return epoch_order(count, seed, epoch) if block is None else BlockOrder(count, seed, epoch, block, window)
-
-
-def _make_generator(*key: int) -> torch.Generator:
-    return torch.Generator().manual_seed(make_key(*key))
+    return shuffle_numbers(count, seed, epoch) if block is None else BlockOrder(count, seed, epoch, block, window)
 
 
 class SampleOrder(Protocol):
@@ -146,12 +142,7 @@ class KeyedRandom:
         return bits.bitwise_and_(0xFFFFFF).float().div_(1 << 24)
 
 
-_SPLIT = 0x5917  # separates the split's random stream from the epochs' orders
-
-
-def shuffle_indices(count: int, seed: int) -> Tensor:
-    """(count,) int64: the numbers 0 … count-1 in an order that depends only on the seed."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(make_key(seed, _SPLIT)))
+SPLIT = 0x5917  # separates the split's random stream from the epochs' orders
 
 
 def split_by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
@@ -168,25 +159,7 @@ def split_by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list
             f"--data: {pluralize(count, 'sample')} can't be divided into {len(sizes) + 1} parts",
             remedy="use more samples, or a dataset with its own train, val and test splits",
         )
-    return list(torch.split(shuffle_indices(count, seed), [first, *sizes]))
-
-
-def split_by_group(groups: Tensor, val_groups: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(training, validation) sample indices such that no group (a subject, a recording) is in both.
-
-    Args:
-        groups: (n,) the group of each sample.
-        val_groups: number of groups for validation, chosen by seed.
-    """
-    names = groups.unique()
-    if not 0 < val_groups < len(names):
-        raise RequestError(
-            f"--data: {val_groups} of {len(names)} groups can't be used for validation",
-            remedy=f"use at least 1 and at most {len(names) - 1}",
-        )
-    chosen = names[shuffle_indices(len(names), seed)[:val_groups]]
-    held_out = torch.isin(groups, chosen)
-    return torch.nonzero(~held_out).flatten(), torch.nonzero(held_out).flatten()
+    return list(torch.split(shuffle_numbers(count, seed, SPLIT), [first, *sizes]))
 
 
 _GROUP = 10  # rows, of which each held-out part has one

@@ -18,7 +18,7 @@ from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.collate import SampleForm
 from multigpu_cli.data.fetcher import SeededDataset
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.data.order import EVAL_EPOCH, KeyedRandom, epoch_order
+from multigpu_cli.data.order import EVAL_EPOCH, KeyedRandom, shuffle_numbers
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
@@ -82,7 +82,7 @@ def closing() -> Iterator[list[Loader]]:
 
 @pytest.mark.parametrize("kind", [in_memory, Noisy])
 def test_an_epoch_follows_the_order_and_the_plan(kind: Any) -> None:
-    order = epoch_order(37, 42, 0)
+    order = shuffle_numbers(37, 42, 0)
     expected = [
         [order[start:stop].tolist() for _, start, stop in PLAN.all_micro_batches(step)]
         for step in range(PLAN.steps_per_epoch)

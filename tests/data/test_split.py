@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from multigpu_cli.data.order import shuffle_indices, split_by_group, split_by_sample
+from multigpu_cli.data.builtin.har import split_by_group
+from multigpu_cli.data.order import shuffle_numbers, split_by_sample
 from multigpu_cli.errors import RequestError
 
 
@@ -17,7 +18,7 @@ def test_the_split_depends_on_the_seed_alone():
     torch.manual_seed(6)
     assert all(torch.equal(a, b) for a, b in zip(first, split_by_sample(100, (0.1,), seed=1), strict=True))
     assert not torch.equal(first[0], split_by_sample(100, (0.1,), seed=2)[0])
-    assert not torch.equal(shuffle_indices(100, 1), torch.arange(100))
+    assert not torch.equal(shuffle_numbers(100, 1), torch.arange(100))
 
 
 @pytest.mark.parametrize(("count", "fractions"), [(3, (0.1,)), (10, (0.5, 0.5)), (10, (1.2,))])

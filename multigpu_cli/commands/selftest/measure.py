@@ -26,7 +26,7 @@ from multigpu_cli.commands.selftest.process import (
 )
 from multigpu_cli.data.collate import unwrap_dataset
 from multigpu_cli.data.loader import Batch, Loader
-from multigpu_cli.data.order import epoch_order
+from multigpu_cli.data.order import shuffle_numbers
 from multigpu_cli.distributed.collectives import all_gather, broadcast_object
 from multigpu_cli.engine import train_step
 from multigpu_cli.errors import RequestError
@@ -256,7 +256,7 @@ def measure_all(process: SelftestProcess, save: Callable[[Measured], None]) -> M
 def measure_samples(process: SelftestProcess, stack: ExitStack) -> Measured:
     """Checksums of a few training samples, fetched in several ways."""
     config, size = process.config, len(process.source.train)  # type: ignore[arg-type]
-    order = epoch_order(size, config.reproducibility.seed, 0)[:_SAMPLES]
+    order = shuffle_numbers(size, config.reproducibility.seed, 0)[:_SAMPLES]
     fills_up = hasattr(unwrap_dataset(process.source.train), "collate_fn")  # to the longest of a batch, perhaps
     some, fewer = (1, 1) if fills_up else (4, 3)
     checksums = {}

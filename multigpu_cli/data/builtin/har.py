@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.files import DatasetFiles
-from multigpu_cli.data.order import KeyedRandom, split_by_group
+from multigpu_cli.data.order import SPLIT, KeyedRandom, shuffle_numbers
 from multigpu_cli.data.pixels import fit_standardised, model_input_shape
 from multigpu_cli.data.source import DataSource
+from multigpu_cli.errors import RequestError
 
 SIGNALS = tuple(f"{sensor}_{axis}" for sensor in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
 WINDOW = 128
@@ -135,3 +136,21 @@ def _numbers(file: Path) -> np.ndarray:
         return np.loadtxt(BytesIO(text), dtype=np.float32, ndmin=2, comments=None, encoding="latin-1")
     except ValueError as malformed:
         raise _DOWNLOAD.damaged_error(file, str(malformed)) from malformed
+
+
+def split_by_group(groups: Tensor, val_groups: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(training, validation) sample indices such that no group (a subject, a recording) is in both.
+
+    Args:
+        groups: (n,) the group of each sample.
+        val_groups: number of groups for validation, chosen by seed.
+    """
+    names = groups.unique()
+    if not 0 < val_groups < len(names):
+        raise RequestError(
+            f"--data: {val_groups} of {len(names)} groups can't be used for validation",
+            remedy=f"use at least 1 and at most {len(names) - 1}",
+        )
+    chosen = names[shuffle_numbers(len(names), seed, SPLIT)[:val_groups]]
+    held_out = torch.isin(groups, chosen)
+    return torch.nonzero(~held_out).flatten(), torch.nonzero(held_out).flatten()

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from multigpu_cli.data.collate import IGNORED
 from multigpu_cli.data.files import JsonLines
-from multigpu_cli.data.order import epoch_order
+from multigpu_cli.data.order import shuffle_numbers
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
@@ -106,7 +106,7 @@ class Packs(Dataset[dict[str, Tensor]]):
             self._epoch = epoch
 
     def _pack(self, epoch: int) -> Iterable[list[int]]:
-        order = epoch_order(len(self.chats), make_key(self._seed, _PACKING), epoch)
+        order = shuffle_numbers(len(self.chats), make_key(self._seed, _PACKING), epoch)
         return pack_windows(array("q", order.numpy().tobytes()), self._lengths, self.limit)
 
     def _set(self, packs: Iterable[list[int]]) -> None:
