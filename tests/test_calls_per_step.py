@@ -10,8 +10,11 @@ import pytest
 from multigpu_cli import engine
 from tests.support.run_training import run_training
 
-CALLS = 300
-"""What an MLP's step of one process takes, with torch's own calls; it may fall, and then falls here too."""
+CALLS = 290
+"""What an MLP's step of one process takes, with torch's own calls; it may fall, and then falls here too.
+
+What comes at log lines and the like is left out: ten more.
+"""
 
 
 def test_a_step_calls_no_more_functions_than_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,11 +33,11 @@ def test_a_step_calls_no_more_functions_than_it_did(tmp_path: Path, monkeypatch:
     settings: dict[str, Any] = {"data": "synthetic", "sets": ["data.args.train=40000", "data.args.shape=[64]"]}
     ended = run_training(save_dir=str(tmp_path / "run"), batch_size=32, max_steps=610, model="mlp", **settings)
     assert ended.error == ""
-    stats = pstats.Stats(str(tmp_path / "calls"))
-    calls = stats.total_calls / len(steps)  # type: ignore[attr-defined]
-    by_function = {where: counts[1] / len(steps) for where, counts in stats.stats.items()}  # type: ignore[attr-defined]
+    stats = pstats.Stats(str(tmp_path / "calls")).stats  # type: ignore[attr-defined]
+    by_function = {where: counts[1] // len(steps) for where, counts in stats.items()}  # without what comes now and then
+    calls = sum(by_function.values())
     most = sorted(by_function, key=by_function.__getitem__, reverse=True)
     listed = "\n".join(
-        f"{by_function[where]:6.2f} {':'.join(map(str, where))}" for where in most if by_function[where] > 0.9
+        f"{by_function[where]:4} {':'.join(map(str, where))}" for where in most if by_function[where] > 0.9
     )
-    assert calls <= CALLS, f"{calls:.1f} calls: a change that adds calls to the step names them\n{listed}"
+    assert calls <= CALLS, f"{calls} calls: a change that adds calls to the step names them\n{listed}"
