@@ -334,11 +334,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 236,  # to become 220
-    "lines": 45_159,  # 41,000
+    "lines": 45_128,  # 41,000
     "files to read": 34,
-    "lines to read": 7_877,  # 7,500
+    "lines to read": 7_865,  # 7,500
     "files the engine reaches": 113,  # 100
-    "lines the engine reaches": 21_489,  # 18,000
+    "lines the engine reaches": 21_477,  # 18,000
     "core files that read a capability's settings": 8,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 4,  # 0

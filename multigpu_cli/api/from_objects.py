@@ -38,7 +38,7 @@ from multigpu_cli.tasks.base import Loss, Task
 from multigpu_cli.tasks.criterion import Criterion
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class FromObjects(FromConfig):
     """The objects of a run from Python; the model is trained in place. What is None is built from the settings.
 
@@ -57,15 +57,11 @@ class FromObjects(FromConfig):
     scheduler_interval: str | None = None
     whole_because: str = field(default="it is the caller's own", init=False)
 
-    @property
-    def named(self) -> tuple[str, ...]:
-        return () if self.criterion else ("task",)
-
-    @property
-    def comment(self) -> str:
+    def __post_init__(self) -> None:
         objects = (self.model, self.criterion, self.optimizer, self.scheduler)
         names = ", ".join(getattr(each, "__name__", type(each).__name__) for each in objects if each is not None)
-        return f"# with live objects from Python, which --config does not bring back: {names}\n"
+        self.comment = f"# with live objects from Python, which --config does not bring back: {names}\n"
+        self.named = () if self.criterion else ("task",)
 
     def list_unused(self, config: Config) -> set[str]:
         of_optimizer = {"optimizer.rates", "optimizer.layer_decay", "optimizer.groups"}

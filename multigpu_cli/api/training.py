@@ -27,14 +27,8 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
-from multigpu_cli.distributed.placement import (
-    Placement,
-    check_gpus_exist,
-    choose_placement,
-    count_cores,
-    count_visible_gpus,
-)
-from multigpu_cli.distributed.process_group import process_group
+from multigpu_cli.distributed.placement import Placement, check_gpus_exist, count_visible_gpus
+from multigpu_cli.distributed.process_group import place_on_machine, process_group
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.launch import run_in_workers
@@ -140,10 +134,10 @@ def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, Fro
         inputs = inputs.check(config.seed)
         config = inputs.settings(config)
         frozen, factories = replace_settings(config.frozen(), inputs.names()), inputs.factories(config)
+        launch_env = find_launch_env(config)
+        return frozen, factories, launch_env, resolve_placement(config, frozen, launch_env)
     except RequestError as error:
         raise to_python_error(error) from error
-    launch_env = find_launch_env(config)
-    return frozen, factories, launch_env, resolve_placement(config, frozen, launch_env)
 
 
 def evaluate_with_multi_gpu(
@@ -240,15 +234,7 @@ def resolve_placement(config: MultiGPUConfig, frozen: Config, launch_env: Launch
     device, gpus = frozen.device, count_visible_gpus()
     if launch_env is None and config.rank is None and (config.world_size or 1) > 1:
         device = replace(device, nproc_per_node=config.world_size)
-    try:
-        placement = choose_placement(
-            replace(device, gpu_ids=None) if launch_env else device,
-            gpus=gpus,
-            cpus=count_cores(),
-            launch_env=launch_env,
-        )
-    except RequestError as error:
-        raise to_python_error(error) from error
+    placement = place_on_machine(replace(device, gpu_ids=None) if launch_env else device, launch_env)
     ids = config.device_ids
     if launch_env and ids:
         check_gpus_exist("device_ids", ids, gpus)
@@ -319,7 +305,7 @@ def run_in_processes(config: Config, placement: Placement, factories: FromObject
     )
     summary, problem, remedy = answers[0]
     if problem:
-        raise to_python_error(RequestError(problem, remedy=remedy))
+        raise RequestError(problem, remedy=remedy)
     if summary["status"] == "completed":
         factories.adopt_weights(summary["save_dir"], World(torch.device("cpu")))
     return dict(summary)
@@ -330,12 +316,11 @@ def _worker(
 ) -> tuple[dict[str, Any], str, str]:
     """One worker process: returns the summary, or problem and remedy of a RequestError, which every rank raises."""
     launch_env = LaunchEnv.current()
-    placement = choose_placement(config.device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
+    placement = place_on_machine(config.device, launch_env)._replace(backend=backend, timeout=timeout)
     for tensor in [*factories.model.parameters(), *factories.model.buffers()]:
         tensor.data = tensor.data.clone()  # it arrived in memory that all processes share
     if factories.optimizer:
         factories.optimizer.load_state_dict(deepcopy(factories.optimizer.state_dict()))
-    placement = placement._replace(backend=backend, timeout=timeout)
     try:
         return run_here(config, placement, launch_env, factories, screen), "", ""
     except RequestError as error:

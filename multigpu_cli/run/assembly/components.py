@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,9 @@ def describe_groups(components: TrainComponents) -> list[tuple[str, str]]:
     groups: dict[GroupLabel, list[Tensor]] = {}
     for group in components.state.optimizer.param_groups:
         members = map(components.strategy.find_parameter, group["params"])
-        groups.setdefault(_label(components, group), []).extend(members)
+        decay = group.get("weight_decay") if components.config.optimizer.groups else None
+        label = GroupLabel(group.get("rate_factor", 1.0), decay, group.get("hidden"))
+        groups.setdefault(label, []).extend(members)
     moved = {id(parameter) for parameters in groups.values() for parameter in parameters}
     still: list[Tensor] = [p for p in {id(p): p for p in own.values()}.values() if id(p) not in moved]
     if set(groups) == {GroupLabel(1.0, None, None)} and not still and not components.frozen:
@@ -170,11 +172,6 @@ def describe_groups(components: TrainComponents) -> list[tuple[str, str]]:
     rows = [(label.format(peak), _describe(groups[label], names)) for label in reversed(ordered)]
     frozen = (("frozen", still), *components.frozen.items())
     return rows + [(label, _describe(parameters, names)) for label, parameters in frozen if parameters]
-
-
-def _label(components: TrainComponents, group: dict[str, Any]) -> GroupLabel:
-    decay = group.get("weight_decay") if components.config.optimizer.groups else None
-    return GroupLabel(group.get("rate_factor", 1.0), decay, group.get("hidden"))
 
 
 def _describe(parameters: Sequence[Tensor], names: dict[int, str]) -> str:

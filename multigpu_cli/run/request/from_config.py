@@ -36,7 +36,7 @@ from multigpu_cli.tasks.base import Task
 _SMOOTHED = ("classification", "multi-label", "language-model", "dpo")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class FromConfig:
     """Builds what a run consists of from its settings.
 
@@ -47,22 +47,16 @@ class FromConfig:
         scheduler: moves the optimizer's rates, in place of the schedule.
         ddp: further arguments of DistributedDataParallel.
         whole_because: why each rank builds the whole model, and begins with weights of its own; "" if it need not.
+        named: which of data, model and task come from names in the settings.
+        comment: the first lines of config.yaml.
     """
 
     source: DataSource | None = None
     scheduler: LRScheduler | None = None
     ddp: Mapping[str, Any] = field(default_factory=dict)
     whole_because: str = field(default="", init=False)
-
-    @property
-    def named(self) -> tuple[str, ...]:
-        """Which of data, model and task come from names in the settings."""
-        return NAMING
-
-    @property
-    def comment(self) -> str:
-        """The first lines of config.yaml."""
-        return ""
+    named: tuple[str, ...] = field(default=NAMING, init=False)
+    comment: str = field(default="", init=False)
 
     def list_unused(self, config: Config) -> set[str]:
         """Settings of data and optimizer that have no effect."""

@@ -67,7 +67,10 @@ def prepare_spec(
         user_config = merge_with_checkpoint(config, manifest["settings"], manifest["written"], pinned, origin)
     elif start.global_batch and not config.batch.global_size:
         pinned = {"global_batch_size": start.global_batch}
-    command, config = config, replace_settings(user_config, _pinned_settings(pinned)) if pinned else user_config
+    command, config = config, user_config
+    if pinned:  # accumulation is derived anew from the number of workers
+        fixed = {key: value for key, value in pinned.items() if key in SETTINGS} | {"grad_accum_steps": None}
+        config = replace_settings(user_config, fixed | ({"base_lr": None} if "lr" in pinned else {}))
     check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved))
     if manifest and (base := manifest["settings"].get("base")):
@@ -109,12 +112,6 @@ def with_measured_batch(spec: RunSpec, size: int, world: World, reason: str) -> 
     """The request with the micro-batch that --batch-size auto measured; without --global-batch-size G follows it."""
     spec = replace(spec, config=replace_settings(spec.config, {"batch_size": size}))
     return replace(spec, plan=replace(make_plan(spec, world), batch_size_reason=reason, notes=spec.plan.notes))
-
-
-def _pinned_settings(pinned: dict[str, Any]) -> dict[str, Any]:
-    """Settings that stand for the pins: accumulation is derived anew from the number of workers."""
-    values = {key: value for key, value in pinned.items() if key in SETTINGS} | {"grad_accum_steps": None}
-    return values | ({"base_lr": None} if "lr" in pinned else {})
 
 
 def agree_on_resume_point(
