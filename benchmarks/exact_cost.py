@@ -26,7 +26,7 @@ from multigpu_cli.config.schema import CommunicationConfig
 from multigpu_cli.distributed.world import World
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.ddp import Distributed
+from multigpu_cli.strategies.ddp import DDP
 from multigpu_cli.strategies.exact import ExactReduction
 
 MICRO_BATCH, TOKENS, ACCUMULATION = 4, 32, 4
@@ -61,7 +61,7 @@ def measure(rank: int, workers: int, store: Path, pairs: int, million: float) ->
     for name in ("ddp", "exact"):
         torch.manual_seed(0)
         model = transformer(million)
-        strategy = ExactReduction(model, world) if name == "exact" else Distributed(model, world, CommunicationConfig())
+        strategy = ExactReduction(model, world) if name == "exact" else DDP(model, world, CommunicationConfig())
         sides[name] = strategy, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     width = next(iter(model.parameters())).shape[-1]
     inputs = [torch.randn(MICRO_BATCH, TOKENS, width) for _ in mine]

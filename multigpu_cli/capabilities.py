@@ -75,6 +75,22 @@ def load_given(table: dict[str, str], config: Any) -> list[Any]:
     ]
 
 
+STRATEGIES = {
+    "single": "multigpu_cli.strategies.base:Single",
+    "dp": "multigpu_cli.strategies.base:DataParallel",
+    "ddp": "multigpu_cli.strategies.ddp:DDP",
+    "exact": "multigpu_cli.strategies.exact:ExactReduction",
+    "fsdp": "multigpu_cli.strategies.fsdp.fsdp:FSDP2",
+    "fsdp exact": "multigpu_cli.strategies.fsdp.exact:ExactFSDP2",
+}
+"""A placement's strategy → a `Strategy`; with --exact "NAME exact", or else "exact" itself."""
+
+STRATEGY_SETTINGS = {
+    "ddp": ("find_unused_parameters", "grad_compression", "bucket_cap_mb"),
+    "fsdp": ("find_unused_parameters", "reshard", "shard_size", "strategy.wrap"),
+}
+"""A placement's strategy → settings that have an effect with few strategies, this one among them."""
+
 DATASETS = {
     "digits": "multigpu_cli.data.builtin.digits:load",
     "har": "multigpu_cli.data.builtin.har:load",

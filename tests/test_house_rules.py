@@ -62,14 +62,6 @@ READING_LIST = (
 )
 """What one reads, from the top, to understand a training."""
 
-CLIMBS = {
-    "multigpu_cli/run/assembly/assemble.py": {"strategies.fsdp"},
-    "multigpu_cli/run/checkpointing.py": {"strategies.fsdp"},
-    "multigpu_cli/run/open.py": {"strategies.fsdp"},
-    "multigpu_cli/run/request/checks.py": {"strategies.fsdp"},
-}
-"""Imports of the core that still climb to a capability, or between two: each goes with its seam, none may come."""
-
 REGISTRIES = {
     "multigpu_cli/api/public.py",
     "multigpu_cli/models/networks/timm.py",
@@ -141,8 +133,6 @@ def imports_point_down(tree: Tree) -> Iterator[str]:
         for node in ast.walk(module):
             for name in find_imports(node, path):
                 other = room_of(name)
-                if other in CLIMBS.get(path, ()):
-                    continue
                 if other is not None and other != room and FLOOR.get(other, 99) >= FLOOR[room]:
                     yield f"{path}:{node.lineno}: {room} imports {name}"  # type: ignore[attr-defined]
 
@@ -336,12 +326,12 @@ CEILINGS = {
     "files": 236,  # to become 220
     "lines": 45_128,  # 41,000
     "files to read": 34,
-    "lines to read": 7_865,  # 7,500
-    "files the engine reaches": 113,  # 100
-    "lines the engine reaches": 21_477,  # 18,000
-    "core files that read a capability's settings": 8,  # 0
+    "lines to read": 7_649,  # 7,500
+    "files the engine reaches": 102,  # 100
+    "lines the engine reaches": 19_355,  # 18,000
+    "core files that read a capability's settings": 6,  # 0
     "core files that ask for live objects": 0,  # 0
-    "core files that ask for shards": 4,  # 0
+    "core files that ask for shards": 0,  # 0
 }
 """What each number was when it was last lowered, and where it is to go."""
 
@@ -434,13 +424,6 @@ def test_a_folder_of_more_than_twelve_files_is_noticed() -> None:
     tree = {f"multigpu_cli/data/{name}.py": "" for name in ("__init__", *"abcdefghijkl")}
     assert list(folders_are_small(tree)) == []
     assert list(folders_are_small(tree | {"multigpu_cli/data/m.py": ""})) == ["multigpu_cli/data: 13 files, at most 12"]
-
-
-def test_no_import_that_climbs_is_listed_after_it_has_gone() -> None:
-    tree = whole_tree()
-    for path, rooms in CLIMBS.items():
-        module = ast.parse(tree[path])
-        assert rooms == rooms & {room_of(name) for node in ast.walk(module) for name in find_imports(node, path)}, path
 
 
 def test_the_house_is_no_larger_than_it_was() -> None:

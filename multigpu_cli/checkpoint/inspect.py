@@ -102,7 +102,7 @@ def _not_plain(path: Path) -> Iterator[str]:
                 str(arg or code.name)
                 for text in pickles
                 for code, arg, _ in pickletools.genops(text)
-                if _names(code.name)
+                if code.name in _IMPORTS
             ]
     except (zipfile.BadZipFile, ValueError, EOFError, IndexError, RuntimeError) as error:
         yield f"{path.name} is not a torch.save file ({type(error).__name__})"
@@ -112,6 +112,4 @@ def _not_plain(path: Path) -> Iterator[str]:
     )
 
 
-def _names(code: str) -> bool:
-    """Whether a pickle opcode imports something by name; torch.save writes only GLOBAL."""
-    return code in ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4")
+_IMPORTS = ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4")  # torch.save writes only GLOBAL

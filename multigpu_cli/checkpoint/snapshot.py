@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from multigpu_cli.capabilities import PART_STATES
 from multigpu_cli.checkpoint.initial_weights import WeightMatch
 from multigpu_cli.checkpoint.pieces import iterate_tensors
+from multigpu_cli.checkpoint.store import Peers
 from multigpu_cli.checkpoint.weights import check_fit, extra_state
 from multigpu_cli.optimizers.eval_weights import EMAModel, eval_weights, is_schedule_free
 from multigpu_cli.runtime.precision import Precision
@@ -153,11 +154,13 @@ class Snapshot:
 
     Attributes:
         state: complete once `finish` has returned.
+        peers: the other ranks, if each writes its own rows.
     """
 
     state: dict[str, Any]
     _later: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _copy_stream: torch.cuda.Stream | None = None
+    peers: Peers | None = None
 
     def finish(self) -> dict[str, Any]:
         """Copy the rest, in any thread, before the optimizer changes it; on CUDA concurrently with computation."""

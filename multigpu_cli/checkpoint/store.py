@@ -156,6 +156,9 @@ class Peers(Protocol):
     def find_damaged_pieces(self) -> dict[str, str] | None:
         """What is wrong with pieces of old checkpoints, by the name of their folder; None if a rank did not answer."""
 
+    def abandon(self) -> None:
+        """Remove the draft, once no rank writes into it any more."""
+
 
 class Store:
     """Writes and finds checkpoints in a folder.

@@ -34,15 +34,6 @@ class Placement(NamedTuple):
     backend: str | None = None
     timeout: float | None = None
 
-    @property
-    def shards(self) -> bool:
-        """Whether several processes divide the model, if there are several."""
-        return self.strategy == "fsdp"
-
-    def divides_model(self, world: World) -> bool:
-        """Whether each of these processes holds a part of the model."""
-        return self.shards and world.size > 1
-
 
 def count_visible_gpus() -> int:
     """Number of CUDA devices that this process may use."""

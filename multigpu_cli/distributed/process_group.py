@@ -42,7 +42,8 @@ def process_group(
     if dist.is_initialized():  # the caller's own group, which the caller destroys
         shared: Any = dist.distributed_c10d._get_default_store()
         with _restore_timeouts():
-            yield _build_world(device, launch_env, shared, _clone_store(shared))
+            other = shared.clone() if hasattr(shared, "clone") else shared  # for other threads, if torch supports it
+            yield _build_world(device, launch_env, shared, other)
         return
     die_with_parent()
     world, store = rendezvous(launch_env, device, timeout=timeout)
@@ -93,17 +94,13 @@ def init_process_group(
     try:
         yield
     except BaseException as error:
-        if backend == "nccl" and not _is_shared_error(error):  # destroying it would wait for peers that may be dead
+        shared = isinstance(error, TrainingError) and error.shared and not error.caused_by_peer
+        if backend == "nccl" and not shared:  # destroying it would wait for peers that may be dead
             _abort_process_group()
         else:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
-
-
-def _is_shared_error(error: BaseException) -> bool:
-    """Whether all ranks raise this error: an abort would interrupt the broadcast of the error to the other ranks."""
-    return isinstance(error, TrainingError) and error.shared and not error.caused_by_peer
 
 
 def check_own_gpus(world: World) -> None:
@@ -200,11 +197,6 @@ def _missing_store_error(launch_env: LaunchEnv) -> TrainingError:
     error = TrainingError(problem, remedy="use TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun … on every node")
     error.caused_by_peer = True
     return error
-
-
-def _clone_store(store: Any) -> dist.Store:
-    """A second connection, for other threads, if this version of torch supports it."""
-    return store.clone() if hasattr(store, "clone") else store  # type: ignore[no-any-return]
 
 
 def place_on_machine(device: DeviceConfig, launch_env: LaunchEnv | None = None) -> Placement:

@@ -20,7 +20,7 @@ def check_replicas(
     step: int,
     optimizer: Optimizer | None = None,
     *,
-    places: int = 1,
+    num_shards: int = 1,
     find_parameter: Callable[[Tensor], Tensor] = lambda moved: moved,
 ) -> None:
     """Compare all ranks by one checksum per tensor; costs one pass over the state, and one small collective.
@@ -28,7 +28,7 @@ def check_replicas(
     Args:
         model: its weights and buffers are compared.
         optimizer: its state per parameter, which affects the weights only later.
-        places, find_parameter: see `Strategy`. Weights and optimizer state are compared at each place, buffers on all.
+        num_shards, find_parameter: see `Strategy`. Each shard of weights and of the optimizer's state is compared.
 
     Raises:
         TrainingError: they differ; names the ranks and the first tensors. Every rank raises the same.
@@ -39,16 +39,16 @@ def check_replicas(
     state = dict(model.named_parameters()) | state  # which leaves out what an adapter learns beside
     buffers = {name: _checksum([state[name]], world) for name in state if name in names}
     sums = dict(buffers)
-    if places < world.size:
+    if num_shards < world.size:
         sums |= {name: _checksum([value], world) for name, value in state.items() if name not in names}
         sums |= _checksum_optimizer(optimizer, model, world, find_parameter) if optimizer else {}
     if not sums:
         return
     everyone = torch.stack(all_gather(world, torch.stack(list(sums.values())))).cpu()
-    if places > 1:
+    if num_shards > 1:
         _compare_sums(everyone[:, : len(buffers)], list(buffers), range(world.size), step)
-    for place in range(places):
-        _compare_sums(everyone, list(sums), range(place, world.size, places), step)
+    for shard in range(num_shards):
+        _compare_sums(everyone, list(sums), range(shard, world.size, num_shards), step)
 
 
 def _compare_sums(everyone: Tensor, tensors: Sequence[str], ranks: range, step: int) -> None:

@@ -9,28 +9,23 @@ import torch
 
 from multigpu_cli.capabilities import PART_STATES
 from multigpu_cli.checkpoint.files import check_owner
-from multigpu_cli.checkpoint.pieces import Rows
 from multigpu_cli.checkpoint.snapshot import Snapshot
-from multigpu_cli.checkpoint.store import BestWeights
+from multigpu_cli.checkpoint.store import BestWeights, Peers
 from multigpu_cli.checkpoint.weights import save_weights
-from multigpu_cli.distributed.collectives import all_reduce_max, run_on_all_ranks
+from multigpu_cli.distributed.collectives import run_on_all_ranks
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.run.run import Run
-from multigpu_cli.strategies.fsdp.save import ShardedSave
-
-_ROWS = "rows"  # where a snapshot has the rows that this rank writes
 
 
 def save_checkpoint(run: Run) -> None:
-    """Copy the state, and write it in the background while training goes on: rank 0, or each rank its rows.
+    """Copy the state, and write it in the background while training goes on; all ranks call it together.
 
     best.pt is written before the checkpoint is published, so it is never older than the checkpoint says.
     """
     run.observer.watchdog.set_position(run.progress.step, "saving")
     checkpointer = run.checkpointer
     checkpointer.saved_step = run.progress.step
-    checkpointer.saves += 1
     with run.observer.timer.pause():
         run.observer.loss.all_reduce_pending()
         state, strategy = run.state, run.strategy
@@ -39,26 +34,25 @@ def save_checkpoint(run: Run) -> None:
             run.world,
             run.progress.step,
             state.optimizer,
-            places=strategy.places,
+            num_shards=strategy.num_shards,
             find_parameter=strategy.find_parameter,
         )
         more, began = run.task.state(run.world), time.perf_counter()
-        _finish_pending_on_all_ranks(run)
+        checkpointer.saver.wait()
+        if run.world.is_main:
+            finish_pending_checkpoint(run)
         for tell in run.moments.saved:
             tell(run)
-        whole, rows = _collect_state(run, more)
-        if run.world.is_main:
-            _save_on_main_rank(run, whole, rows, began)
-        elif checkpointer.owner:
-            _save_rows(run, rows)
+        snapshot = checkpointer.saver.capture(state, _collect_state(run, more), run.progress.step)
+        if snapshot:
+            _save_on_main_rank(run, snapshot, began)
     checkpointer.schedule.mark_saved()
 
 
-def _save_on_main_rank(run: Run, state: dict[str, Any], rows: dict[str, Rows], began: float) -> None:
+def _save_on_main_rank(run: Run, snapshot: Snapshot, began: float) -> None:
     checkpointer, watchdog = run.checkpointer, run.observer.watchdog
-    step, best, snapshot = run.progress.step, checkpointer.best, _begin_capture(run, state, rows)
+    step, best, peers = run.progress.step, checkpointer.best, snapshot.peers
     best_metrics, checkpointer.best_in_flight = dict(run.progress.best), best
-    peers = _prepare_sharded_save(run, snapshot, rows) if checkpointer.owner else None
     stalled = time.perf_counter() - began
 
     def write() -> None:
@@ -73,8 +67,7 @@ def _save_on_main_rank(run: Run, state: dict[str, Any], rows: dict[str, Rows], b
             "versions": {"torch": torch.__version__},
         }
         so_far = BestWeights(weights, checkpointer.best_sha256) if best_metrics else None
-        whole = {name: value for name, value in snapshot.state.items() if name != _ROWS}
-        size = checkpointer.store.save(step, whole, facts, so_far, peers)
+        size = checkpointer.store.save(step, snapshot.state, facts, so_far, peers)
         seconds = time.perf_counter() - began
         stall = stalled + checkpointer.writer.waited
         run.log.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stall, bytes=size)
@@ -87,34 +80,12 @@ def _save_on_main_rank(run: Run, state: dict[str, Any], rows: dict[str, Rows], b
     stalled = time.perf_counter() - began
 
 
-def _write_or_abandon(write: Callable[[], None], peers: ShardedSave) -> None:
+def _write_or_abandon(write: Callable[[], None], peers: Peers) -> None:
     try:
         write()
     except OSError:
         peers.abandon()
         raise
-
-
-def _save_rows(run: Run, rows: dict[str, Rows]) -> None:
-    """What a rank other than 0 does for a checkpoint to which each writes its rows."""
-    snapshot = _begin_capture(run, {"model": {}}, rows)
-    run.checkpointer.writer.submit(snapshot.finish, _prepare_sharded_save(run, snapshot, rows).take_part)
-
-
-def _prepare_sharded_save(run: Run, snapshot: Snapshot, rows: dict[str, Rows]) -> ShardedSave:
-    copied = {name: Rows(tensor, rows[name].begin) for name, tensor in snapshot.state[_ROWS].items()}
-    checkpointer = run.checkpointer
-    return ShardedSave(run.world, checkpointer.store, checkpointer.owner, run.progress.step, copied, checkpointer.saves)
-
-
-def _finish_pending_on_all_ranks(run: Run) -> None:
-    """Wait for the previous checkpoint; rank 0 for the others first, by a collective, which fails if one is gone."""
-    if run.checkpointer.owner:
-        if not run.world.is_main:
-            run.checkpointer.writer.wait()  # rank 0 was told of an error
-        all_reduce_max(run.world, [0.0])
-    if run.world.is_main:
-        finish_pending_checkpoint(run)
 
 
 def finish_pending_checkpoint(run: Run) -> None:
@@ -131,32 +102,15 @@ def finish_pending_checkpoint(run: Run) -> None:
         tell(run)
 
 
-def _collect_state(run: Run, task: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Rows]]:
-    """The state for a checkpoint, with this attempt's seconds in its totals; all ranks call it together.
-
-    Returns:
-        what rank 0 writes, and the rows that this rank writes, none unless all do.
-    """
+def _collect_state(run: Run, task: dict[str, Any]) -> dict[str, Any]:
+    """The state for a checkpoint, with this attempt's seconds in its totals; all ranks call it together."""
     progress = run.progress
     before, progress.train_seconds = progress.train_seconds, progress.train_seconds + run.observer.timer.seconds
     state = run.state.state_dict(task) | {name: {} for name in PART_STATES}
     for collect in run.moments.state_dict:
         state |= collect(run)
     progress.train_seconds = before
-    if not run.checkpointer.owner:
-        return run.strategy.gather_state(state), {}
-    outline, rows = run.strategy.split_state(state)
-    return outline, {name: Rows(*each) for name, each in rows.items()}
-
-
-def _begin_capture(run: Run, state: dict[str, Any], rows: dict[str, Rows]) -> Snapshot:
-    """A copy of the state in the previous checkpoint's memory, unless it was gathered, and so copied, already."""
-    if run.strategy.sharded and not run.checkpointer.owner:
-        return Snapshot(state)
-    own = {_ROWS: {name: each.tensor for name, each in rows.items()}} if run.checkpointer.owner else {}
-    snapshot = run.state.begin_capture(run.checkpointer.snapshot, state | own)
-    run.checkpointer.snapshot = snapshot.state
-    return snapshot
+    return state
 
 
 def wait_for_last_checkpoint(run: Run) -> None:

@@ -6,7 +6,6 @@ from math import isnan
 
 from torch import nn
 
-from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.distributed.out_of_memory import free_memory, is_out_of_memory
 from multigpu_cli.errors import OutOfMemory
@@ -72,12 +71,6 @@ def _show_progress(run: Run, split: str, loader: Loader) -> Iterator[None]:
 
 def evaluate_epoch(run: Run) -> None:
     """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
-    _evaluate_if_due(run)
-    for tell in run.moments.epoch_end:
-        tell(run)
-
-
-def _evaluate_if_due(run: Run) -> None:
     progress = run.progress
     report_skipped_steps(run)
     run.observer.loss.all_reduce_pending()
@@ -85,10 +78,11 @@ def _evaluate_if_due(run: Run) -> None:
         progress.stopped_early = True
         run.log.console.note(f"ending early: {reached}")
     last = progress.stopped_early or progress.step == run.plan.schedule.total_steps
-    if run.loaders.val is None or not (last or run.task.should_evaluate(run.epoch)):
-        return
-    with use_published_weights(run):
-        track_best(run, evaluate(run, "val", run.loaders.val))
+    if run.loaders.val is not None and (last or run.task.should_evaluate(run.epoch)):
+        with use_published_weights(run):
+            track_best(run, evaluate(run, "val", run.loaders.val))
+    for tell in run.moments.epoch_end:
+        tell(run)
 
 
 def track_best(run: Run, result: Evaluation) -> None:
@@ -101,9 +95,9 @@ def track_best(run: Run, result: Evaluation) -> None:
         named = {f"val_{name}": value for name, value in result.metrics.items()}
         progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}
         with run.observer.timer.pause():
-            weights = run.strategy.gather_state({"model": run.state.eval_model().state_dict()})
+            weights = run.strategy.copy_state({"model": run.state.eval_model().state_dict()})
             if run.world.is_main:
-                run.checkpointer.best = weights["model"] if run.strategy.sharded else copy_to_host(weights["model"])
+                run.checkpointer.best = weights["model"]
     elif progress.best:
         progress.stale_epochs += 1
         if patience and progress.stale_epochs >= patience:

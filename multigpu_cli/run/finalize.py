@@ -11,7 +11,7 @@ from multigpu_cli.checkpoint.files import check_owner, fail_on_write_error, publ
 from multigpu_cli.checkpoint.manifest import BEST
 from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.checkpoint.store import find_content, read_best, restore_file
-from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weights, save_weights
+from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.distributed.collectives import all_gather_object, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.distributed.processes import find_ranks_with_output, log_path
@@ -155,8 +155,7 @@ def restore_best_file(run: Run) -> str:
     own: dict[str, Any] = {}
     if is_best:
         with run.state.eval_weights() as model:
-            own = run.strategy.gather_state({"model": model.state_dict()})
-            own = own if run.strategy.sharded else copy_to_host(own)
+            own = run.strategy.copy_state({"model": model.state_dict()})
 
     def restore() -> bool:
         content = _read_best(run) if not point.checkpoint_rank else None if sent is None else sent.numpy().tobytes()

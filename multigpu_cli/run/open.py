@@ -50,7 +50,6 @@ from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.run.run import Checkpointer, CheckpointSchedule, LossMeter, Run, RunControl, RunLog, StepObserver
 from multigpu_cli.run.train_log import compiler_fields
 from multigpu_cli.runtime.seeding import enable_determinism, enable_fast_kernels
-from multigpu_cli.strategies.fsdp.save import agree_on_owner
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu import Sampler
@@ -237,14 +236,14 @@ def assemble_run(
             return journal, stack.enter_context(trace)
 
     journal, trace = run_on_all_ranks(world, open_files)
-    components.task.moved, components.strategy.arrived = watchdog.mark_progress, watchdog.count_arrival
+    components.task.moved, components.strategy.on_gather = watchdog.mark_progress, watchdog.count_arrival
     progress_bar = stack.enter_context(closing(console.progress(plan.schedule.total_steps, progress.step)))
     fp16 = components.state.precision.name == "fp16"
     store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.mark_progress)
     writer = stack.enter_context(Writer())
-    owner = agree_on_owner(world, folder) if components.strategy.sharded else ""
-    if components.strategy.sharded and not owner:
-        console.note(f"not all workers see {folder}: worker 0 gathers what the checkpoints hold, and writes them alone")
+    saver = components.strategy.create_saver(store, writer)
+    if saver.note:
+        console.note(saver.note)
     return Run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
         observer=StepObserver(
@@ -255,7 +254,7 @@ def assemble_run(
             LossMeter(world, progress, plan.batches.steps_per_epoch),
             trace,
         ),
-        checkpointer=Checkpointer(store, writer, CheckpointSchedule(config.checkpoint), progress.step, owner=owner),
+        checkpointer=Checkpointer(store, writer, saver, CheckpointSchedule(config.checkpoint), progress.step),
         log=RunLog(journal, board, console, progress_bar, _watch_gpu(world.device, stack), _count_flops(components)),
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
         moments=bind_moments(parts),

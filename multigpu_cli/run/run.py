@@ -30,6 +30,7 @@ from multigpu_cli.monitor.sample_trace import SampleTrace
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents
+from multigpu_cli.strategies.base import Saver
 
 if TYPE_CHECKING:
     from multigpu_cli.monitor.gpu import Sampler
@@ -212,23 +213,18 @@ class Checkpointer:
         best: host copy of the best weights, until they are written with a checkpoint.
         best_in_flight: the best weights that are being written.
         best_sha256: of the best weights that were written, on rank 0.
-        snapshot: what this rank wrote last, or is writing.
-        owner: what the lock of the run folder says, if all ranks of a sharded run see it, and so write their rows.
-        saves: checkpoints that were begun.
         in_flight: step of the checkpoint that is being written, or was last, on rank 0.
         written: step of the last one that is on disk, as far as rank 0 knows; -1 before that of this attempt.
     """
 
     store: Store
     writer: Writer
+    saver: Saver
     schedule: CheckpointSchedule
     saved_step: int
     best: dict[str, Tensor] | None = None
     best_in_flight: dict[str, Tensor] | None = None
     best_sha256: str = ""
-    snapshot: dict[str, Any] | None = None
-    owner: str = ""
-    saves: int = 0
     in_flight: int = -1
     written: int = -1
 

@@ -81,7 +81,7 @@ def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchPro
             activations[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with saved_tensors_hooks(pack, _unchanged):
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         flops = _count_flops(components, batch)
     return MicroBatchProfile(len(batch.sample_indices), flops, sum(activations.values()))
 
@@ -124,10 +124,6 @@ class _FlopCounter(FlopCounterMode):
 
     def _counted(self, flops_of: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         return 0 if self._in_backward and torch.is_grad_enabled() else flops_of(*args, **kwargs)
-
-
-def _unchanged(tensor: Any) -> Any:
-    return tensor
 
 
 def _storage(tensor: Tensor) -> int:

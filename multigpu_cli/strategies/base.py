@@ -1,17 +1,26 @@
 """The interface of strategies, what the loop needs from any way to share the work; one device, and DataParallel."""
 
 from abc import ABC
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from multigpu_cli.capabilities import STRATEGIES, load
+from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.weights import copy_to_host
+from multigpu_cli.checkpoint.writer import Writer
+from multigpu_cli.config.schema import Config
 from multigpu_cli.distributed.collectives import all_reduce_sum, broadcast_object, run_on_all_ranks
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import RequestError
+from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.runtime.module_state import map_tensors, name_tensor
 from multigpu_cli.strategies.buffers import StepBuffers
 
@@ -23,6 +32,39 @@ class ReadRows(Protocol):
 
 
 _NOTHING = nullcontext()
+
+
+class Setup(NamedTuple):
+    """What the strategy of a run is made of, with further arguments of torch's class; see `BuiltModel`."""
+
+    world: World
+    placement: Placement
+    config: Config
+    average: EMAModel | None = None
+    source: int | None = 0
+    options: Mapping[str, Any] = {}
+
+
+class Saver:
+    """Brings the state of all workers into checkpoints: rank 0 writes its own, which is that of all."""
+
+    note = ""  # what the user is told of it
+
+    def __init__(self, strategy: "Strategy", world: World, store: Store, writer: Writer) -> None:
+        self._strategy, self._world, self._store, self._writer = strategy, world, store, writer
+        self._captured: dict[str, Any] | None = None  # the last one, whose memory the next one takes
+
+    def wait(self) -> None:
+        """Wait for what other ranks still write of the last checkpoint; all ranks call it together."""
+
+    def capture(self, state: TrainState, held: dict[str, Any], step: int) -> Snapshot | None:
+        """Begin to copy what a checkpoint holds; all ranks call it together; None on others than rank 0."""
+        return self._capture(state, held) if self._world.is_main else None
+
+    def _capture(self, state: TrainState, held: dict[str, Any]) -> Snapshot:
+        snapshot = state.begin_capture(self._captured, held)
+        self._captured = snapshot.state
+        return snapshot
 
 
 class Strategy(ABC):
@@ -43,11 +85,16 @@ class Strategy(ABC):
         reduces_first: no backward pass without communication may come before `warm_up`.
         sharded: each process holds a part of weights, gradients and optimizer state; every pass of the model, also in
             an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
-        places: workers that share weights, gradients and optimizer state: rank r has the same as rank r + places.
+        num_shards: workers that share weights, gradients and optimizer state: rank r has the same as rank
+            r + num_shards.
         keeps_casts: see `Precision`.
-        trained: the tensors that the optimizer of this process moves.
-        arrived: called when a pass comes to where it waits for all workers.
+        local_parameters: the tensors that the optimizer of this process moves.
+        on_gather: called when a pass comes to where it waits for all workers.
         groups: process groups of its own, beside the one of all workers.
+        min_workers: with fewer, one process trains as `single` does.
+        interleaved: see `BatchPlan`.
+        compile_note: what the plan says of --compile.
+        memory_remedy: where weights, gradients and the optimizer's state do not fit one device.
     """
 
     name: str
@@ -55,19 +102,62 @@ class Strategy(ABC):
     loss_factor: float = 1.0
     reduces_first: bool = False
     sharded: bool = False
-    places: int = 1
+    num_shards: int = 1
     groups: Sequence[dist.ProcessGroup] = ()
     keeps_casts: bool = True
+    min_workers: int = 1
+    interleaved: bool = False
+    compile_note: str = ""
+    memory_remedy: str = (
+        "--multi-gpu fsdp, which divides weights, gradients and the optimizer's state over several GPUs"
+    )
 
     def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model
-        self.trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self.arrived: Callable[[], None] = lambda: None
+        self.local_parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self.on_gather: Callable[[], None] = lambda: None
         self._world = world or World(torch.device("cpu"))
         self._buffers = StepBuffers(model, self._world.size, partial(all_reduce_sum, self._world), always=always)
 
+    @classmethod
+    def find_errors(cls, config: Config, workers: int) -> Iterator[RequestError]:
+        """The settings that it does not take, now that those of a checkpoint are known."""
+        yield from ()
+
+    @classmethod
+    def build_model(cls, factory: Any) -> Any:
+        """A run's network as a `BuiltModel`, from a `ModelFactory`; all ranks call it together."""
+        return factory.build_whole()
+
+    @classmethod
+    def measure_settings(cls, model: nn.Module, config: Config, world: World) -> dict[str, Any]:
+        """Settings that are measured here, the same on all ranks, which call it together; a checkpoint pins them."""
+        return {}
+
+    @classmethod
+    def describe(cls, model: nn.Module, config: Config, workers: int) -> dict[str, str]:
+        """What the plan says of it, by the keys of `capabilities.PLAN_NOTES`.
+
+        Raises:
+            RequestError: settings that do not fit the model.
+        """
+        return {}
+
+    @classmethod
+    def create(cls, model: nn.Module, setup: Setup) -> "Strategy":
+        """The strategy of a run, for the parameters of a network that learn now; it may be compiled."""
+        return cls(model)
+
+    def create_saver(self, store: Store, writer: Writer) -> Saver:
+        """What brings the state into checkpoints; all ranks call it together."""
+        return Saver(self, self._world, store, writer)
+
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most strategies keep no state
-        """Get to know the optimizer, which moves `trained`, before its state is gathered or scattered."""
+        """Get to know the optimizer, which moves `local_parameters`, before its state is gathered or scattered.
+
+        Raises:
+            RequestError: it can't be used.
+        """
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:  # noqa: B027 - most strategies have nothing to do
         """Do what is needed before the first step so that a resumed run continues with the same bits.
@@ -90,11 +180,7 @@ class Strategy(ABC):
         run_on_all_ranks(self._world, work)
 
     def explain_failure(self, error: BaseException, work: Callable[[], object]) -> None:  # noqa: B027 - most have no part
-        """Raise a RequestError if a first pass failed because of how the work is shared.
-
-        Args:
-            work: the pass, which fails in the same way on every rank.
-        """
+        """Raise a RequestError if a first pass, on every rank, failed because of how the work is shared."""
 
     def begin_step(self, micro_batches: int) -> None:
         """Start a step of `micro_batches` over all workers."""
@@ -106,7 +192,7 @@ class Strategy(ABC):
 
     def local_gradients(self) -> list[Tensor]:
         """The sum of this worker's micro-batches so far in the step, before the last of them; [] where none is kept."""
-        return [parameter.grad for parameter in self.trained if parameter.grad is not None]
+        return [parameter.grad for parameter in self.local_parameters if parameter.grad is not None]
 
     def after_backward(self, number: int) -> None:
         """After the backward pass of micro-batch `number` of the step, counted over all workers."""
@@ -121,7 +207,7 @@ class Strategy(ABC):
         return moved
 
     def total_norm(self, local: Tensor) -> Tensor:
-        """The norm () of the whole gradient, given that of the gradients of `trained`."""
+        """The norm () of the whole gradient, given that of the gradients of `local_parameters`."""
         return local
 
     def check_passes(self) -> None:  # noqa: B027 - most strategies run no pass together
@@ -145,16 +231,16 @@ class Strategy(ABC):
         """
         return state
 
-    def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
-        """The opposite of `gather_state`: a state for the `load_state_dict` of model, average and optimizer.
+    def copy_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The same as copies in host memory, on rank 0; {} on the others."""
+        return dict(copy_to_host(state)) if self._world.is_main else {}
 
-        Args:
-            state: the source's counts.
-        """
+    def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
+        """The opposite of `gather_state`: the source's state, for `load_state_dict` of model, average, optimizer."""
         received: dict[str, Any] = broadcast_object(self._world, state, source=source)
         return received
 
-    def split_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
+    def sharded_state_dict(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
         """A state as files of several ranks hold it; all ranks call it together, and nothing is copied.
 
         Returns:
@@ -163,12 +249,8 @@ class Strategy(ABC):
         """
         return state, {}
 
-    def read_state(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
-        """A state for the `load_state_dict` of model, average and optimizer; each rank reads what it needs.
-
-        Args:
-            outline: what `split_state` returned.
-        """
+    def load_sharded(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
+        """A state for `load_state_dict`, of what `sharded_state_dict` returned; each rank reads what it needs."""
         return dict(
             map_tensors(outline, lambda path, found: read(name_tensor(path), found) if found.is_meta else found)
         )
@@ -182,11 +264,7 @@ class Strategy(ABC):
         return None
 
     def follow_trained(self, build: "Callable[[], Strategy]") -> "Strategy":
-        """The strategy for the parameters that learn from now on, in the place of this one.
-
-        Args:
-            build: makes a new one of this kind.
-        """
+        """The strategy for the parameters that learn from now on, in the place of this one; perhaps what it builds."""
         self.close()
         return build()
 
@@ -205,12 +283,7 @@ class Single(Strategy):
 
 
 class DataParallel(Strategy):
-    """Each forward pass takes one micro-batch for every device; BatchNorm's buffers are those of the first replica.
-
-    Args:
-        model: on the first device.
-        devices: CUDA devices, the first one gathers.
-    """
+    """Each pass takes one micro-batch for every device; the first has model, and BatchNorm's buffers are its own."""
 
     name = "dp"
 
@@ -218,3 +291,21 @@ class DataParallel(Strategy):
         super().__init__(model)
         self.replicas_per_process = len(devices)
         self.callable = nn.DataParallel(model, device_ids=[device.index for device in devices])
+
+    @classmethod
+    def create(cls, model: nn.Module, setup: Setup) -> Strategy:
+        return cls(model, setup.placement.devices)
+
+
+def find_strategy(name: str, *, exact: bool = False) -> type[Strategy]:
+    """The class of a placement's strategy, or of the one that --multi-gpu names."""
+    usual = STRATEGIES["exact" if exact else "single"]
+    strategy: type[Strategy] = load(STRATEGIES.get(f"{name} exact" if exact else name, usual))
+    return strategy
+
+
+def choose_strategy(placement: Placement, world: World, *, exact: bool) -> type[Strategy]:
+    """The class that this process trains with: on its own where the placement's other processes are not there."""
+    planned = find_strategy(placement.strategy, exact=exact)
+    alone = placement.num_processes_to_launch or world.size < planned.min_workers
+    return find_strategy("single", exact=exact) if alone else planned

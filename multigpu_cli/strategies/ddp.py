@@ -20,12 +20,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from multigpu_cli.config.schema import CommunicationConfig
+from multigpu_cli.config.schema import CommunicationConfig, Config
 from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.stopwatch import Stopwatch
-from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.base import Setup, Strategy
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 _BUFFERS_BY_DDP: str = (  # renamed in torch 2.13
@@ -63,7 +63,7 @@ class Replica(nn.Module):
         return outputs
 
 
-class Distributed(Strategy):
+class DDP(Strategy):
     """DDP over the process group.
 
     DDP divides by the number of workers; losses here are sums divided by the global count, so they are multiplied by it
@@ -74,6 +74,7 @@ class Distributed(Strategy):
     """
 
     name = "ddp"
+    compile_note = ", inside DDP: in pieces that end with its buckets, so that these travel during backward"
 
     def __init__(
         self, model: nn.Module, world: World, config: CommunicationConfig, more: Mapping[str, Any] | None = None
@@ -96,6 +97,17 @@ class Distributed(Strategy):
             self._ddp.register_comm_hook(None, hook)
         self.callable = self._ddp
         self._wait = CommWait((p for p in model.parameters() if p.requires_grad), world.device)
+
+    @classmethod
+    def measure_settings(cls, model: nn.Module, config: Config, world: World) -> dict[str, Any]:
+        """--bucket-cap-mb auto, because the order of summation depends on it."""
+        if config.communication.bucket_cap_mb != "auto" or world.size == 1:
+            return {}
+        return {"bucket_cap_mb": measure_cap(model, world)}
+
+    @classmethod
+    def create(cls, model: nn.Module, setup: Setup) -> Strategy:
+        return cls(model, setup.world, setup.config.communication, setup.options)
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:
         """Let DDP fix the layout of its buckets.

@@ -11,6 +11,7 @@ tree goes on across workers.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -18,21 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from multigpu_cli.distributed.world import World
-from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.base import Setup, Strategy
 from multigpu_cli.strategies.ddp import CommWait
 
 Sum = list[Tensor]  # one tensor for each parameter, and for each number format of floating buffers
 
 
 class ExactReduction(Strategy):
-    """Reduces gradients after backward in a fixed order, in place of DDP.
-
-    Parameters without a gradient count as zeros, on every number of workers.
-
-    Args:
-        model: the same on every rank.
-        world: one process, or a group of them.
-    """
+    """Reduces gradients after backward in a fixed order, in place of DDP; parameters without one count as zeros."""
 
     name = "exact"
 
@@ -42,14 +36,18 @@ class ExactReduction(Strategy):
         self._tree: ReductionTree[Sum] = ReductionTree(_add)
         self._wait = CommWait([], world.device)
 
+    @classmethod
+    def create(cls, model: nn.Module, setup: Setup) -> Strategy:
+        return cls(model, setup.world)
+
     def begin_step(self, micro_batches: int) -> None:
         self._leaves = micro_batches
         self._buffers.begin_step(micro_batches)
 
     @torch.no_grad()
     def after_backward(self, number: int) -> None:
-        leaf = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
-        for parameter in self.trained:
+        leaf = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.local_parameters]
+        for parameter in self.local_parameters:
             parameter.grad = None
         self._tree.push(0, number, leaf + self._buffers.take_change())
 
@@ -64,9 +62,9 @@ class ExactReduction(Strategy):
         else:
             with self._wait:
                 whole = self._across_workers()
-        for parameter, gradient in zip(self.trained, whole, strict=False):
+        for parameter, gradient in zip(self.local_parameters, whole, strict=False):
             parameter.grad = gradient
-        self._buffers.apply_mean_change(whole[len(self.trained) :])
+        self._buffers.apply_mean_change(whole[len(self.local_parameters) :])
 
     def read_comm_wait(self) -> float | None:
         return self._wait.read()
@@ -74,10 +72,11 @@ class ExactReduction(Strategy):
     def _across_workers(self) -> Sum:
         """Continue the same tree over the workers; every rank gets the same sum."""
         ranks = self._world.size
-        covers = [cover(*_block(self._leaves, ranks, rank)) for rank in range(ranks)]
+        borders = [self._leaves * rank // ranks for rank in range(ranks + 1)]  # the same division as in BatchPlan
+        covers = [cover(*block) for block in pairwise(borders)]
         local = [node.value for node in self._tree.nodes]
         self._tree.nodes.clear()
-        result = local[0] if local else self._zeros()
+        result = local[0] if local else [*map(torch.zeros_like, self.local_parameters), *self._buffers.no_change()]
         for places in _by_dtype(result):  # each dtype by itself: rounding is the same as on one worker
             flat = [torch.cat([value[place].flatten() for place in places]) for value in local]
             total = self._sum_over_workers(flat, covers, [result[place] for place in places])
@@ -86,8 +85,9 @@ class ExactReduction(Strategy):
         return result
 
     def _sum_over_workers(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], like: Sum) -> Tensor:
-        """The sum over workers of the vectors of their nodes."""
-        if not _is_tree_of(covers):
+        """The sum over workers of the vectors of their nodes: in pairs, if a power of two of workers hold one each."""
+        levels = {level for nodes in covers for level, _ in nodes}
+        if len(levels) > 1 or any(len(nodes) != 1 for nodes in covers) or len(covers).bit_count() > 1:
             return self._by_pieces(flat, covers, like)
         if len(covers) == 2:
             dist.all_reduce(flat[0])  # two operands: either order gives the same bits
@@ -113,15 +113,6 @@ class ExactReduction(Strategy):
         pieces = [torch.empty(piece, dtype=dtype, device=device) for _ in range(ranks)]
         dist.all_gather(pieces, tree.total().contiguous())
         return torch.cat(pieces)[:size]
-
-    def _zeros(self) -> Sum:
-        return [torch.zeros_like(p) for p in self.trained] + self._buffers.no_change()
-
-
-def _is_tree_of(covers: list[list[tuple[int, int]]]) -> bool:
-    """Whether a power of two of workers hold one node each, all of one level, so that they pair up evenly."""
-    levels = {level for nodes in covers for level, _ in nodes}
-    return len(levels) == 1 and all(len(nodes) == 1 for nodes in covers) and len(covers).bit_count() == 1
 
 
 def _sum_in_pairs(vector: Tensor, world: World) -> None:
@@ -160,11 +151,6 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], world: World) -> N
     dist.all_to_all_single(received, torch.cat([t.flatten() for t in outgoing]), sizes, [t.numel() for t in outgoing])
     for target, part in zip(incoming, received.split(sizes), strict=True):
         target.copy_(part.view_as(target))
-
-
-def _block(leaves: int, workers: int, rank: int) -> tuple[int, int]:
-    """The first and last leaf of one worker: the same division as in BatchPlan."""
-    return leaves * rank // workers, leaves * (rank + 1) // workers
 
 
 def _add(left: Sum, right: Sum) -> Sum:

@@ -79,14 +79,14 @@ def take_step(components: TrainComponents) -> None:
     forward_backward(components, first_batch(components.loaders.train, 1), 1.0, last=True)
     strategy.after_backward(components.world.rank)
     strategy.reduce_gradients(idle=False)
-    state.precision.clip_and_step(state.optimizer, strategy.trained, 1.0, strategy.total_norm)
+    state.precision.clip_and_step(state.optimizer, strategy.local_parameters, 1.0, strategy.total_norm)
     state.optimizer.zero_grad()
 
 
 def count_bytes_at_rest(components: TrainComponents) -> int:
     """Bytes of this worker's rows, and of its part of the optimizer's state."""
     states = [value for state in components.state.optimizer.state.values() for value in state.values()]
-    return sum(value.nbytes for value in [*components.strategy.trained, *states] if isinstance(value, Tensor))
+    return sum(value.nbytes for value in [*components.strategy.local_parameters, *states] if isinstance(value, Tensor))
 
 
 def measure_peak(profiled: profile) -> int:

@@ -14,7 +14,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.optimizers.build import build_optimizer
-from multigpu_cli.strategies.fsdp.fsdp import Sharded
+from multigpu_cli.strategies.fsdp.fsdp import FSDP2
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 
@@ -120,19 +120,23 @@ def test_so_does_what_the_optimizer_keeps() -> None:
 def spoil_sharded(world: World) -> list[str]:
     """What is said of four workers in groups of two: as they are, and with a bit of rank 3, then of others, changed."""
     model = network()
-    strategy = Sharded(model, world, shard_size=2)
-    optimizer = torch.optim.SGD(strategy.trained, 0.1, momentum=0.9)
+    strategy = FSDP2(model, world, shard_size=2)
+    optimizer = torch.optim.SGD(strategy.local_parameters, 0.1, momentum=0.9)
     strategy.attach_optimizer(optimizer)
-    for rows in strategy.trained:
+    for rows in strategy.local_parameters:
         rows.grad = torch.ones_like(rows)
     optimizer.step()
-    weight = next(rows for rows in strategy.trained if strategy.find_parameter(rows) is model.get_parameter("2.weight"))
+    weight = next(
+        rows for rows in strategy.local_parameters if strategy.find_parameter(rows) is model.get_parameter("2.weight")
+    )
     spoiled = {3: weight.detach(), 0: optimizer.state[weight]["momentum_buffer"]}
     found = []
     for rank, value in [(None, weight.detach()), *spoiled.items(), (2, model.get_buffer("1.num_batches_tracked"))]:
         value.add_(int(world.rank == rank))
         try:
-            check_replicas(model, world, 7, optimizer, places=strategy.places, find_parameter=strategy.find_parameter)
+            check_replicas(
+                model, world, 7, optimizer, num_shards=strategy.num_shards, find_parameter=strategy.find_parameter
+            )
             found.append("")
         except TrainingError as error:
             found.append(error.problem.partition(": ")[2])

@@ -16,7 +16,7 @@ from torch import nn
 from multigpu_cli.distributed.world import World
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.models.meta import build_on_meta
-from multigpu_cli.strategies.fsdp.fsdp import Sharded
+from multigpu_cli.strategies.fsdp.fsdp import FSDP2
 from tests.gpu.simulated.gpus import each_rank, front_door, train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
@@ -58,7 +58,7 @@ def test_no_gpu_ever_has_the_whole_of_a_sharded_model() -> None:
     def shard(sim: Simulated, world: World) -> int:
         model = layers((64,), 10) if world.is_main else build_on_meta(lambda: layers((64,), 10))[0]
         assert model is not None
-        Sharded(model, world, blocks=find_blocks_to_wrap(model))
+        FSDP2(model, world, blocks=find_blocks_to_wrap(model))
         return torch.cuda.max_memory_allocated(world.device)
 
     for most in each_rank(2, shard, CARDS):

@@ -19,11 +19,13 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.run.assembly import model as build_model
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.assembly.model import ModelFactory
 from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.strategies.fsdp.fsdp import FSDP2
+from multigpu_cli.strategies.fsdp.shard import agree_on_source
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 from tests.support.world import CPU
@@ -93,7 +95,7 @@ def measure_most_bytes(world: World, folder: Path) -> tuple[int, int, int]:
         blocks = [model.get_submodule(name) for name in find_blocks_to_wrap(model)]
         sizes = [sum(parameter.nbytes for parameter in block.parameters()) for block in blocks]
         total = sum(parameter.nbytes for parameter in model.parameters())
-        return most, sum(row.nbytes for row in built.strategy.trained), max(*sizes, total - sum(sizes))
+        return most, sum(row.nbytes for row in built.strategy.local_parameters), max(*sizes, total - sum(sizes))
 
 
 def test_no_rank_but_one_holds_more_than_a_block_beside_its_rows(tmp_path: Path) -> None:
@@ -128,8 +130,7 @@ def test_with_exact_kernels_are_laid_out_as_without_sharding(model: str, last: b
         spec = replace(spec, config=replace_settings(config, {"exact": True}))
         task = spec.factories.build_task(spec.config, spec.source)
         loader = task.train_stream(config.data, world, 1)
-        built = build_model.build_model_to_shard(spec, world, task, lambda: first_batch(loader, 2))
-        build_model.share_memory_format(spec, world, built.model, channels_last=built.channels_last)
+        built = FSDP2.build_model(ModelFactory(spec, world, task, lambda: first_batch(loader, 2)))
         return [list(parameter.stride()) for parameter in built.model.parameters()]
 
     one, other = run_on_each_rank(2, work)
@@ -142,7 +143,7 @@ def test_ranks_that_build_other_networks_are_told_so() -> None:
     def work(world: World) -> str:
         model = torch.nn.Linear(3, 3 + world.rank)
         try:
-            build_model.explain_initial_weights(world, build_model.BuiltModel(model))
+            agree_on_source(world, model, "")
         except RequestError as error:
             return str(error)
         return ""

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import StepLR
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer
-from multigpu_cli.strategies.fsdp.shard import check_is_elementwise
+from multigpu_cli.strategies.fsdp.probe import check_is_elementwise
 
 
 class Normalizing(torch.optim.SGD):

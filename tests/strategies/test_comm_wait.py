@@ -8,7 +8,7 @@ from torch import nn
 from multigpu_cli.config.schema import CommunicationConfig
 from multigpu_cli.distributed.world import World
 from multigpu_cli.strategies.base import Single
-from multigpu_cli.strategies.ddp import CommWait, Distributed
+from multigpu_cli.strategies.ddp import DDP, CommWait
 from multigpu_cli.strategies.exact import ExactReduction
 from tests.support.ranks import run_on_each_rank
 
@@ -24,7 +24,7 @@ def test_whoever_is_early_waits_for_whoever_is_late() -> None:
     def work(world: World) -> dict[str, float | None]:
         found: dict[str, float | None] = {}
         for name, strategy in (
-            ("ddp", Distributed(network(), world, CommunicationConfig())),
+            ("ddp", DDP(network(), world, CommunicationConfig())),
             ("exact", ExactReduction(network(), world)),
         ):
             for _ in range(3):

@@ -23,7 +23,7 @@ from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.strategies.base import Single, Strategy
-from multigpu_cli.strategies.ddp import Distributed, Replica
+from multigpu_cli.strategies.ddp import DDP, Replica
 from multigpu_cli.strategies.exact import ExactReduction
 from tests.strategies.one_step import network, reduce_step, state
 from tests.support.ranks import run_on_each_rank
@@ -44,7 +44,7 @@ def steps(
     def work(world: World) -> list[dict[str, list[float]]]:
         model = network(norm=norm)
         config = CommunicationConfig(**communication)
-        strategy = Distributed(model, world, config) if world.size > 1 else Single(model)
+        strategy = DDP(model, world, config) if world.size > 1 else Single(model)
         found = []
         for _ in range(count):
             reduce_step(strategy, plan, world.rank)
@@ -80,7 +80,7 @@ def test_forward_leaves_buffers_to_the_end_of_the_step() -> None:
 
     def work(world: World) -> float:
         model = network()
-        strategy = Distributed(model, world, CommunicationConfig())
+        strategy = DDP(model, world, CommunicationConfig())
         buffer = next(model.buffers())
         buffer.fill_(world.rank)
         seen: list[float] = []
@@ -112,7 +112,7 @@ def test_buffers_that_forward_replaces_stay_alike() -> None:
 
     def work(world: World, share: str) -> dict[str, list[float]]:
         model = Replacing()
-        strategy = Distributed(model, world, CommunicationConfig()) if world.size > 1 else Single(model)
+        strategy = DDP(model, world, CommunicationConfig()) if world.size > 1 else Single(model)
         for _ in range(2):
             reduce_step(strategy, replace(SHARES[share], workers=world.size), world.rank)
             model.zero_grad(set_to_none=True)
@@ -134,7 +134,7 @@ def test_a_closed_one_leaves_the_model_to_another_and_frees_its_buckets() -> Non
         found = []
         for learns in (True, False, True):
             frozen.requires_grad_(learns)
-            strategy = Distributed(model, world, CommunicationConfig()) if world.size > 1 else Single(model)
+            strategy = DDP(model, world, CommunicationConfig()) if world.size > 1 else Single(model)
             for _ in range(2):
                 model.zero_grad(set_to_none=True)
                 reduce_step(strategy, plan, world.rank)
@@ -160,7 +160,7 @@ def test_a_closed_one_leaves_the_model_to_another_and_frees_its_buckets() -> Non
 
 def test_the_mean_over_workers_is_undone_in_the_loss() -> None:
     def work(world: World) -> float:
-        return Distributed(network(), world, CommunicationConfig()).loss_factor
+        return DDP(network(), world, CommunicationConfig()).loss_factor
 
     assert run_on_each_rank(2, work) == [2.0, 2.0]
 
@@ -170,7 +170,7 @@ def test_gradients_travel_only_with_the_last_micro_batch() -> None:
 
     def work(world: World) -> list[str]:
         model = network(norm=False)
-        strategy = Distributed(model, world, CommunicationConfig())
+        strategy = DDP(model, world, CommunicationConfig())
         seen: list[str] = []
 
         def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -200,7 +200,7 @@ def test_an_idle_worker_on_cuda_has_something_to_move_to_its_device() -> None:
 
     def work(world: World) -> list[float]:
         model = network(norm=False)
-        strategy = Distributed(model, world, CommunicationConfig())
+        strategy = DDP(model, world, CommunicationConfig())
         strategy._ddp.device_ids = [0]
         reduce_step(strategy, SHARES["idle"], world.rank)
         return state(model)["0.weight.grad"]
@@ -236,7 +236,7 @@ def test_a_parameter_that_a_step_skips(find: bool) -> None:
     def work(world: World) -> str:
         torch.manual_seed(1)
         model = Sometimes()
-        strategy = Distributed(model, world, CommunicationConfig(find_unused_parameters=find))
+        strategy = DDP(model, world, CommunicationConfig(find_unused_parameters=find))
         try:
             for _ in range(2):
                 reduce_step(strategy, BatchPlan(samples=8, micro_batch=2, global_batch=8, workers=2), world.rank)
@@ -271,7 +271,7 @@ def branching(world: World, optimizer: str, kind: str) -> dict[str, list[float]]
     wanted = CommunicationConfig(find_unused_parameters=True)
     strategy: Strategy = ExactReduction(model, world) if kind == "exact" else Single(model)
     if kind == "ddp" and world.size > 1:
-        strategy = Distributed(model, world, wanted)
+        strategy = DDP(model, world, wanted)
     moved = build_optimizer(model, OptimizerConfig(name=optimizer, weight_decay=0.1))
     set_rate(moved, 0.05)
     inputs = torch.randn(30, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -303,7 +303,7 @@ def test_a_branch_that_no_worker_used_is_left_alone_as_on_one_worker(workers: in
 
 def test_buckets_can_be_sized() -> None:
     def work(world: World) -> int:
-        strategy = Distributed(network(), world, CommunicationConfig(bucket_cap_mb=3))
+        strategy = DDP(network(), world, CommunicationConfig(bucket_cap_mb=3))
         return int(strategy._ddp.bucket_bytes_cap)
 
     assert run_on_each_rank(2, work) == [3 * 1024 * 1024] * 2
@@ -316,7 +316,7 @@ def test_kernels_with_channels_last_travel_as_they_lie() -> None:
         torch.manual_seed(0)
         model = build((1, 8, 8), 3, width=4)
         assert use_channels_last(model)
-        strategy = Distributed(model, world, CommunicationConfig())
+        strategy = DDP(model, world, CommunicationConfig())
         for step in range(3):
             strategy.begin_step(2)
             idle = world.rank == step == 1
@@ -344,7 +344,7 @@ def test_a_compiled_network_comes_in_pieces_so_that_the_first_buckets_can_leave_
 
         model = CompiledModel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), None, backend=compiler)  # type: ignore[arg-type]
         model.full_batch_size = lambda: 8
-        strategy = Distributed(model, world, CommunicationConfig(bucket_cap_mb="1"))
+        strategy = DDP(model, world, CommunicationConfig(bucket_cap_mb="1"))
         with strategy.accumulate(last=True):
             strategy.callable(torch.ones(8, 512)).sum().backward()
         return pieces

@@ -11,7 +11,7 @@ from multigpu_cli.config.schema import CommunicationConfig
 from multigpu_cli.distributed.world import World
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.ddp import Distributed
+from multigpu_cli.strategies.ddp import DDP
 from multigpu_cli.strategies.exact import ExactReduction, ReductionTree
 from tests.strategies.one_step import network, reduce_step
 from tests.support.ranks import run_on_each_rank
@@ -80,7 +80,7 @@ def test_ddp_has_other_bits() -> None:
 
     def ordinary(world: World) -> list[bytes]:
         model = Vector(5)
-        strategy = Distributed(model, world, CommunicationConfig())
+        strategy = DDP(model, world, CommunicationConfig())
         return [gradient(strategy, model, count, world) for count in range(8, 18)]
 
     expected = [by_definition(count) for count in range(8, 18)]

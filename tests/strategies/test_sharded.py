@@ -19,8 +19,8 @@ from multigpu_cli.runtime.module_state import preserve_buffers
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.strategies.base import Single, Strategy
 from multigpu_cli.strategies.exact import ExactReduction
-from multigpu_cli.strategies.fsdp.exact import ExactSharded
-from multigpu_cli.strategies.fsdp.fsdp import Sharded
+from multigpu_cli.strategies.fsdp.exact import ExactFSDP2
+from multigpu_cli.strategies.fsdp.fsdp import FSDP2
 from tests.strategies.one_step import network, reduce_step, samples
 from tests.support.ranks import run_on_each_rank
 
@@ -90,15 +90,16 @@ def train(
     **more: Any,
 ) -> Found:
     """Three steps as the engine does them, with clipping; the whole state of rank 0, and what this rank holds."""
-    alone, sharded = (ExactReduction, ExactSharded) if exact else (Single, Sharded)
+    alone, sharded = (ExactReduction, ExactFSDP2) if exact else (Single, FSDP2)
     torch.manual_seed(7)
     model = build()
-    optimizer, average = build_optimizer(model, OptimizerConfig(name=name)), EMAModel(model, 0.9)
-    set_rate(optimizer, 0.05)
-    strategy: Strategy = alone(model, world)
+    average, strategy = EMAModel(model, 0.9), cast(Strategy, alone(model, world))
     if world.size > 1:
         blocks = find_blocks_to_wrap(model)
-        strategy = sharded(model, world, optimizer, average.module, blocks=blocks, **more)
+        strategy = sharded(model, world, average.module, blocks=blocks, **more)
+    optimizer = build_optimizer(model, OptimizerConfig(name=name), moved=strategy.local_parameters)
+    strategy.attach_optimizer(optimizer)
+    set_rate(optimizer, 0.05)
     with preserve_buffers(model):
         strategy.warm_up(lambda: cross_entropy(strategy.callable(samples(2)[0]), samples(2)[1]))
     if reload:
@@ -106,7 +107,7 @@ def train(
     norms = []
     for _ in range(3):
         reduce_step(strategy, plan, world.rank)
-        norm, _ = Precision("off", CPU).clip_and_step(optimizer, strategy.trained, 0.05, strategy.total_norm)
+        norm, _ = Precision("off", CPU).clip_and_step(optimizer, strategy.local_parameters, 0.05, strategy.total_norm)
         average.update_parameters(model)
         norms.append(float(norm))
     live = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
@@ -217,8 +218,9 @@ def test_each_worker_holds_its_rows_only() -> None:
 def test_a_state_is_scattered_as_it_was_gathered() -> None:
     def work(world: World) -> Any:
         model = Tied()
-        optimizer = build_optimizer(model, OptimizerConfig())
-        strategy = Sharded(model, world, optimizer, blocks=find_blocks_to_wrap(model))
+        strategy = FSDP2(model, world, blocks=find_blocks_to_wrap(model))
+        optimizer = build_optimizer(model, OptimizerConfig(), moved=strategy.local_parameters)
+        strategy.attach_optimizer(optimizer)
         reduce_step(strategy, SHARES["even"], world.rank)
         optimizer.step()
         live = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "task": {"seen": [1, None, "two"]}}
@@ -267,7 +269,7 @@ def test_buffers_keep_their_other_names_and_their_views_and_are_no_ones_else() -
     def shard(world: World) -> Any:
         model = Tables(1.0 + world.rank)
         average = EMAModel(model, 0.9)
-        Sharded(model, world, None, average.module)
+        FSDP2(model, world, average.module)
         numbers = [float(value.real) for value in (model.table[0, 0], model.row[0], model.turns[0, 0, 0], model.steps)]
         model.table += 1
         model.turns *= 2
@@ -288,14 +290,15 @@ def test_buffers_keep_their_other_names_and_their_views_and_are_no_ones_else() -
 def test_weights_that_cannot_be_divided_are_named(build: Callable[[], nn.Module], named: str) -> None:
     model = build()
     with pytest.raises(RequestError, match=named):
-        Sharded(model, World(CPU), build_optimizer(model, OptimizerConfig()))
+        FSDP2(model, World(CPU))
 
 
 def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:
     def shard(world: World) -> str:
         model = nn.Linear(5, 3)
+        strategy = FSDP2(model, world)
         with pytest.raises(RequestError) as refused:
-            Sharded(model, world, torch.optim.Adafactor(model.parameters()))
+            strategy.attach_optimizer(torch.optim.Adafactor(strategy.local_parameters))
         return refused.value.problem
 
     assert all("Adafactor needs all of them" in problem for problem in run_on_each_rank(2, shard))

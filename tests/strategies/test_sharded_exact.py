@@ -7,12 +7,10 @@ import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
 
-from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.optimizers.build import build_optimizer
 from multigpu_cli.strategies.base import Strategy
-from multigpu_cli.strategies.fsdp.exact import ExactSharded
+from multigpu_cli.strategies.fsdp.exact import ExactFSDP2
 from tests.strategies.test_exact import Vector, by_definition, leaf
 from tests.strategies.test_sharded import SHARES, convolutions, train
 from tests.support.ranks import run_on_each_rank
@@ -36,8 +34,8 @@ class Recalled(nn.Module):
         return found
 
 
-def shard(model: nn.Module, world: World, *blocks: str) -> ExactSharded:
-    strategy = ExactSharded(model, world, build_optimizer(model, OptimizerConfig()), blocks=blocks)
+def shard(model: nn.Module, world: World, *blocks: str) -> ExactFSDP2:
+    strategy = ExactFSDP2(model, world, blocks=blocks)
     strategy.warm_up(lambda: model(torch.ones(5)))
     return strategy
 
@@ -51,7 +49,7 @@ def take_gradient(strategy: Strategy, model: nn.Module, count: int, world: World
             strategy.callable(leaf(count, number)).backward()
         strategy.after_backward(number)
     strategy.reduce_gradients(idle=not mine)
-    gradient = strategy.trained[-1].grad
+    gradient = strategy.local_parameters[-1].grad
     assert gradient is not None
     return gradient.numpy().tobytes()
 
@@ -106,4 +104,4 @@ def normed_convolutions() -> nn.Module:
 def test_a_weight_that_lies_column_by_column_is_refused() -> None:
     model = convolutions()
     with pytest.raises(RequestError, match=r"4\.weight does not lie row by row"):
-        ExactSharded(model, ALONE, build_optimizer(model, OptimizerConfig()))
+        ExactFSDP2(model, ALONE)

@@ -8,14 +8,12 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.optimizers.build import build_optimizer
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.strategies.fsdp.fsdp import Sharded
+from multigpu_cli.strategies.fsdp.fsdp import FSDP2
 from tests.strategies.one_step import reduce_step, samples
 from tests.support.ranks import run_on_each_rank
 
@@ -36,8 +34,7 @@ def probe_and_step(world: World, place: str, *, keeps_weights: bool, accumulates
     torch.manual_seed(7)
     model = blocks()
     average = EMAModel(model, 0.9)
-    optimizer, found = build_optimizer(model, OptimizerConfig()), find_blocks_to_wrap(model)
-    strategy = Sharded(model, world, optimizer, average.module, blocks=found, keeps_weights=keeps_weights)
+    strategy = FSDP2(model, world, average.module, blocks=find_blocks_to_wrap(model), keeps_weights=keeps_weights)
 
     def work() -> None:
         for _ in range(2):
@@ -61,7 +58,7 @@ def probe_and_step(world: World, place: str, *, keeps_weights: bool, accumulates
             hook.remove()
     reduce_step(strategy, PLAN, world.rank)
     strategy.gather_state({})  # which compares what the workers have run
-    return raised, [row.grad.flatten().tolist() for row in strategy.trained if row.grad is not None]
+    return raised, [row.grad.flatten().tolist() for row in strategy.local_parameters if row.grad is not None]
 
 
 def test_it_is_raised_on_all_ranks_and_the_next_step_is_right() -> None:

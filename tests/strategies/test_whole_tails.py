@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
-from multigpu_cli.strategies.fsdp.layouts import WholeTails
+from multigpu_cli.strategies.fsdp.layouts import SimdTails
 
 STEPS = 10  # each of which rounds about one number in fifty in another way
 SHAPES = st.one_of(
@@ -42,7 +42,7 @@ def optimize(values: list[Tensor], name: str, *, whole: tuple[int, Tensor] | Non
     set_rate(optimizer, 0.1)
     if whole:
         start, weight = whole
-        WholeTails(optimizer).add(model.weight, start, weight.numel(), weight.stride())
+        SimdTails(optimizer).add(model.weight, start, weight.numel(), weight.stride())
     for gradient in values[1:]:
         model.weight.grad = gradient.clone()
         optimizer.step()
@@ -83,7 +83,7 @@ def test_rows_that_learn_later_have_no_state_before() -> None:
     model = Weight(values[0].clone())
     optimizer = build_optimizer(model, OptimizerConfig())
     set_rate(optimizer, 0.1)
-    WholeTails(optimizer).add(model.weight, 0, 2 * model.weight.numel(), values[0].stride())
+    SimdTails(optimizer).add(model.weight, 0, 2 * model.weight.numel(), values[0].stride())
     optimizer.step()
     assert not optimizer.state
     for gradient in values[1:]:

@@ -29,6 +29,9 @@ class Peers:
         found = {folder.name: find_damaged_piece(folder) for folder in self.store.list_old(self.step)}
         return {name: damage for name, damage in found.items() if damage}
 
+    def abandon(self) -> None:
+        self.store.discard_draft(self.step)
+
 
 def divide(state: dict[str, Any], ranks: int) -> tuple[dict[str, Any], list[dict[str, Rows]]]:
     """An outline of a state, and each rank's rows of its tensors that have dimensions."""

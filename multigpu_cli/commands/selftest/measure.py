@@ -131,7 +131,7 @@ def _measure_step(run: Run, number: int) -> Measured:
     """
     _set_modest_scale(run)
     names = [name for name, p in run.state.model.named_parameters() if p.requires_grad]
-    named = dict(zip(names, run.strategy.trained, strict=True))
+    named = dict(zip(names, run.strategy.local_parameters, strict=True))
     gradient: dict[str, Tensor] = {}
     optimizer = run.state.optimizer
 

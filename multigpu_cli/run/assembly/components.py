@@ -69,7 +69,7 @@ class TrainComponents:
     @property
     def trainable_parameters(self) -> list[Tensor]:
         """The tensors that this process's optimizer moves."""
-        return self.strategy.trained
+        return self.strategy.local_parameters
 
     @property
     def config(self) -> Config:

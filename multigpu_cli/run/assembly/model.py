@@ -1,31 +1,26 @@
-"""Builds the network of a run on this rank, whole or without memory for its weights, and tries the first batch.
-
-A network that is sharded may be larger than a device: until then it lies in host memory, and that on rank 0 only.
-"""
+"""Builds the network of a run on this rank's device, and tries the first batch with it."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 
 from multigpu_cli.checkpoint.initial_weights import WeightMatch, load_initial_weights
-from multigpu_cli.checkpoint.weights import check_extra_state
+from multigpu_cli.checkpoint.weights import broadcast_weights, check_extra_state
 from multigpu_cli.data.collate import describe_shapes
 from multigpu_cli.data.load import FROM_MODEL
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.distributed.collectives import all_gather_object, broadcast_object
+from multigpu_cli.distributed.collectives import run_on_all_ranks
 from multigpu_cli.distributed.out_of_memory import is_out_of_memory
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.build import has_2d_convolutions, use_channels_last
+from multigpu_cli.models.build import use_channels_last
+from multigpu_cli.optimizers.eval_weights import EMAModel, list_unsaved_parameters
 from multigpu_cli.run.request.checks import check_state_fits
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.runtime.model_call import CallRecorder
@@ -34,152 +29,72 @@ from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.tasks.base import Task
 
-_CPU = torch.device("cpu")
-
 
 class BuiltModel(NamedTuple):
     """The network of this rank.
 
     Attributes:
-        call: how it is called, in words; empty as long as no batch was tried.
+        call: how it is called, in words; None as long as no batch was tried.
         initial_weights: what --init-from loaded, on rank 0.
-        whole_because: why this rank has all weights in memory; empty where it has none.
-        channels_last: kernels are laid out so, which was tried here.
+        average: its exponential moving average, with --ema.
+        blocks: what --compile compiles by itself; none for the whole.
+        source: the rank that has the weights, where only one has; None: a checkpoint has them.
+        origin: where they come from, for the plan, unless each rank has them.
     """
 
     model: nn.Module
-    call: str = ""
-    initial_weights: WeightMatch | None = None
-    whole_because: str = ""
-    channels_last: bool = False
+    call: str | None
+    initial_weights: WeightMatch | None
+    average: EMAModel | None
+    blocks: Sequence[nn.Module] = ()
+    source: int | None = 0
+    origin: str = ""
 
 
-def build_whole_model(spec: RunSpec, world: World, task: Task, first_batch: Callable[[], Batch]) -> BuiltModel:
-    """The network on this rank's device, after its first batch.
+class ModelFactory(NamedTuple):
+    """What a strategy builds a run's network from."""
 
-    Raises:
-        RequestError: it does not fit the weights, the task or the data.
-    """
-    model = _create_model(spec)
-    weights = _load_initial_weights(spec, world, model)
-    check_state_fits(spec, model, world.device)
-    model.to(world.device).train()
-    precision = Precision(spec.plan.precision, world.device)
-    task.check_model(model, precision)
-    call = try_first_batch(spec, task, model, precision, first_batch())
-    check_extra_state(model, spec.model)
-    return BuiltModel(model, call, weights, "each rank has the whole model")
+    spec: RunSpec
+    world: World
+    task: Task
+    first_batch: Callable[[], Batch]
 
+    def build_whole(self) -> BuiltModel:
+        """The network on each rank's device, after its first batch; all ranks call it together.
 
-def build_model_to_shard(spec: RunSpec, world: World, task: Task, first_batch: Callable[[], Batch]) -> BuiltModel:
-    """The network on the meta device, where possible: but on rank 0 with the weights of the seed, in host memory.
+        Raises:
+            RequestError: it does not fit the weights, the task or the data.
+        """
+        model, call, weights = run_on_all_ranks(self.world, self._build)
+        if self.spec.factories.whole_because or self.spec.begins_from_weights:
+            broadcast_weights(model, self.world)
+        ema = self.spec.config.optimizer.ema
+        average = None if ema == "off" else EMAModel(model, float(ema), list_unsaved_parameters(model))
+        return BuiltModel(model, call, weights, average)
 
-    Where a checkpoint has all weights, no rank needs others; that of an adapter has what learns.
-
-    Raises:
-        RequestError: it can't be built, or does not fit the weights.
-    """
-    model, reason = None, spec.factories.whole_because or "it sends the weights"
-    if not spec.factories.whole_because and (spec.resume_point.checkpoint or not world.is_main):
-        model, reason = _build_without_weights(spec, world)
-    if model is not None:
-        return BuiltModel(model.train())
-    model = _create_model(spec).train()
-    weights = _load_initial_weights(spec, world, model)
-    if any(map(is_lazy, model.parameters())):
-        _create_lazy_weights(spec, task, model, first_batch())
-    last = _keeps_layout(spec, world) and _try_channels_last(spec, task, model, first_batch())
-    check_extra_state(model, spec.model)
-    return BuiltModel(model, initial_weights=weights, whole_because=reason, channels_last=last)
+    def _build(self) -> tuple[nn.Module, str, WeightMatch | None]:
+        spec, device = self.spec, self.world.device
+        model = create_model(spec)
+        weights = load_weights_to_send(spec, self.world, model)
+        check_state_fits(spec, model, device)
+        model.to(device).train()
+        precision = Precision(spec.plan.precision, device)
+        self.task.check_model(model, precision)
+        call = try_first_batch(spec, self.task, model, precision, self.first_batch())
+        check_extra_state(model, spec.model)
+        return model, call, weights
 
 
-def share_memory_format(spec: RunSpec, world: World, model: nn.Module, *, channels_last: bool) -> None:
-    """With --exact kernels are laid out as without sharding, since the last bits depend on it: rank 0 has tried how.
-
-    Else rows are gathered as they lie. All ranks call it together.
-    """
-    if spec.config.reproducibility.exact and broadcast_object(world, channels_last):
-        use_channels_last(model)
-
-
-def explain_initial_weights(world: World, built: BuiltModel) -> tuple[int | None, str]:
-    """Agree on who has the first weights; all ranks call it together.
-
-    Returns:
-        The rank that sends them, None where a checkpoint has them all, and the explanation for the plan.
-
-    Raises:
-        RequestError: the ranks built different networks; the same on every rank.
-    """
-    everyone = all_gather_object(world, [_fingerprint_structure(built.model), built.whole_because])
-    differing = [rank for rank, (structure, _) in enumerate(everyone) if structure != everyone[0][0]]
-    if differing:
-        raise RequestError(
-            f"--model: rank {differing[0]} built other parameters or buffers than rank 0",
-            remedy="a factory that builds the same network on the meta device and wherever it is called",
-        )
-    reasons = [reason for _, reason in everyone]
-    if not any(reasons):
-        return None, "no rank builds the weights: the checkpoint has them"
-    if reason := next(filter(None, reasons[1:]), ""):
-        return 0, f"each rank builds the whole model in host memory: {reason}"
-    return 0, "rank 0 builds the weights in host memory, and each rank gets its rows"
-
-
-def _create_model(spec: RunSpec) -> nn.Module:
+def create_model(spec: RunSpec) -> nn.Module:
     return spec.factories.build_model(spec.config, spec.source, reference=spec.has_reference)
 
 
-def _build_without_weights(spec: RunSpec, world: World) -> tuple[nn.Module | None, str]:
-    """The network on the meta device, or None with the reason against it."""
-    from multigpu_cli.models.meta import (
-        build_on_meta,
-        find_unsaved_tensors,  # late: only sharded runs need it
-    )
-
-    seed_weights(spec.config.reproducibility.seed)  # so that only what the factory draws moves the generator
-    model, reason = build_on_meta(lambda: _create_model(spec))
-    if model is not None and _keeps_layout(spec, world) and has_2d_convolutions(model):
-        return None, "the layout of its kernels is tried on it"
-    if model is not None and world.is_main and (unsaved := find_unsaved_tensors(model)):
-        return None, f"no checkpoint has {unsaved[0]}"
-    return model, reason
-
-
-def _load_initial_weights(spec: RunSpec, world: World, model: nn.Module) -> WeightMatch | None:
+def load_weights_to_send(spec: RunSpec, world: World, model: nn.Module) -> WeightMatch | None:
     """--init-from, on the rank from which the others get the weights."""
     if not spec.begins_from_weights or not world.is_main:
         return None
     config = spec.config.model
     return load_initial_weights(model, Path(str(config.init_from)), partial=config.init_partial)
-
-
-def _create_lazy_weights(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> None:
-    """Let the first pass create weights, in host memory."""
-    seed_weights(spec.config.reproducibility.seed, late=True)
-    smoke_test_batch(spec, task, model, Precision(spec.plan.precision, _CPU), _move_to_host(batch))
-
-
-def _keeps_layout(spec: RunSpec, world: World) -> bool:
-    return world.is_main and spec.config.reproducibility.exact
-
-
-def _try_channels_last(spec: RunSpec, task: Task, model: nn.Module, batch: Batch) -> bool:
-    """Whether kernels are laid out with channels last, tried in host memory."""
-    precision = Precision(spec.plan.precision, _CPU)
-    return try_channels_last(spec, task, model, precision, _move_to_host(batch)) is not None
-
-
-def _move_to_host(batch: Batch) -> Batch:
-    inputs, targets = tree_map_only(Tensor, lambda tensor: tensor.to(_CPU), (batch.inputs, batch.targets))
-    return replace(batch, inputs=inputs, targets=targets)
-
-
-def _fingerprint_structure(model: nn.Module) -> str:
-    """A checksum over the names, shapes and formats of parameters and buffers."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    lines = [f"{name} {tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in tensors]
-    return sha256("\n".join(lines).encode()).hexdigest()
 
 
 def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> str:

@@ -25,7 +25,7 @@ from multigpu_cli.planning.memory import Memory
 from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.spec import RunSpec, describe_machine
 from multigpu_cli.runtime.precision import choose_precision
-from multigpu_cli.strategies.fsdp.rules import find_sharding_errors
+from multigpu_cli.strategies.base import find_strategy
 
 _CLASS_SETTINGS = ("task.class_weights", "data.sample_weights", "data.mixup", "data.cutmix")
 _SAME_DATA = (
@@ -43,8 +43,8 @@ def raise_all(errors: Iterable[RequestError]) -> None:
 def check_device(config: Config, placement: Placement, world: World) -> Iterator[RequestError]:
     """Requested options that this device or strategy does not support."""
     on_cpu = world.device.type == "cpu"
-    if placement.shards:
-        yield from _check_sharding(config, max(world.size, placement.num_processes_to_launch))
+    strategy = find_strategy(placement.strategy, exact=config.reproducibility.exact)
+    yield from strategy.find_errors(config, max(world.size, placement.num_processes_to_launch))
     if placement.strategy == "dp" and uses_environments(config):
         yield RequestError("--multi-gpu dp does not support --task ppo", remedy="--multi-gpu ddp")
     if placement.strategy == "dp" and config.task.name == FROM_MODEL:
@@ -62,38 +62,10 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
         choose_precision(config.precision.amp, world.device)
     except RequestError as error:
         yield error
-    if config.model.sync_bn and not placement.shards and (on_cpu or placement.strategy != "ddp"):
+    if config.model.sync_bn and (placement.strategy in ("single", "dp") or (placement.strategy == "ddp" and on_cpu)):
         yield RequestError("--sync-bn works with ddp on GPUs only", remedy="leave out --sync-bn")
     if config.communication.grad_compression == "bf16" and placement.strategy == "ddp" and on_cpu:
         yield RequestError("--grad-compression bf16 needs NCCL, this run is on CPU", remedy="--grad-compression fp16")
-
-
-def _check_sharding(config: Config, workers: int) -> Iterator[RequestError]:
-    """What --multi-gpu fsdp does not take, now that the settings of a checkpoint are known too."""
-    from torch.distributed.fsdp import FSDPModule  # late: seconds, for this strategy only
-
-    yield from find_sharding_errors(config, workers)
-    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        yield RequestError(
-            f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients",
-            remedy="a newer torch, or --multi-gpu ddp",
-        )
-    if config.communication.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        yield RequestError(
-            f"--find-unused-parameters together with --multi-gpu fsdp: torch {torch.__version__} can't do it",
-            remedy="--freeze what takes no part in the loss, torch 2.13, or --multi-gpu ddp",
-        )
-    if config.batch.size == "auto" and not hasattr(FSDPModule, "reset_iter_state"):
-        yield RequestError(
-            f"--batch-size auto together with --multi-gpu fsdp: torch {torch.__version__} can't go on after a pass "
-            "that ran out of memory",
-            remedy="a number, such as --batch-size 8, or torch 2.13",
-        )
-    if config.reproducibility.exact and not hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        yield RequestError(
-            f"--exact: fully_shard of torch {torch.__version__} can't sum gradients in a fixed order",
-            remedy="a newer torch, or --multi-gpu ddp",
-        )
 
 
 def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:
@@ -247,7 +219,7 @@ def check_state_fits(spec: RunSpec, model: nn.Module, device: torch.device) -> N
     raise RequestError(
         f"--model {spec.model}: {format_bytes(needed.weights)} weights, {format_bytes(needed.gradients)} gradients and "
         f"{format_bytes(needed.optimizer)} optimizer state do not fit one GPU of {format_bytes(capacity)}",
-        remedy=_suggest_sharding(spec),
+        remedy=find_strategy(spec.config.device.multi_gpu).memory_remedy,  # not the forecast's, of one process
     )
 
 
@@ -260,7 +232,7 @@ def refuse_single_samples(spec: RunSpec) -> None:
     if spec.config.device.multi_gpu == "auto" and spec.placement.strategy == "ddp" and spec.plan.batches.workers > 1:
         raise RequestError(
             "out of memory with a single sample on each of several devices",
-            remedy=f"{_suggest_sharding(spec)}; or --grad-checkpointing, or --amp bf16",
+            remedy=f"{spec.strategy.memory_remedy}; or --grad-checkpointing, or --amp bf16",
         )
 
 
@@ -269,7 +241,7 @@ def forecast_state(model: nn.Module, config: Config, factories: FromConfig) -> M
     weights = sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     averaged = 0 if config.optimizer.ema == "off" else weights
-    if averaged and config.device.multi_gpu != "fsdp" and list_unsaved_parameters(model):
+    if averaged and not find_strategy(config.device.multi_gpu).sharded and list_unsaved_parameters(model):
         averaged = gradients  # the average shares what never changes
     return Memory(
         weights=weights + averaged,
@@ -278,12 +250,3 @@ def forecast_state(model: nn.Module, config: Config, factories: FromConfig) -> M
         fixed=0,
         per_sample=0,
     )
-
-
-def _suggest_sharding(spec: RunSpec) -> str:
-    if spec.placement.shards or spec.config.device.multi_gpu == "fsdp":
-        return (
-            "several processes, which share them, also to try it: torchrun --nproc_per_node=N … --dry-run; and for a "
-            "forecast CUDA_VISIBLE_DEVICES=, which measures one worker on the CPU"
-        )
-    return "--multi-gpu fsdp, which divides weights, gradients and the optimizer's state over several GPUs"

@@ -134,7 +134,8 @@ class FromConfig:
             RequestError: it can't be built, or fails the trial.
         """
         settings, peak, exact = config.optimizer, plan.schedule.peak, config.reproducibility.exact
-        optimizer = build_optimizer(model, settings, compute_rate_factors(model, settings), strategy.trained, peak)
+        factors = compute_rate_factors(model, settings)
+        optimizer = build_optimizer(model, settings, factors, strategy.local_parameters, peak)
         if exact or settings.name not in OPTIMIZERS:
             construct = partial(construct_optimizer, settings, rate=peak)
             workers = 1 if plan.strategy == "dp" else plan.batches.workers  # dp steps in one place

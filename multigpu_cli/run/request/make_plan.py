@@ -1,13 +1,15 @@
 """Plans a run: batches, learning rate, schedule and precision, each with the reason for its choice."""
 
 import inspect
+from itertools import chain
 
 import torch
 
+from multigpu_cli.capabilities import STRATEGY_SETTINGS
 from multigpu_cli.config.paths import explain_dataset
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.distributed.collectives import run_on_all_ranks
-from multigpu_cli.distributed.placement import MULTI_PROCESS, count_cores
+from multigpu_cli.distributed.placement import count_cores
 from multigpu_cli.distributed.world import World
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.optimizer_names import find_rate
@@ -41,11 +43,12 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         accumulation=config.batch.grad_accum_steps,
         global_batch=global_batch,
         drop_last=config.batch.drop_last,
-        interleaved=exact and placement.shards,
+        interleaved=request.strategy.interleaved,
     )
     base, rate_settings = _resolve_rate(request, batches), request.user_config.rate
     precision = agree_on_precision(config.precision.amp, world, placement.devices)
     workers_here = len(placement.devices) if placement.num_processes_to_launch else world.local_size
+    compiled = "" if config.model.compile == "off" else f"{config.model.compile}{request.strategy.compile_note}"
     schedule = plan_schedule(
         peak=base.value,
         shape=config.rate.schedule,
@@ -76,7 +79,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         epochs=epochs,
         batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=set_threads_per_rank(workers_here, count_cores(), exact=exact),
-        notes={"compiled": _describe_compile(request), "from_files": config.from_files},
+        notes={"compiled": compiled, "from_files": config.from_files},
         data=request.source.note.removesuffix("; ") if request.source.codec.record else "",
     )
 
@@ -131,26 +134,12 @@ def _describe_data(request: RunRequest) -> str:
     return f"{request.config.data.name} ({note}{source.num_train_samples:,} training {source.noun})"
 
 
-def _describe_compile(request: RunRequest) -> str:
-    mode = request.config.model.compile
-    if mode != "off" and request.placement.shards:
-        return f"{mode}, each gathered block by itself"
-    if mode == "off" or request.placement.strategy != "ddp" or request.config.reproducibility.exact:
-        return "" if mode == "off" else mode
-    return f"{mode}, inside DDP: in pieces that end with its buckets, so that these travel during backward"
-
-
 def _list_unused_flags(request: RunRequest) -> list[str]:
     """Flags that were given and have no effect here: the plan names them."""
     config, unused = request.config, request.factories.list_unused(request.config)
     if request.placement.devices[0].type == "cpu":
         unused |= {"data_on_device"}
-    ddp_arguments: list[str] = []
-    if not request.placement.shards:
-        unused |= {"reshard", "shard_size", "strategy.wrap"}
-    if request.placement.strategy not in MULTI_PROCESS:
-        unused |= {"find_unused_parameters"}
-    if request.placement.strategy != "ddp":
-        unused |= {"grad_compression", "bucket_cap_mb"}
-        ddp_arguments = sorted(request.factories.ddp)
+    strategy = request.placement.strategy
+    unused |= {*chain(*STRATEGY_SETTINGS.values())} - {*STRATEGY_SETTINGS.get(strategy, ())}
+    ddp_arguments = sorted(request.factories.ddp) if strategy != "ddp" else []
     return [SETTINGS[key].flag or key for key in sorted(unused & config.explicit)] + ddp_arguments

@@ -16,6 +16,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.models.build import find_adapter
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.strategies.base import Strategy, find_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,11 @@ class RunRequest:
     def model(self) -> str:
         """The model's name: the dataset's own model where the user named none."""
         return self.config.model.name or self.source.model
+
+    @property
+    def strategy(self) -> type[Strategy]:
+        """The strategy that is planned: the processes of a dry run, and one alone, train with another."""
+        return find_strategy(self.placement.strategy, exact=self.config.reproducibility.exact)
 
     @property
     def task(self) -> str:

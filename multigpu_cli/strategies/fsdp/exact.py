@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from multigpu_cli.distributed.collectives import all_gather, all_reduce_sum
 from multigpu_cli.distributed.world import World
 from multigpu_cli.strategies.exact import ReductionTree
-from multigpu_cli.strategies.fsdp.fsdp import Sharded
-from multigpu_cli.strategies.fsdp.layouts import WeightLayouts, WholeTails, copy_to_layout
+from multigpu_cli.strategies.fsdp.fsdp import FSDP2
+from multigpu_cli.strategies.fsdp.layouts import SimdTails, WeightLayouts, copy_to_layout
 
 
 class RowSum:
@@ -109,8 +109,8 @@ class RowSum:
         self._pushed += 1
 
 
-class ExactSharded(Sharded):
-    """FSDP2 with gradients that are summed in a fixed order; see `Sharded` for the arguments.
+class ExactFSDP2(FSDP2):
+    """FSDP2 with gradients that are summed in a fixed order; see `FSDP2` for the arguments.
 
     Parameters without a gradient count as zeros, as without sharding.
 
@@ -118,19 +118,13 @@ class ExactSharded(Sharded):
         RequestError: the weights can't be divided, or their rows do not lie one after the other in memory.
     """
 
+    interleaved = True
     keeps_casts = True  # without sharding the gradient of a weight that is used twice is rounded once, in the cast
     reduces_each_pass = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        optimizer: torch.optim.Optimizer | None = None,
-        average: nn.Module | None = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module, world: World, average: nn.Module | None = None, **settings: Any) -> None:
         layouts, of_average = WeightLayouts(model), average and WeightLayouts(average)
-        super().__init__(model, world, None, average, **settings)
+        super().__init__(model, world, average, **settings)
         layouts.restore_in_forward()
         if of_average:
             of_average.restore_in_forward()
@@ -138,12 +132,10 @@ class ExactSharded(Sharded):
         self._strides = {rows: layouts.unusual.get(names[id(parameter)]) for rows, parameter in self._parts.items()}
         self._sums = [_replace_reduction(part, world) for part in model.modules() if isinstance(part, FSDPModule)]
         self._changes: ReductionTree[list[Tensor]] = ReductionTree(_add)  # of floating buffers
-        if optimizer is not None:
-            self.attach_optimizer(optimizer)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         super().attach_optimizer(optimizer)
-        tails = WholeTails(optimizer)
+        tails = SimdTails(optimizer)
         for parameter, rows in self._pairs:
             start = sum(_divide(parameter.shape, self._world.size)[: self._world.rank])
             tails.add(rows, start, parameter.numel(), self._strides[rows])
@@ -173,7 +165,7 @@ class ExactSharded(Sharded):
 
     def reduce_gradients(self, *, idle: bool) -> None:
         super().reduce_gradients(idle=idle)
-        for rows in self.trained:
+        for rows in self.local_parameters:
             rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
 
     def total_norm(self, local: Tensor) -> Tensor:
@@ -192,14 +184,14 @@ class ExactSharded(Sharded):
     def _exchange_gradients(self, places: Sequence[int]) -> Tensor | None:
         """The whole gradient of one of these places on each worker; None on those for which there is none."""
         workers, own = self._world.size, self._world.rank < len(places)
-        sent = [cast(Tensor, self.trained[place].grad).flatten() for place in places]
+        sent = [cast(Tensor, self.local_parameters[place].grad).flatten() for place in places]
         sizes = [part.numel() for part in sent] + [0] * (workers - len(sent))
         place = places[self._world.rank] if own else 0
         parameter = self._pairs[place][0]
         parts = _divide(parameter.shape, workers) if own else [0] * workers
         whole = sent[0].new_empty(sum(parts))
         dist.all_to_all_single(whole, torch.cat(sent), parts, sizes)
-        return copy_to_layout(whole.view(parameter.shape), self._strides[self.trained[place]]) if own else None
+        return copy_to_layout(whole.view(parameter.shape), self._strides[self.local_parameters[place]]) if own else None
 
     def _finish_sums(self) -> list[Tensor]:
         for rows in self._sums:

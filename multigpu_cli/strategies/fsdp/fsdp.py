@@ -4,8 +4,8 @@ The weights of a block are gathered when a pass reaches it, and freed after it, 
 on all workers alike. A worker with fewer micro-batches than others therefore runs padding passes, times zero.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -13,27 +13,34 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.writer import Writer
+from multigpu_cli.config.schema import Config
 from multigpu_cli.distributed.collectives import all_gather_object, all_reduce_sum, run_without_vote
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.strategies.base import ReadRows, Strategy
-from multigpu_cli.strategies.fsdp.probe import can_probe, list_groups, send_nothing
-from multigpu_cli.strategies.fsdp.shard import ModelSharder, check_is_elementwise, create_mesh
+from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
+from multigpu_cli.optimizers.eval_weights import is_schedule_free
+from multigpu_cli.run.assembly.model import BuiltModel, ModelFactory
+from multigpu_cli.runtime.compile import CompiledModel
+from multigpu_cli.strategies.base import ReadRows, Saver, Setup, Strategy
+from multigpu_cli.strategies.fsdp import probe
+from multigpu_cli.strategies.fsdp.rules import find_sharding_errors
+from multigpu_cli.strategies.fsdp.save import GatheringSaver, RowSaver, agree_on_owner
+from multigpu_cli.strategies.fsdp.shard import ModelSharder, build_model_to_shard, create_mesh
 from multigpu_cli.strategies.fsdp.state import ShardedState
 
 _MARKS = 2**16  # their squares, summed over a thousand workers, are whole numbers in float64
 
 
-class Sharded(Strategy):
+class FSDP2(Strategy):
     """FSDP2 over the process group; gradients are summed, since losses are divided by the global count already.
 
     The optimizer works on this rank's rows as ordinary tensors: fused kernels take no DTensors.
 
     Args:
         model: whole on the rank `source`, perhaps on the meta device on the others; it is sharded in place.
-        optimizer: over the model's parameters, see `attach_optimizer`; None: it is built later, over `trained`.
         average: a copy of the model, such as its exponential moving average; sharded alike, and given its weights.
         blocks: the names of modules whose weights are gathered as one, inner ones first; the rest is one more.
         finds_unused: what no worker used in a step has no gradient, rather than zeros.
@@ -42,19 +49,24 @@ class Sharded(Strategy):
         shard_size: workers of each group that has all rows; None: all workers are one.
 
     Raises:
-        RequestError: the weights can't be divided, or the optimizer needs whole ones.
+        RequestError: the weights can't be divided.
     """
 
     name = "fsdp"
     sharded = True
     keeps_casts = False
     reduces_each_pass = False
+    min_workers = 2
+    compile_note = ", each gathered block by itself"
+    memory_remedy = (
+        "several processes, which share them, also to try it: torchrun --nproc_per_node=N … --dry-run; and for a "
+        "forecast CUDA_VISIBLE_DEVICES=, which measures one worker on the CPU"
+    )
 
     def __init__(
         self,
         model: nn.Module,
         world: World,
-        optimizer: torch.optim.Optimizer | None = None,
         average: nn.Module | None = None,
         *,
         blocks: Sequence[str] = (),
@@ -63,17 +75,17 @@ class Sharded(Strategy):
         source: int | None = 0,
         shard_size: int | None = None,
     ) -> None:
-        _check_can_be_sharded(model)
+        probe.check_can_be_sharded(model)
         whole = dict(model.named_parameters())  # they are emptied, and tell which rows are in their place
         self._keeps_weights = keeps_weights
         mesh = create_mesh(world, shard_size)
         self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
-        self.places = mesh.size(mesh.ndim - 1)
+        self.num_shards = mesh.size(mesh.ndim - 1)
         ModelSharder(model, average, world, source).shard(mesh, blocks, frees_after_forward=not keeps_weights)
         super().__init__(model, world)  # not before: it has views of buffers, which keep these from getting memory
         self._model, self._usage = cast(FSDPModule, model), WeightUsage(model, world) if finds_unused else None
         self._roots = [model] if average is None else [model, average]
-        for group in list_groups(self._roots):
+        for group in probe.list_groups(self._roots):
             group.lazy_init()  # torch 2.8 pads its rows anew here, and after it has loaded a state
         model.register_load_state_dict_post_hook(lambda *_: self._point_rows_to_weights())
         parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -83,23 +95,62 @@ class Sharded(Strategy):
         }
         self._state = ShardedState(world, parameters, mesh)
         self._blocks, self._parameters = blocks, parameters
-        self._rows_of: dict[Tensor, nn.Parameter] = {parameter: rows[name] for name, parameter in whole.items()}
         self._parts: dict[Tensor, DTensor] = {row: parameters[name] for name, row in rows.items()}
-        self._find_trained()
-        if optimizer is not None:
-            self.attach_optimizer(optimizer)
+        self._find_learning()
         if not keeps_weights:
             model.register_forward_hook(self._free_rest_without_backward)  # after FSDP's own
         self._reduces_next, self._probes = True, False
         self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
         self._order = 0  # a hash of which blocks have run, one after the other
-        for place, block in enumerate([*blocks, ""]):
-            hook = partial(self._note_arrival, place)
+        for number, block in enumerate([*blocks, ""]):
+            hook = partial(self._note_gather, number)
             model.get_submodule(block).register_forward_pre_hook(hook, prepend=True)  # before the gathering
 
-    def _find_trained(self) -> None:
+    @classmethod
+    def find_errors(cls, config: Config, workers: int) -> Iterator[RequestError]:
+        yield from find_sharding_errors(config, workers)
+        yield from probe.find_torch_errors(config)
+
+    @classmethod
+    def build_model(cls, factory: ModelFactory) -> BuiltModel:
+        return build_model_to_shard(factory)
+
+    @classmethod
+    def describe(cls, model: nn.Module, config: Config, workers: int) -> dict[str, str]:
+        device = config.device
+        blocks = describe_blocks(model, find_blocks_to_wrap(model, device.wrap))
+        freed = "each pass" if device.reshard == "forward" else "the step"
+        groups = f" within groups of {device.shard_size} workers" if device.shard_size not in (None, workers) else ""
+        words = f"by {blocks}{groups}; gathered weights are freed after {freed}"
+        return {"sharding": words if workers > 1 else "none: one process holds everything"}
+
+    @classmethod
+    def create(cls, model: nn.Module, setup: Setup) -> Strategy:
+        whole, device = model.model if isinstance(model, CompiledModel) else model, setup.config.device
+        strategy = cls(
+            whole,
+            setup.world,
+            average=setup.average and setup.average.module,
+            blocks=find_blocks_to_wrap(whole, device.wrap),
+            keeps_weights=device.reshard == "step",
+            source=setup.source,
+            shard_size=device.shard_size,
+            finds_unused=setup.config.communication.find_unused_parameters,
+        )
+        strategy.callable = model
+        return strategy
+
+    def create_saver(self, store: Store, writer: Writer) -> Saver:
+        folder = store.folder.parent
+        if owner := agree_on_owner(self._world, folder):
+            return RowSaver(self, self._world, store, writer, owner)
+        saver = GatheringSaver(self, self._world, store, writer)
+        saver.note = f"not all workers see {folder}: worker 0 gathers what the checkpoints hold, and writes them alone"
+        return saver
+
+    def _find_learning(self) -> None:
         self._pairs = [(parameter, row) for row, parameter in self._parts.items() if parameter.requires_grad]
-        self.trained = [row for _, row in self._pairs]
+        self.local_parameters = [row for _, row in self._pairs]
 
     def _point_rows_to_weights(self) -> None:
         for row, parameter in self._parts.items():
@@ -108,7 +159,7 @@ class Sharded(Strategy):
     def follow_trained(self, build: Callable[[], Strategy]) -> Strategy:
         """Itself: FSDP looks at `requires_grad` when it gathers a weight."""
         self._reshard()
-        self._find_trained()
+        self._find_learning()
         return self
 
     def _reshard(self) -> None:
@@ -117,9 +168,9 @@ class Sharded(Strategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _note_arrival(self, place: int, *_: object) -> None:
-        self._order = hash((self._order, place))
-        self.arrived()
+    def _note_gather(self, block: int, *_: object) -> None:
+        self._order = hash((self._order, block))
+        self.on_gather()
 
     def _free_rest_without_backward(self, *_: object) -> None:
         """Free the weights in no block, which are kept for the backward pass, in a pass that has none."""
@@ -127,20 +178,13 @@ class Sharded(Strategy):
             self._model.reshard()
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the rows, and their part of the state, in place of whole parameters, if it has been built over these.
-
-        Raises:
-            RequestError: it needs whole weights.
-        """
-        check_is_elementwise(optimizer)
-        for group in optimizer.param_groups:
-            group["params"] = [self._rows_of.get(parameter, parameter) for parameter in group["params"]]
-        for parameter in [parameter for parameter in optimizer.state if parameter in self._rows_of]:
-            state = optimizer.state.pop(parameter)
-            optimizer.state[self._rows_of[parameter]] = {
-                key: self._state.take_rows(value) if isinstance(value, Tensor) and value.ndim else value
-                for key, value in state.items()
-            }
+        if self._keeps_weights and is_schedule_free(optimizer):
+            raise RequestError(
+                f"--reshard step together with {type(optimizer).__name__}: weights that an evaluation gathered would "
+                "stay for the next step, and those of a schedule-free optimizer are others",
+                remedy="--reshard forward",
+            )
+        probe.check_is_elementwise(optimizer)
         moved = [self._parts[row] for group in optimizer.param_groups for row in group["params"]]
         self._state.moved = dict(enumerate(moved))
 
@@ -162,11 +206,11 @@ class Sharded(Strategy):
         Raises:
             TrainingError: the same, of this rank alone.
         """
-        if not can_probe():
+        if not probe.can_probe():
             return run_without_vote(self._world, work)
         self._rounds, self._done, self._probes = 2 if accumulates else 0, 0, True
         try:
-            with send_nothing(self._roots):
+            with probe.without_collectives(self._roots):
                 return super().probe_memory(work)
         finally:
             self._rounds, self._order, self._probes = 0, 0, False
@@ -174,7 +218,7 @@ class Sharded(Strategy):
     def explain_failure(self, error: BaseException, work: Callable[[], object]) -> None:
         if "DTensor" not in str(error):
             return
-        name = find_direct_use(work, {parameter: name for name, parameter in self._parameters.items()})
+        name = probe.find_direct_use(work, {parameter: name for name, parameter in self._parameters.items()})
         if block := next((block for block in self._blocks if name.startswith(f"{block}.")), ""):
             raise RequestError(
                 f"--multi-gpu fsdp: the model uses {name} without a call of {block}, in which alone it is gathered",
@@ -203,7 +247,7 @@ class Sharded(Strategy):
         yield
 
     def local_gradients(self) -> list[Tensor]:
-        held = [parameter for group in list_groups(self._roots[:1]) for parameter in group.fsdp_params]
+        held = [parameter for group in probe.list_groups(self._roots[:1]) for parameter in group.fsdp_params]
         found = [getattr(each, "_unsharded_param", each.sharded_param).grad for each in held]
         return [gradient for gradient in found if gradient is not None]
 
@@ -244,11 +288,13 @@ class Sharded(Strategy):
         self.check_passes()
         return self._state.gather(state)
 
-    def split_state(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
+    copy_state = gather_state
+
+    def sharded_state_dict(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
         self.check_passes()
         return self._state.split(state)
 
-    def read_state(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
+    def load_sharded(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
         return self._state.read(outline, read)
 
     def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
@@ -260,26 +306,6 @@ class Sharded(Strategy):
                 "the workers ran different blocks of the model, so that one gathered the weights of another's block",
                 remedy="--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp",
             )
-
-
-def _check_can_be_sharded(model: nn.Module) -> None:
-    """Whether `fully_shard` takes the parameters.
-
-    Raises:
-        RequestError: names the first that it does not take.
-    """
-    parameters = dict(model.named_parameters())
-    if scalar := next((name for name, parameter in parameters.items() if not parameter.ndim), None):
-        raise RequestError(
-            f"--multi-gpu fsdp: {scalar} is a parameter without dimensions, which can't be divided into rows",
-            remedy="make it one of shape (1,), or use --multi-gpu ddp",
-        )
-    learning = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
-    if len(learning) > 1:
-        raise RequestError(
-            f"--multi-gpu fsdp: the parameters have several formats: {', '.join(sorted(map(str, learning)))}",
-            remedy="one format for all that learn, or --multi-gpu ddp",
-        )
 
 
 class WeightUsage:
@@ -296,7 +322,7 @@ class WeightUsage:
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
-        self._world, self._held = world, [held for group in list_groups([model]) for held in group.fsdp_params]
+        self._world, self._held = world, [held for group in probe.list_groups([model]) for held in group.fsdp_params]
         self._watched: set[int] = set()
         self._used: set[int] = set()
         self.counts = False
@@ -322,26 +348,3 @@ class WeightUsage:
         self._used.clear()
         counts = all_reduce_sum(self._world, used).tolist()
         return {id(parameter) for parameter, count in zip(listed, counts, strict=True) if not count}
-
-
-def find_direct_use(work: Callable[[], object], names: Mapping[DTensor, str]) -> str:
-    """The name of the sharded parameter on which a pass that fails does so; "" if it fails on something else."""
-    watch = _Watch(names)
-    with watch, suppress(RuntimeError):
-        work()
-    return watch.found
-
-
-class _Watch(TorchFunctionMode):
-    def __init__(self, names: Mapping[DTensor, str]) -> None:
-        super().__init__()
-        self._names, self.found = names, ""  # the first that failed
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except RuntimeError:
-            given = [*args, *(kwargs or {}).values()]
-            found = (self._names[each] for each in given if isinstance(each, DTensor) and each in self._names)
-            self.found = self.found or next(found, "")
-            raise

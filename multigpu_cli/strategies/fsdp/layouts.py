@@ -102,7 +102,7 @@ class _Piece(NamedTuple):
         return inner.view([self.rows.shape[dim] for dim in self.order]).permute(inverse)
 
 
-class WholeTails:
+class SimdTails:
     """Pads the rows that need it before each step of an optimizer, and takes the result back after it."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

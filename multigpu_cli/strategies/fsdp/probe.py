@@ -1,16 +1,52 @@
-"""Passes of a sharded model in which nothing is sent, so that one worker alone may run out of memory in them.
+"""What is tried before a sharded model is trained: this torch, the parameters, the optimizer, and passes.
 
-FSDP lets its collectives be replaced. In place of them each worker repeats its own rows for those of the others: this
-takes the same memory at the same time, and numbers like those of the weights, of which nothing is kept.
+In passes in which nothing is sent one worker alone may run out of memory. FSDP lets its collectives be replaced: in
+place of them each worker repeats its own rows for those of the others. This takes the same memory at the same time, and
+numbers like those of the weights, of which nothing is kept.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError
+
+
+def find_torch_errors(config: Config) -> Iterator[RequestError]:
+    """What the `fully_shard` of this torch can't do."""
+    known = torch.distributed.fsdp.FSDPModule
+    if not hasattr(known, "set_force_sum_reduction_for_comms"):
+        yield RequestError(
+            f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients",
+            remedy="a newer torch, or --multi-gpu ddp",
+        )
+    if config.communication.find_unused_parameters and not hasattr(known, "set_reduce_scatter_unused_params"):
+        yield RequestError(
+            f"--find-unused-parameters together with --multi-gpu fsdp: torch {torch.__version__} can't do it",
+            remedy="--freeze what takes no part in the loss, torch 2.13, or --multi-gpu ddp",
+        )
+    if config.batch.size == "auto" and not hasattr(known, "reset_iter_state"):
+        yield RequestError(
+            f"--batch-size auto together with --multi-gpu fsdp: torch {torch.__version__} can't go on after a pass "
+            "that ran out of memory",
+            remedy="a number, such as --batch-size 8, or torch 2.13",
+        )
+    if config.reproducibility.exact and not hasattr(known, "set_custom_reduce_scatter"):
+        yield RequestError(
+            f"--exact: fully_shard of torch {torch.__version__} can't sum gradients in a fixed order",
+            remedy="a newer torch, or --multi-gpu ddp",
+        )
 
 
 def can_probe() -> bool:
@@ -28,7 +64,7 @@ def list_groups(roots: Iterable[nn.Module]) -> list[Any]:
 
 
 @contextmanager
-def send_nothing(roots: Sequence[nn.Module]) -> Iterator[None]:
+def without_collectives(roots: Sequence[nn.Module]) -> Iterator[None]:
     """Within it, passes of these sharded models stay on this worker; one may fail in the middle, and none has a result.
 
     Needs `can_probe`.
@@ -77,3 +113,110 @@ class _OwnPart:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
+def check_can_be_sharded(model: nn.Module) -> None:
+    """Whether `fully_shard` takes the parameters.
+
+    Raises:
+        RequestError: names the first that it does not take.
+    """
+    parameters = dict(model.named_parameters())
+    if scalar := next((name for name, parameter in parameters.items() if not parameter.ndim), None):
+        raise RequestError(
+            f"--multi-gpu fsdp: {scalar} is a parameter without dimensions, which can't be divided into rows",
+            remedy="make it one of shape (1,), or use --multi-gpu ddp",
+        )
+    learning = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
+    if len(learning) > 1:
+        raise RequestError(
+            f"--multi-gpu fsdp: the parameters have several formats: {', '.join(sorted(map(str, learning)))}",
+            remedy="one format for all that learn, or --multi-gpu ddp",
+        )
+
+
+_ROWS, _STEPS = 6, 3
+
+
+def check_is_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Try the optimizer on a small weight, whole and in two pieces, with the settings of each of its groups.
+
+    Raises:
+        RequestError: the results differ: it needs whole weights, as Muon, LAMB and Adafactor do.
+    """
+    for group in filter(lambda each: each["params"], optimizer.param_groups):
+        shape = (_ROWS, 4) if any(parameter.ndim > 1 for parameter in group["params"]) else (_ROWS,)
+        like: Tensor = group["params"][0]
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(shape, generator=generator).to(like.device, like.dtype) for _ in range(1 + _STEPS)]
+        whole = _optimize(optimizer, group, drawn)
+        pieces = [_optimize(optimizer, group, list(part)) for part in zip(*(d.chunk(2) for d in drawn), strict=True)]
+        if not torch.allclose(torch.cat(pieces), whole, rtol=1e-3, atol=1e-5):
+            raise RequestError(
+                f"--multi-gpu fsdp: each worker has only some rows of a weight, and {type(optimizer).__name__} needs "
+                "all of them: its step on two pieces is another than on the whole",
+                remedy="an optimizer that treats each number by itself, such as AdamW or SGD, or --multi-gpu ddp",
+            )
+
+
+def _optimize(optimizer: torch.optim.Optimizer, group: dict[str, Any], drawn: list[Tensor]) -> Tensor:
+    """A weight after some steps of a copy of the optimizer.
+
+    Args:
+        drawn: the weight and its gradients.
+    """
+    weight = torch.nn.Parameter(drawn[0].clone())
+    trial = copy(optimizer)
+    trial.state = defaultdict(dict)
+    if initial := _resize_state(optimizer.state.get(group["params"][0], {}), group["params"][0], weight):
+        trial.state[weight] = initial
+    trial.param_groups = [group | {"params": [weight], "lr": 0.01}]
+    for gradient in drawn[1:]:
+        weight.grad = gradient.clone()
+        type(optimizer).step(trial)  # not `trial.step`, which a scheduler may have replaced by one for the original
+    return weight.detach()
+
+
+def _resize_state(state: dict[str, Any], parameter: Tensor, weight: Tensor) -> dict[str, Any]:
+    """What an optimizer has put into the state of a parameter already, as Adagrad's constructor does, for the weight.
+
+    Tensors of the parameter's shape are filled with their first number.
+
+    Returns:
+        {} if there are other tensors, as Adafactor has after its first step: the optimizer makes them anew.
+    """
+    resized = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            resized[key] = value
+        elif value.ndim == 0:
+            resized[key] = value.clone()
+        elif value.shape == parameter.shape:
+            first = value.flatten()[0].item() if value.numel() else 0  # a worker may have no row of a short weight
+            resized[key] = torch.full_like(weight, first, dtype=value.dtype)
+        else:
+            return {}
+    return resized
+
+
+def find_direct_use(work: Callable[[], object], names: Mapping[DTensor, str]) -> str:
+    """The name of the sharded parameter on which a pass that fails does so; "" if it fails on something else."""
+    watch = _Watch(names)
+    with watch, suppress(RuntimeError):
+        work()
+    return watch.found
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, names: Mapping[DTensor, str]) -> None:
+        super().__init__()
+        self._names, self.found = names, ""  # the first that failed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError:
+            given = [*args, *(kwargs or {}).values()]
+            found = (self._names[each] for each in given if isinstance(each, DTensor) and each in self._names)
+            self.found = self.found or next(found, "")
+            raise

@@ -8,19 +8,24 @@ import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.files import check_owner, read_owner
 from multigpu_cli.checkpoint.manifest import find_damaged_piece
 from multigpu_cli.checkpoint.pieces import Rows, write_piece
+from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState
 from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.distributed.collectives import all_reduce_max, broadcast_object
 from multigpu_cli.distributed.world import World
 from multigpu_cli.faults.rank_exits import RankExits
+from multigpu_cli.strategies.base import Saver, Strategy
 
 _GRACE = 5.0  # seconds for writers to come to an end once a rank has ended, or the store does not answer
 _POLL = 0.05  # seconds
+_ROWS = "rows"  # where a snapshot has the rows that this rank writes
 
 
 def agree_on_owner(world: World, folder: Path) -> str:
@@ -28,6 +33,40 @@ def agree_on_owner(world: World, folder: Path) -> str:
     owner = str(broadcast_object(world, read_owner(folder)))
     differs = read_owner(folder) != owner
     return "" if all_reduce_max(world, [float(differs)])[0] else owner
+
+
+class GatheringSaver(Saver):
+    """Rank 0 gathers the whole state, and writes it."""
+
+    def capture(self, state: TrainState, held: dict[str, Any], step: int) -> Snapshot | None:
+        whole = self._strategy.gather_state(held)
+        return Snapshot(whole) if self._world.is_main else None
+
+
+class RowSaver(Saver):
+    """Each rank writes its rows, and rank 0 the rest; see `ShardedSave`."""
+
+    def __init__(self, strategy: Strategy, world: World, store: Store, writer: Writer, owner: str) -> None:
+        super().__init__(strategy, world, store, writer)
+        self._owner, self._saves = owner, 0
+
+    def wait(self) -> None:
+        """By a collective, which fails if a rank is gone."""
+        if not self._world.is_main:
+            self._writer.wait()  # rank 0 was told of an error
+        all_reduce_max(self._world, [0.0])
+
+    def capture(self, state: TrainState, held: dict[str, Any], step: int) -> Snapshot | None:
+        self._saves += 1
+        outline, rows = self._strategy.sharded_state_dict(held)
+        rest = outline if self._world.is_main else {"model": {}}
+        snapshot = self._capture(state, rest | {_ROWS: {name: tensor for name, (tensor, _) in rows.items()}})
+        copied = {name: Rows(tensor, rows[name][1]) for name, tensor in snapshot.state[_ROWS].items()}
+        save = ShardedSave(self._world, self._store, self._owner, step, copied, self._saves)
+        if self._world.is_main:
+            return replace(snapshot, state={name: snapshot.state[name] for name in rest}, peers=save)
+        self._writer.submit(snapshot.finish, save.take_part)
+        return None
 
 
 class ShardedSave:
@@ -89,7 +128,7 @@ class ShardedSave:
         return found | {folder: damage for share in others.values() for folder, damage in share.items()}
 
     def abandon(self) -> None:
-        """Rank 0: remove the draft, once no rank writes into it any more."""
+        """Rank 0: see `Peers`."""
         with suppress(OSError):
             self._wait_for("written")
         self._store.discard_draft(self._step)

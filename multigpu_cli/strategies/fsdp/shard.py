@@ -1,12 +1,15 @@
-"""Shards a model block by block, while one rank sends its weights: no other ever holds more than one block whole.
+"""Builds a network without memory for its weights, and shards it block by block, while one rank sends its weights.
 
-The others' model may lie on the meta device.
+No other ever holds more than one block whole, and its model may lie on the meta device. A network may be larger than a
+device: before it is sharded it is on none, and rank 0 has the weights in host memory.
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
-from copy import copy
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from hashlib import sha256
 from typing import Any, cast
 
 import torch
@@ -15,10 +18,122 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
-from multigpu_cli.distributed.collectives import broadcast_object
+from multigpu_cli.checkpoint.initial_weights import WeightMatch
+from multigpu_cli.checkpoint.weights import check_extra_state
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.distributed.collectives import all_gather_object, broadcast_object, run_on_all_ranks
+from multigpu_cli.distributed.out_of_memory import return_freed_tensors
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
+from multigpu_cli.models.blocks import find_blocks_to_wrap
+from multigpu_cli.models.build import has_2d_convolutions, use_channels_last
+from multigpu_cli.models.meta import build_on_meta, copy_to_meta, find_unsaved_tensors
+from multigpu_cli.optimizers.eval_weights import EMAModel
+from multigpu_cli.run.assembly import model as assembly
+from multigpu_cli.run.assembly.model import BuiltModel, ModelFactory
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.seeding import seed_weights
+
+_CPU = torch.device("cpu")
+
+
+def build_model_to_shard(factory: ModelFactory) -> BuiltModel:
+    """The network on the meta device, where possible: but on rank 0 with the weights of the seed, in host memory.
+
+    Where a checkpoint has all weights, no rank needs others; that of an adapter has what learns. With --exact kernels
+    are laid out as without sharding, since the last bits depend on it: rank 0 tries how. Else rows are gathered as
+    they lie.
+
+    Raises:
+        RequestError: it can't be built, or does not fit the weights, or ranks built different ones; on every rank.
+    """
+    world, config = factory.world, factory.spec.config
+    return_freed_tensors()
+    model, weights, whole_because, channels_last = run_on_all_ranks(world, lambda: _build(factory))
+    if config.reproducibility.exact and broadcast_object(world, channels_last):
+        use_channels_last(model)
+    source, words = agree_on_source(world, model, whole_because)
+    ema, compiles = config.optimizer.ema, config.model.compile != "off"
+    average = None if ema == "off" else EMAModel(copy_to_meta(model), float(ema))
+    gathered = find_blocks_to_wrap(model, config.device.wrap) or [""] if compiles else []
+    blocks = [model.get_submodule(name) for name in gathered]
+    return BuiltModel(model, None, weights, average, blocks, source, words)
+
+
+def _build(factory: ModelFactory) -> tuple[nn.Module, WeightMatch | None, str, bool]:
+    """The network of this rank, what --init-from loaded, why all weights are in memory ("" where not), the layout."""
+    spec, world, task, first_batch = factory
+    model, reason = None, spec.factories.whole_because or "it sends the weights"
+    if not spec.factories.whole_because and (spec.resume_point.checkpoint or not world.is_main):
+        model, reason = _build_without_weights(factory)
+    if model is not None:
+        return model.train(), None, "", False
+    model = assembly.create_model(spec).train()
+    weights, last = assembly.load_weights_to_send(spec, world, model), False
+    on_host = partial(Precision, spec.plan.precision, _CPU)
+    if any(map(is_lazy, model.parameters())):  # the first pass creates them
+        batch = _move_to_host(first_batch())
+        seed_weights(spec.config.reproducibility.seed, late=True)
+        assembly.smoke_test_batch(spec, task, model, on_host(), batch)
+    if _keeps_layout(factory):
+        last = assembly.try_channels_last(spec, task, model, on_host(), _move_to_host(first_batch())) is not None
+    check_extra_state(model, spec.model)
+    return model, weights, reason, last
+
+
+def _build_without_weights(factory: ModelFactory) -> tuple[nn.Module | None, str]:
+    """The network on the meta device, or None with the reason against it."""
+    spec = factory.spec
+    seed_weights(spec.config.reproducibility.seed)  # so that only what the factory draws moves the generator
+    model, reason = build_on_meta(lambda: assembly.create_model(spec))
+    if model is not None and _keeps_layout(factory) and has_2d_convolutions(model):
+        return None, "the layout of its kernels is tried on it"
+    if model is not None and factory.world.is_main and (unsaved := find_unsaved_tensors(model)):
+        return None, f"no checkpoint has {unsaved[0]}"
+    return model, reason
+
+
+def _keeps_layout(factory: ModelFactory) -> bool:
+    return factory.world.is_main and factory.spec.config.reproducibility.exact
+
+
+def _move_to_host(batch: Batch) -> Batch:
+    inputs, targets = tree_map_only(Tensor, lambda tensor: tensor.to(_CPU), (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets)
+
+
+def agree_on_source(world: World, model: nn.Module, whole_because: str) -> tuple[int | None, str]:
+    """Agree on who has the first weights; all ranks call it together.
+
+    Returns:
+        The rank that sends them, None where a checkpoint has them all, and the explanation for the plan.
+
+    Raises:
+        RequestError: the ranks built different networks; the same on every rank.
+    """
+    everyone = all_gather_object(world, [_fingerprint_structure(model), whole_because])
+    differing = [rank for rank, (structure, _) in enumerate(everyone) if structure != everyone[0][0]]
+    if differing:
+        raise RequestError(
+            f"--model: rank {differing[0]} built other parameters or buffers than rank 0",
+            remedy="a factory that builds the same network on the meta device and wherever it is called",
+        )
+    reasons = [reason for _, reason in everyone]
+    if not any(reasons):
+        return None, "no rank builds the weights: the checkpoint has them"
+    if reason := next(filter(None, reasons[1:]), ""):
+        return 0, f"each rank builds the whole model in host memory: {reason}"
+    return 0, "rank 0 builds the weights in host memory, and each rank gets its rows"
+
+
+def _fingerprint_structure(model: nn.Module) -> str:
+    """A checksum over the names, shapes and formats of parameters and buffers."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    lines = [f"{name} {tuple(each.shape)} {each.dtype} {each.requires_grad}" for name, each in tensors]
+    return sha256("\n".join(lines).encode()).hexdigest()
 
 
 def create_mesh(world: World, shard_size: int | None) -> DeviceMesh:
@@ -69,7 +184,9 @@ class ModelSharder:
         """
         for name in [*blocks, ""]:
             parts = [model.get_submodule(name) for model in self._models]
-            received = [parameter for part in parts for parameter in part.parameters() if not _is_sharded(parameter)]
+            received = [
+                parameter for part in parts for parameter in part.parameters() if not isinstance(parameter, DTensor)
+            ]
             self._receive_parameters(*parts)
             self._receive_buffers(*parts)
             for number, part in enumerate(parts):
@@ -85,7 +202,7 @@ class ModelSharder:
 
     def _receive_parameters(self, *parts: nn.Module) -> None:
         for same in list(zip(*(part.parameters() for part in parts), strict=True)):
-            if not _is_sharded(same[0]):
+            if not isinstance(same[0], DTensor):
                 whole = self._receive(same[0])
                 for parameter in same:
                     self._set_parameter(parameter, whole)
@@ -131,71 +248,3 @@ class ModelSharder:
         for name, value in zip(names, broadcast_object(self._world, own, source=self._source), strict=True):
             for model in self._models:
                 model.get_submodule(name).set_extra_state(value)
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, DTensor)
-
-
-_ROWS, _STEPS = 6, 3
-
-
-def check_is_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Try the optimizer on a small weight, whole and in two pieces, with the settings of each of its groups.
-
-    Raises:
-        RequestError: the results differ: it needs whole weights, as Muon, LAMB and Adafactor do.
-    """
-    for group in filter(lambda each: each["params"], optimizer.param_groups):
-        shape = (_ROWS, 4) if any(parameter.ndim > 1 for parameter in group["params"]) else (_ROWS,)
-        like: Tensor = group["params"][0]
-        generator = torch.Generator().manual_seed(0)
-        drawn = [torch.randn(shape, generator=generator).to(like.device, like.dtype) for _ in range(1 + _STEPS)]
-        whole = _optimize(optimizer, group, drawn)
-        pieces = [_optimize(optimizer, group, list(part)) for part in zip(*(d.chunk(2) for d in drawn), strict=True)]
-        if not torch.allclose(torch.cat(pieces), whole, rtol=1e-3, atol=1e-5):
-            raise RequestError(
-                f"--multi-gpu fsdp: each worker has only some rows of a weight, and {type(optimizer).__name__} needs "
-                "all of them: its step on two pieces is another than on the whole",
-                remedy="an optimizer that treats each number by itself, such as AdamW or SGD, or --multi-gpu ddp",
-            )
-
-
-def _optimize(optimizer: torch.optim.Optimizer, group: dict[str, Any], drawn: list[Tensor]) -> Tensor:
-    """A weight after some steps of a copy of the optimizer.
-
-    Args:
-        drawn: the weight and its gradients.
-    """
-    weight = torch.nn.Parameter(drawn[0].clone())
-    trial = copy(optimizer)
-    trial.state = defaultdict(dict)
-    if initial := _resize_state(optimizer.state.get(group["params"][0], {}), group["params"][0], weight):
-        trial.state[weight] = initial
-    trial.param_groups = [group | {"params": [weight], "lr": 0.01}]
-    for gradient in drawn[1:]:
-        weight.grad = gradient.clone()
-        type(optimizer).step(trial)  # not `trial.step`, which a scheduler may have replaced by one for the original
-    return weight.detach()
-
-
-def _resize_state(state: dict[str, Any], parameter: Tensor, weight: Tensor) -> dict[str, Any]:
-    """What an optimizer has put into the state of a parameter already, as Adagrad's constructor does, for the weight.
-
-    Tensors of the parameter's shape are filled with their first number.
-
-    Returns:
-        {} if there are other tensors, as Adafactor has after its first step: the optimizer makes them anew.
-    """
-    resized = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            resized[key] = value
-        elif value.ndim == 0:
-            resized[key] = value.clone()
-        elif value.shape == parameter.shape:
-            first = value.flatten()[0].item() if value.numel() else 0  # a worker may have no row of a short weight
-            resized[key] = torch.full_like(weight, first, dtype=value.dtype)
-        else:
-            return {}
-    return resized

@@ -4,6 +4,8 @@ Both ways go tensor by tensor, so that no process holds more than one whole tens
 """
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -32,8 +34,8 @@ class ShardedState:
 
     def __init__(self, world: World, parameters: Mapping[str, DTensor], mesh: DeviceMesh) -> None:
         self._world, self._parameters = world, parameters
-        self._place, self._places = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        self.replicas = world.size // self._places
+        self._shard, self._num_shards = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        self.replicas = world.size // self._num_shards
         self._is_first = mesh.ndim == 1 or mesh.get_local_rank(0) == 0  # of the workers that hold the same rows
         self.moved: Mapping[int, DTensor] = {}
 
@@ -44,12 +46,14 @@ class ShardedState:
 
     def scatter(self, state: dict[str, Any] | None, source: int) -> dict[str, Any]:
         """This rank's part of the source's state: DTensors of model and average, and plain rows of the optimizer."""
-        sends = self._world.rank == source
-        outline = broadcast_object(self._world, map_tensors(state, _outline) if sends else None, source=source)
+        outline = None
+        if self._world.rank == source:  # tensors of the same shape and dtype that take one element of memory
+            outline = map_tensors(state, lambda _, value: value.new_zeros(()).expand(value.shape))
+        outline = broadcast_object(self._world, outline, source=source)
         return dict(map_tensors(outline, lambda path, tensor: self._receive(path, tensor, state, source)))
 
     def split(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
-        """See `Strategy.split_state`."""
+        """See `Strategy.sharded_state_dict`."""
         own: dict[str, tuple[Tensor, int]] = {}
 
         def outline(path: TensorPath, value: Tensor) -> Tensor:
@@ -64,7 +68,7 @@ class ShardedState:
         return map_tensors(state, outline), own
 
     def read(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
-        """See `Strategy.read_state`."""
+        """See `Strategy.load_sharded`."""
 
         def fill(path: TensorPath, value: Tensor) -> Tensor:
             if not value.is_meta:
@@ -79,8 +83,8 @@ class ShardedState:
 
     def _find_rows(self, whole: Tensor) -> tuple[int, int]:
         """The first of this rank's rows, and the one after its last, as `fully_shard` divides them."""
-        length = -(-whole.shape[0] // self._places)
-        begin = min(length * self._place, whole.shape[0])
+        length = -(-whole.shape[0] // self._num_shards)
+        begin = min(length * self._shard, whole.shape[0])
         return begin, min(begin + length, whole.shape[0])
 
     def take_rows(self, whole: Tensor) -> Tensor:
@@ -98,7 +102,7 @@ class ShardedState:
     def _receive(self, path: TensorPath, outline: Tensor, state: dict[str, Any] | None, source: int) -> Tensor:
         whole = torch.empty(outline.shape, dtype=outline.dtype, device=self._world.device)
         if self._world.rank == source:
-            whole.copy_(_follow(state, path))
+            whole.copy_(reduce(getitem, path, state))  # type: ignore[arg-type]
         dist.broadcast(whole.flatten().view(torch.uint8), src=source)
         like = self._find_parameter(path, whole)
         if like is None or like.shape != whole.shape:  # of another model: whoever loads it says so
@@ -120,14 +124,3 @@ def _as_dtensor(rows: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def _outline(path: TensorPath, value: Tensor) -> Tensor:
-    """A tensor of the same shape and dtype that takes one element of memory."""
-    return value.new_zeros(()).expand(value.shape)
-
-
-def _follow(state: Any, path: TensorPath) -> Any:
-    for key in path:
-        state = state[key]
-    return state

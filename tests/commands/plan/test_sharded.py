@@ -42,7 +42,7 @@ def take_step(components: TrainComponents, stream: Iterator[Batch], passes: int)
         forward_backward(components, batch, 1.0, last=number == passes - 1)
         strategy.after_backward(batch.micro_batch_index)
     strategy.reduce_gradients(idle=False)
-    state.precision.clip_and_step(state.optimizer, strategy.trained, 1.0, strategy.total_norm)
+    state.precision.clip_and_step(state.optimizer, strategy.local_parameters, 1.0, strategy.total_norm)
     state.optimizer.zero_grad()
 
 
@@ -51,7 +51,7 @@ def count_bytes_at_rest(components: TrainComponents) -> int:
     states = [value for state in components.state.optimizer.state.values() for value in state.values()]
     return sum(
         value.nbytes
-        for value in [*components.strategy.trained, *components.state.model.buffers(), *states]
+        for value in [*components.strategy.local_parameters, *components.state.model.buffers(), *states]
         if isinstance(value, Tensor)
     )
 
