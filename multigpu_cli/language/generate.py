@@ -65,18 +65,18 @@ def answer_prompt(
             take the same.
     """
     device = next(model.parameters()).device
-    cache: Any = getattr(model, "make_cache", lambda: None)()
+    cache: dict[str, Any] = getattr(model, "make_cache", dict)()
     answer: list[int] = []
     while len(answer) < min(count, length - len(prompt)) and not (answer and answer[-1] in ends):
-        new = answer[-1:] if answer and cache is not None else [*prompt, *answer]
+        new = answer[-1:] if answer and cache else [*prompt, *answer]
         places = range(len(prompt) + len(answer) - len(new), len(prompt) + len(answer))
         inputs: dict[str, Any] = {"input_ids": new, "position_ids": list(places)}
         inputs = {name: torch.tensor([values], device=device) for name, values in inputs.items()}
-        if cache is not None:
-            inputs |= {"past_key_values": cache, "use_cache": True}
+        if cache:
+            inputs |= cache | {"use_cache": True}
         logits = model(inputs)[:, -1].float()
-        if cache is not None and cache.get_seq_length() <= places[-1]:  # the network keeps a state of another kind
-            cache = None
+        if any(each.get_seq_length() <= places[-1] for each in cache.values()):  # the network has another kind of state
+            cache = {}
         answer.append(agree(int(_draw_tokens(logits, temperature, top_k, generator))))
     return answer
 

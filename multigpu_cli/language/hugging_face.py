@@ -48,14 +48,15 @@ class NamedInputs(nn.Module):
         self._call.check_names(named)  # its **kwargs would pass over them in silence
         return callee(**named)
 
-    def make_cache(self) -> Any:
-        """An empty cache of keys and values, which passes with `past_key_values` fill; None where there is no use."""
-        if "past_key_values" not in self._call.names:
-            return None
+    def make_cache(self) -> dict[str, Any]:
+        """An empty cache of keys and values, as the input that a pass fills, by its name; {} where there is no use."""
+        name = next((each for each in ("past_key_values", "cache") if each in self._call.names), "")
+        if not name:  # transformers calls it `cache` since 5.24
+            return {}
         from transformers import DynamicCache  # late: to generate text only
 
         config: Any = self.network.config
-        return DynamicCache(config=config)
+        return {name: DynamicCache(config=config)}
 
 
 class Logits(NamedInputs):

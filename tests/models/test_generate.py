@@ -34,7 +34,7 @@ def test_what_is_cached_is_what_is_computed_anew(architecture: str, adapter: str
     for temperature in (0.0, 1.0):
         texts = []
         for cached in (True, False):
-            model.make_cache = type(model).make_cache.__get__(model) if cached else lambda: None
+            model.make_cache = type(model).make_cache.__get__(model) if cached else dict
             draws = torch.Generator().manual_seed(3)
             texts.append(answer_prompt(model, PROMPT, 6, 64, {10**6}, temperature=temperature, generator=draws))
             assert lengths == ([4, 1, 1, 1, 1, 1] if cached else [4, 5, 6, 7, 8, 9])

@@ -166,6 +166,12 @@ def test_so_it_is_where_it_returns_a_loss_and_time_comes_first(look: Look) -> No
 @pytest.mark.parametrize("amp", ["off", "bf16"])
 @pytest.mark.parametrize("mixer", ["attention", "lstm", "longest of a batch", "noise", "running statistics"])
 def test_a_network_that_keeps_them_apart_holds(look: Look, mixer: str, amp: str) -> None:
+    if (mixer, amp) == ("lstm", "bf16"):
+        with torch.autocast("cpu", torch.bfloat16):
+            try:
+                nn.LSTM(4, 4).eval()(torch.ones(2, 3, 4))
+            except RuntimeError as error:
+                pytest.skip(f"this CPU computes no LSTM in bf16: {error}")
     assert look(mixer, amp=amp) == {"mixes": ""}
 
 
