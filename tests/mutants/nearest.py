@@ -41,6 +41,10 @@ _NEAR = {
         "tests/test_wrong_requests.py",
         *_RUNS,
     ),
+    "hooks": ("tests/test_own_code.py", "tests/config/test_named_code.py", *_RUNS),
+    "freezing.py": ("tests/models/", *_RUNS),
+    "metrics": ("tests/tasks/", *_RUNS),
+    "mirror": ("tests/checkpoint/", "tests/config/test_mirror_url.py", "tests/commands/test_mirror.py", *_RUNS),
     "engine.py": ("tests/monitor/", "tests/faults/", "tests/test_train_multi_gpu.py", *_RUNS),
 }
 """The test files (or folders of them) that may notice a fault in a room."""

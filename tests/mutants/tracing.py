@@ -12,7 +12,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("engine.py", "run", "strategies", "checkpoint", "planning")
+ROOMS = ("engine.py", "run", "strategies", "checkpoint", "planning", "hooks", "freezing.py", "metrics", "mirror")
 SITE = """import os
 if "MUTANTS_TRACED" in os.environ:
     from tests.mutants.tracing import note_in

@@ -78,7 +78,7 @@ def test_exact_needs_gpus_of_one_kind() -> None:
 
 
 def test_a_run_with_exact_is_not_begun_on_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_plan, "_device_name", lambda world: ("A100", "T4")[world.rank])
+    monkeypatch.setattr(make_plan, "_name_device", lambda world: ("A100", "T4")[world.rank])
     ended = run_training(2, save_dir=str(tmp_path / "run"), exact=True, max_steps=2)
     assert (ended.kind, (tmp_path / "run").exists()) == ("RequestError", False)
     assert "rank 1 would train with device T4" in ended.error
