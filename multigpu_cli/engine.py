@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.out_of_memory import is_out_of_memory
 from multigpu_cli.planning.batch import StepLayout
@@ -131,9 +130,8 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     observer.phase("optimizer")
     if run.optimizer_draws:  # the same on every worker
         seed_optimizer_step(seed, layout.step, *devices)
-    norm, skipped = state.precision.clip_and_step(
-        state.optimizer, parameters, _max_norm(config), run.strategy.total_norm
-    )
+    max_norm = None if config.optimizer.max_grad_norm == "off" else float(config.optimizer.max_grad_norm)
+    norm, skipped = state.precision.clip_and_step(state.optimizer, parameters, max_norm, run.strategy.total_norm)
     run.strategy.rollback_buffers(skipped)
     if state.average:
         state.average.update_parameters(state.model, skipped)
@@ -142,7 +140,3 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     for tell_end in run.moments.step_end:
         tell_end(run, layout.step, outcome)
     return outcome
-
-
-def _max_norm(config: Config) -> float | None:
-    return None if config.optimizer.max_grad_norm == "off" else float(config.optimizer.max_grad_norm)

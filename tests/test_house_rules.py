@@ -324,11 +324,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 236,  # to become 220
-    "lines": 45_133,  # 41,000
+    "lines": 45_129,  # 41,000
     "files to read": 34,
-    "lines to read": 7_653,  # 7,500
+    "lines to read": 7_649,  # 7,500
     "files the engine reaches": 102,  # 100
-    "lines the engine reaches": 19_359,  # 18,000
+    "lines the engine reaches": 19_355,  # 18,000
     "core files that read a capability's settings": 6,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

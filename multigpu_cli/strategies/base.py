@@ -298,7 +298,9 @@ class DataParallel(Strategy):
 
 
 def find_strategy(name: str, *, exact: bool = False) -> type[Strategy]:
-    """The class of a placement's strategy, or of the one that --multi-gpu names."""
+    """The class of a placement's strategy, or of the one that --multi-gpu names; a RequestError without its room."""
+    if name not in (*STRATEGIES, "auto", "none"):
+        raise RequestError(f"--multi-gpu {name}: this program comes without it", remedy="--multi-gpu ddp")
     usual = STRATEGIES["exact" if exact else "single"]
     strategy: type[Strategy] = load(STRATEGIES.get(f"{name} exact" if exact else name, usual))
     return strategy

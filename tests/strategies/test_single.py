@@ -2,8 +2,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from multigpu_cli.capabilities import STRATEGIES
+from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.strategies.base import Single
+from multigpu_cli.strategies.base import Single, find_strategy
 from tests.strategies.one_step import network, reduce_step, samples, state
 
 
@@ -36,3 +38,11 @@ def test_one_micro_batch_moves_batchnorm_as_torch_does() -> None:
 def test_it_is_one_lane_without_any_averaging() -> None:
     strategy = Single(network())
     assert (strategy.name, strategy.replicas_per_process, strategy.loss_factor) == ("single", 1, 1.0)
+
+
+def test_a_strategy_whose_room_is_gone_is_refused_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_strategy("auto") is find_strategy("none") is Single
+    monkeypatch.delitem(STRATEGIES, "fsdp")
+    for exact in (False, True):
+        with pytest.raises(RequestError, match="--multi-gpu fsdp: this program comes without it"):
+            find_strategy("fsdp", exact=exact)
