@@ -63,7 +63,7 @@ def test_a_script_without_a_file_is_refused(tmp_path: Path, words: list[str], na
         ('__name__ == "__main__"', True),
         ('__name__ != "__mp_main__" and True', True),
         ("multiprocessing.parent_process() is None", True),
-        ("multiprocessing.active_children() == []", False),
+        ("multiprocessing.cpu_count() > 0", False),
     ],
 )
 def test_a_guard_is_a_test_that_is_false_in_a_spawned_process(tmp_path: Path, test: str, safe: bool) -> None:
