@@ -10,8 +10,8 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
 from multigpu_cli.run.request.checks import check_device
+from tests.rl.test_env_source import request
 from tests.support.run_training import run_training
-from tests.tasks.ppo.test_env_source import request
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SETS = [f"task.args.{word}" for word in ("rollout=14", "passes=2", "minibatches=2", "evaluate_every=3")]

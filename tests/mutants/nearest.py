@@ -17,6 +17,7 @@ _NEAR = {
     "planning": ("tests/planning/", "tests/commands/plan/test_plan.py", *_RUNS),
     "checkpoint": (
         "tests/checkpoint/",
+        "tests/mirror/",
         "tests/commands/test_checkpoints.py",
         "tests/commands/inference/test_export.py",
         "tests/distributed/test_initial_weights.py",
@@ -31,6 +32,9 @@ _NEAR = {
         *_RUNS,
     ),
     "run": (
+        "tests/hooks/",
+        "tests/mirror/",
+        "tests/loggers/",
         "tests/monitor/",
         "tests/faults/",
         "tests/config/test_resume_rules.py",
@@ -41,11 +45,11 @@ _NEAR = {
         "tests/test_wrong_requests.py",
         *_RUNS,
     ),
-    "hooks": ("tests/test_own_code.py", "tests/config/test_named_code.py", *_RUNS),
-    "freezing.py": ("tests/models/", *_RUNS),
-    "metrics": ("tests/tasks/", *_RUNS),
-    "mirror": ("tests/checkpoint/", "tests/config/test_mirror_url.py", "tests/commands/test_mirror.py", *_RUNS),
-    "engine.py": ("tests/monitor/", "tests/faults/", "tests/test_train_multi_gpu.py", *_RUNS),
+    "hooks": ("tests/hooks/", "tests/test_own_code.py", "tests/config/test_named_code.py", *_RUNS),
+    "freezing.py": ("tests/models/", "tests/optimizers/", *_RUNS),
+    "metrics": ("tests/metrics/", "tests/tasks/", *_RUNS),
+    "mirror": ("tests/checkpoint/", "tests/mirror/", "tests/commands/test_mirror.py", *_RUNS),
+    "engine.py": ("tests/hooks/", "tests/monitor/", "tests/faults/", "tests/test_train_multi_gpu.py", *_RUNS),
 }
 """The test files (or folders of them) that may notice a fault in a room."""
 _SHORT = 1.0  # the same of one test

@@ -1,4 +1,4 @@
-"""Writes tests/data/golden_masks anew: `python -m tests.support.golden_masks`.
+"""Writes tests/language/chat/golden_masks anew: `python -m tests.support.golden_masks`.
 
 Each file shows what is learned of the same conversations with one of the chat templates that come with trl, which are
 those of well-known models. Learned text stands between ⟦ and ⟧. The conversations are real ones (chatterbot_corpus),
@@ -19,7 +19,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder
 
-GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden_masks"
+GOLDEN = Path(__file__).resolve().parents[1] / "language" / "chat" / "golden_masks"
 _MARKS = re.compile(r"<\|[^|<>\s']+\|>|<｜[^｜]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|</?[a-z_]+>|<[A-Z_]+>|\[/?[A-Z_]+\]")
 _CALL = {"type": "function", "function": {"name": "search", "arguments": {"words": "a computer", "most": 1}}}
 _TOOL = {

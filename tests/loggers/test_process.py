@@ -17,7 +17,7 @@ from tests.commands.runs import interrupted_run, run_folder
 from tests.support.recording_logger import read_rows
 from tests.support.wait_until import wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 OWN = "tests.support.recording_logger:Recorder"
 RUN = Path("run")
 

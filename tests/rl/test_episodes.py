@@ -9,8 +9,8 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.rl import metrics
 from multigpu_cli.rl.metrics import Episodes
 from multigpu_cli.rl.policy import build_policy
+from tests.rl.test_env_source import open_env
 from tests.support.world import CPU
-from tests.tasks.ppo.test_env_source import open_env
 
 
 def rightwards(observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,8 +6,8 @@ import torch
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.trading.request import group
-from tests.environments.trading.csv_files import lines, write
 from tests.support.world import CPU
+from tests.trading.csv_files import lines, write
 
 SMALL: dict[str, Any] = {"made_days": 200, "period": 5, "turbulence_window": 20}
 

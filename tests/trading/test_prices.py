@@ -5,7 +5,7 @@ import pytest
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.trading.prices import read_prices
-from tests.environments.trading.csv_files import HEAD, lines, write
+from tests.trading.csv_files import HEAD, lines, write
 
 
 def test_symbols_stand_in_the_order_of_their_names_or_as_asked_for(tmp_path):

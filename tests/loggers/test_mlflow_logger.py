@@ -10,7 +10,7 @@ from multigpu_cli.loggers.process import LoggerProcess
 from multigpu_cli.loggers.sender import read_position
 from tests.commands.runs import interrupted_run
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 RUN = Path("run")
 
 

@@ -26,7 +26,7 @@ from multigpu_cli.tasks.regression import Regression
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE, CPU
 
-HERE = "tests.tasks.metrics.test_meter"
+HERE = "tests.metrics.test_meter"
 NAMES = (
     "macro_f1",
     "macro_accuracy",

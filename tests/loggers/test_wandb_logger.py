@@ -12,7 +12,7 @@ from multigpu_cli.loggers.sender import identify_run
 from tests.commands.runs import interrupted_run
 from tests.support.wandb_files import read_records
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 RUN = Path("run")
 
 

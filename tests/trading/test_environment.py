@@ -9,8 +9,8 @@ from multigpu_cli.planning.batch import make_key
 from multigpu_cli.trading.environment import Trading, TradingRules, figures
 from multigpu_cli.trading.market import build
 from multigpu_cli.trading.prices import draw_prices
-from tests.environments.trading.test_market import shuffle_after
 from tests.support.world import CPU
+from tests.trading.test_market import shuffle_after
 
 PRICES = draw_prices(1, symbols=3, days=300)
 MARKET = build(PRICES, window=5, period=10, turbulence_window=30, turbulence=0.8)
