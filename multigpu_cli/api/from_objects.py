@@ -62,6 +62,7 @@ class FromObjects(FromConfig):
         names = ", ".join(getattr(each, "__name__", type(each).__name__) for each in objects if each is not None)
         self.comment = f"# with live objects from Python, which --config does not bring back: {names}\n"
         self.named = () if self.criterion else ("task",)
+        self._end = _find_length(self.scheduler, ()) if self.scheduler else None
 
     def list_unused(self, config: Config) -> set[str]:
         of_optimizer = {"optimizer.rates", "optimizer.layer_decay", "optimizer.groups"}
@@ -162,6 +163,12 @@ class FromObjects(FromConfig):
                 state.progress.scheduled += 1
 
     def check_restored(self, plan: Plan) -> None:
+        if self.scheduler and (end := _find_length(self.scheduler, ())) != self._end:
+            raise RequestError(
+                f"scheduler: this {type(self.scheduler).__name__} ends after {self._end} steps, and that of the "
+                f"checkpoint, which would go on, after {end}",
+                remedy=f"make it for {end} steps; or init_from and another save_dir, for a schedule from the beginning",
+            )
         if not isinstance(self.scheduler, OneCycleLR):
             return
         calls = (plan.schedule.total_steps - 1) // plan.scheduler_every

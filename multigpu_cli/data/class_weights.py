@@ -124,8 +124,8 @@ def read_labels(dataset: Dataset[Any], form: SampleForm = PAIR) -> Tensor | None
         labels = read_labels(dataset.dataset, form)
         return None if labels is None else labels[torch.as_tensor(dataset.indices)]
     else:
-        name = "targets" if hasattr(dataset, "targets") else "labels"
-        targets = _transform_targets(dataset, getattr(dataset, name, None))
+        listed = (getattr(dataset, name, None) for name in ("targets", "labels"))
+        targets = _transform_targets(dataset, next((each for each in listed if each is not None), None))
     try:
         labels = torch.as_tensor(targets)
         return labels if len(labels) == len(dataset) else None  # type: ignore[arg-type]

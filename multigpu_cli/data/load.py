@@ -90,7 +90,7 @@ def _count_classes(samples: "SeededDataset", form: SampleForm, moved: Moved) -> 
     if not (most := needed(0)):
         return 0
     count, listed = len(dataset), read_labels(dataset, form)  # type: ignore[arg-type]
-    few = (0, count // 2, count - 1)
+    few = {index * (count - 1) // 15 for index in range(16)}
     if listed is not None and all(needed(index) == _count_needed(None, listed[index]) for index in few):
         return 0 if listed.double().frac().any() else _count_needed(None, listed.max())
     if count > _MOST_SCANNED:

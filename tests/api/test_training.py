@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
 from multigpu_cli.distributed.world import World
@@ -234,7 +234,20 @@ def test_a_scheduler_that_does_not_fit_the_run_is_refused_before_it(tmp_path: Pa
     assert asked_for[11] > asked_for[0] * 20, "half of it, as asked for"
     train_scheduled(tmp_path / "longer", one_cycle(12))
     with pytest.raises(RequestError, match="OneCycleLR has 12 steps, and the run steps it 17 times"):
-        train_scheduled(tmp_path / "longer", one_cycle(18), num_epochs=3)
+        train_scheduled(tmp_path / "longer", one_cycle(12), num_epochs=3, scheduler_step="step")
+
+
+def test_a_longer_run_does_not_go_on_with_the_horizon_of_its_checkpoint(tmp_path: Path) -> None:
+    """The state of a scheduler has its length, which would silently take the place of the new one's."""
+
+    def cosine(steps: int) -> Callable[[torch.optim.Optimizer], LRScheduler]:
+        return lambda optimizer: CosineAnnealingLR(optimizer, steps)
+
+    for name, make in (("cosine", cosine), ("cycle", one_cycle)):
+        train_scheduled(tmp_path / name, make(12))
+        said = "ends after 18 steps, and that of the checkpoint, which would go on, after 12"
+        with pytest.raises(RequestError, match=said):
+            train_scheduled(tmp_path / name, make(18), num_epochs=3)
 
 
 def test_a_scheduler_that_was_made_and_not_passed_is_noticed(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ class FromConfig:
         """The checkpoint, if there is one, is loaded.
 
         Raises:
-            RequestError: the scheduler, as it is now, ends before the run.
+            RequestError: the scheduler, as it is now, ends before the run, or elsewhere than the one that was given.
         """
 
     def adopt_weights(self, folder: str, world: World) -> None:
