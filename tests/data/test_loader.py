@@ -357,9 +357,28 @@ def test_auto_leaves_a_core_for_each_trainer(
 
 def test_auto_fetches_what_comes_at_once_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr("multigpu_cli.data.fetcher._TRANSFER_COST", 1e-3)  # also on a starved machine
     assert Loader(Quick(), source(Quick()), DataConfig(), device=CPU, seed=1).data_location.startswith(
         "fetched in this process: "
     )
+
+
+def test_a_first_sample_that_opens_files_does_not_decide(
+    closing: list[Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Opening(Quick):
+        opened = False
+
+        def __getitem__(self, index: int) -> Any:
+            if not self.opened:
+                time.sleep(1.2)
+            self.opened = True
+            return super().__getitem__(index)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr("multigpu_cli.data.fetcher._TRANSFER_COST", 1e-3)  # also on a starved machine
+    closing.append(loader(Opening(), "auto"))
+    assert closing[0].data_location.startswith("fetched in this process: ")
 
 
 @pytest.mark.parametrize("processes", [0, 1])
