@@ -39,7 +39,7 @@ def run(request: ResolvedRequest) -> dict[str, Any]:
         with _few_collections():
             status = fit(run)
         summary = finish_run(run, status)
-        console.report(summary, summary.get("per_class"), summary.get("confusion"), spec.source.class_names)
+        console.report(summary, spec.source.class_names)
         return summary
 
 

@@ -161,7 +161,7 @@ def init_files_are_empty(tree: Tree) -> Iterator[str]:
 def no_grab_bags(tree: Tree) -> Iterator[str]:
     for path in tree:
         words = {word for part in path.removesuffix(".py").split("/") for word in part.split("_")}
-        if words & GRAB_BAGS and path not in {"multigpu_cli/api/manager.py", "tests/api/test_manager.py"}:
+        if words & GRAB_BAGS:
             yield f"{path}: name it after what it holds"
 
 
@@ -323,12 +323,12 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 236,  # to become 220
-    "lines": 45_129,  # 41,000
+    "files": 231,  # to become 220
+    "lines": 44_421,  # 41,000
     "files to read": 34,
-    "lines to read": 7_649,  # 7,500
-    "files the engine reaches": 102,  # 100
-    "lines the engine reaches": 19_355,  # 18,000
+    "lines to read": 7_627,  # 7,500
+    "files the engine reaches": 98,  # 100
+    "lines the engine reaches": 19_135,  # 18,000
     "core files that read a capability's settings": 6,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

@@ -45,7 +45,6 @@ class FromObjects(FromConfig):
     Attributes:
         model: on any device; all ranks start from rank 0's weights.
         criterion: outputs and targets → loss; None: the task that the configuration or the dataset names.
-        optimizer: over the model's parameters.
         scheduler: of that optimizer; without one the optimizer's rates stay constant.
         scheduler_interval: when the scheduler steps: "epoch" or "step"; None: as what it was made for tells.
     """
@@ -180,10 +179,8 @@ class FromObjects(FromConfig):
 
     def adopt_weights(self, folder: str, world: World) -> None:
         model = adapt_model(self.model).to(world.device)
-        files = [Path(folder, name) for name in ("best.pt", "last.pt")]
-        state = run_on_main_rank(
-            world, lambda: read_weights(next((file for file in files if file.is_file()), files[0]))
-        )
+        best, last = (Path(folder, name) for name in ("best.pt", "last.pt"))
+        state = run_on_main_rank(world, lambda: read_weights(last if last.is_file() and not best.is_file() else best))
         check_fit(model, state, folder)
         model.load_state_dict(state)
         unbind_call(self.model)
@@ -201,18 +198,21 @@ _UNDERFLOW = 1e-12  # an exponential reaches zero too, long after it has become 
 
 
 def choose_interval(scheduler: LRScheduler, epochs: int, steps: int, batches: BatchPlan) -> str:
-    """'step' or 'epoch'.
-
-    Args:
-        steps: length of the run in optimizer steps; max_steps may end it before its epochs do.
+    """'step' or 'epoch', for a run of so many optimizer steps, which max_steps may have cut.
 
     Raises:
-        RequestError: it was made for another number of steps.
+        RequestError: the scheduler was made for another number of steps.
     """
-    whole, alone = epochs * batches.steps_per_epoch, _count_steps_alone(epochs, batches)
+    whole, each = epochs * batches.steps_per_epoch, batches.accumulation
+    # the steps of one process by the length of its loader, with and without accumulation
+    loader = batches.samples // batches.micro_batch
+    loader += bool(batches.samples % batches.micro_batch and not batches.drop_last)
+    alone = {epochs * loader, epochs * loader // each, epochs * (loader // each), epochs * -(-loader // each)}
     length = _find_length(scheduler, sorted({epochs, steps, whole} | alone))
-    if length is None:
-        return "step" if _counts_steps(scheduler) else "epoch"
+    if length is None:  # without an end; CyclicLR, and the warm-ups of transformers, count optimizer steps
+        lambdas = scheduler.lr_lambdas if isinstance(scheduler, LambdaLR) else []
+        warms_up = any("num_warmup_steps" in getattr(each, "keywords", {}) for each in lambdas)
+        return "step" if warms_up or isinstance(scheduler, lr_scheduler.CyclicLR) else "epoch"
     if length != epochs and length in (steps, whole):
         return "step"
     if length == epochs or not (length in alone or isinstance(scheduler, _ENDS_NOWHERE_ELSE)):
@@ -224,13 +224,6 @@ def choose_interval(scheduler: LRScheduler, epochs: int, steps: int, batches: Ba
         remedy=f"make it for {steps} steps (global_batch_size keeps their number on any number of workers), or for "
         f"{epochs}, to step it once an epoch; or scheduler_step='step' or 'epoch', to step it as it is",
     )
-
-
-def _count_steps_alone(epochs: int, batches: BatchPlan) -> set[int]:
-    """How many optimizer steps one process would have by the length of its loader, with and without accumulation."""
-    whole, rest = divmod(batches.samples, batches.micro_batch)
-    loader, each = whole + bool(rest and not batches.drop_last), batches.accumulation
-    return {epochs * loader, epochs * loader // each, epochs * (loader // each), epochs * -(-loader // each)}
 
 
 def _find_length(scheduler: LRScheduler, expected: Collection[int]) -> int | None:
@@ -246,14 +239,6 @@ def _find_length(scheduler: LRScheduler, expected: Collection[int]) -> int | Non
         case LambdaLR():
             return next(filter(None, (_find_zero(factor, expected) for factor in scheduler.lr_lambdas)), None)
     return next((int(getattr(scheduler, name)) for kind, name in _ENDS.items() if isinstance(scheduler, kind)), None)
-
-
-def _counts_steps(scheduler: LRScheduler) -> bool:
-    """Whether it has no end and counts optimizer steps: CyclicLR, and warm-ups of transformers."""
-    lambdas = scheduler.lr_lambdas if isinstance(scheduler, LambdaLR) else []
-    return isinstance(scheduler, lr_scheduler.CyclicLR) or any(
-        "num_warmup_steps" in getattr(each, "keywords", {}) for each in lambdas
-    )
 
 
 def _find_zero(factor: Callable[[int], float], expected: Collection[int]) -> int | None:

@@ -199,10 +199,7 @@ def _usable_gpus(device_ids: list[int] | None) -> list[int]:
 def check_inputs_differ(model: nn.Module) -> None:
     """Let the wrapped model's first forward pass for training compare its inputs over the ranks; later ones are free.
 
-    The pass is collective already: all ranks reach it. Inputs without tensors are not compared.
-
-    Raises:
-        RequestError: (from that pass, on all ranks) some ranks got equal inputs.
+    The pass is collective already: all ranks reach it, and raise if some got equal inputs. Only tensors are compared.
     """
 
     def compare_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

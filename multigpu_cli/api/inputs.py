@@ -50,23 +50,23 @@ class UserInputs:
     order: SampleOrder | None = None
 
     def check(self, seed: int) -> "UserInputs":
-        """Check all of them; returns the same, with IterableDatasets read into indexed datasets.
-
-        Raises:
-            RequestError: one of them has the wrong type, or a dataset is empty; names it.
-        """
+        """Check all of them; returns the same, with IterableDatasets read into indexed datasets."""
         _check(self)
         splits = {name: index_stream(getattr(self, name), seed, name) for name in SPLITS}
         for name, dataset in splits.items():
-            _check_dataset(name, dataset)
+            if dataset is None and name != "train":
+                continue
+            if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+                raise RequestError(
+                    f"{name} dataset: a {type(dataset).__name__} is not a map-style dataset",
+                    remedy="__len__ and __getitem__(index) → (input, target)",
+                )
+            if len(dataset) == 0:
+                raise RequestError(f"{name} dataset: it is empty")
         return replace(self, **splits)
 
     def factories(self, config: MultiGPUConfig) -> FromObjects:
-        """The objects that the engine trains with.
-
-        Raises:
-            RequestError: the first sample is no (input, target).
-        """
+        """The objects that the engine trains with."""
         task, form = config.settings.get("task"), _choose_form(config)
         inputs, targets = self._first_batch(form, config.seed)
         criterion = self.criterion or (None if task else nn.CrossEntropyLoss())
@@ -94,11 +94,7 @@ class UserInputs:
         )
 
     def settings(self, config: MultiGPUConfig) -> MultiGPUConfig:
-        """The settings, with the optimizer's learning rate, and with a task where there is no criterion.
-
-        Raises:
-            RequestError: the settings and the optimizer both give a learning rate, or the weights will be sharded.
-        """
+        """The settings, with the optimizer's learning rate, and with a task where there is no criterion."""
         more = dict(config.settings)
         if self.optimizer is not None:
             if TrainingMode.named(config.training_mode) is TrainingMode.FULLY_SHARDED_DATA_PARALLEL:
@@ -115,12 +111,9 @@ class UserInputs:
             group = self.optimizer.param_groups[0]
             more |= {"schedule": "constant", "warmup_epochs": 0.0}
             config = replace(config, learning_rate=float(group.get("initial_lr", group["lr"])))
-        if (
-            self.criterion is None
-            and "task" not in more
-            and (task := _infer_task(*self._first_batch(_choose_form(config), config.seed)))
-        ):
-            more["task"] = task
+        if self.criterion is None and "task" not in more:
+            task = _infer_task(*self._first_batch(_choose_form(config), config.seed))
+            more |= {"task": task} if task else {}
         return replace(config, settings=more)
 
     def _first_batch(self, form: SampleForm, seed: int) -> tuple[Any, Any]:
@@ -149,9 +142,6 @@ def refuse_forgotten_scheduler(optimizer: Any, scheduler: LRScheduler | None) ->
 
     `initial_lr` alone also stands in an optimizer that has loaded the state of an earlier training; that its `step` is
     wrapped shows that a scheduler was made for this very object.
-
-    Raises:
-        RequestError: there is such a scheduler.
     """
     groups, step = getattr(optimizer, "param_groups", []), getattr(optimizer, "step", None)
     if scheduler is None and hasattr(step, "_wrapped_by_lr_sched") and any("initial_lr" in each for each in groups):
@@ -210,18 +200,6 @@ def _check(inputs: UserInputs) -> None:
         raise RequestError("scheduler: ReduceLROnPlateau needs a validation loss", remedy="validation data, per epoch")
 
 
-def _check_dataset(name: str, dataset: Any) -> None:
-    if dataset is None and name != "train":
-        return
-    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        raise RequestError(
-            f"{name} dataset: a {type(dataset).__name__} is not a map-style dataset",
-            remedy="__len__ and __getitem__(index) → (input, target)",
-        )
-    if len(dataset) == 0:
-        raise RequestError(f"{name} dataset: it is empty")
-
-
 def _class_name(thing: Any) -> str:
     """module:Class; for a class of the script itself, the script's name is the module."""
     kind = type(thing)
@@ -277,18 +255,15 @@ class SamplerOrder:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def __call__(self, epoch: int) -> Tensor:
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, self._broadcast_order(epoch)
+        if epoch == self._epoch:
+            return self._order
+        draws = not dist.is_initialized() or dist.get_rank() == 0
+        order = self._draw_order(epoch) if draws else torch.empty(len(self), dtype=torch.int64)
+        if dist.is_initialized():
+            order = order.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+            dist.broadcast(order, src=0)
+        self._epoch, self._order = epoch, order.cpu()
         return self._order
-
-    def _broadcast_order(self, epoch: int) -> Tensor:
-        if not dist.is_initialized():
-            return self._draw_order(epoch)
-        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        order = self._draw_order(epoch) if dist.get_rank() == 0 else torch.empty(len(self), dtype=torch.int64)
-        order = order.to(device)
-        dist.broadcast(order, src=0)
-        return order.cpu()
 
     def _draw_order(self, epoch: int) -> Tensor:
         number = make_key(self.seed, epoch)
@@ -306,11 +281,7 @@ class SamplerOrder:
 def from_loader(
     loader: DataLoader[Any], config: MultiGPUConfig
 ) -> tuple[Dataset[Any], SampleOrder | None, MultiGPUConfig]:
-    """Dataset, order of samples (None: shuffled by seed), and the config with the loader's batch size and workers.
-
-    Raises:
-        RequestError: it is no DataLoader, or it does not batch single samples itself.
-    """
+    """Dataset, order of samples (None: shuffled by seed), and the config with the loader's batch size and workers."""
     dataset = with_collate(loader, config.seed)
     if loader.batch_size is None:
         raise RequestError(
@@ -332,11 +303,7 @@ def from_loader(
 
 
 def with_collate(loader: DataLoader[Any], seed: int, split: str = "train") -> Dataset[Any]:
-    """The loader's dataset, with its collate_fn where that is not torch's own.
-
-    Raises:
-        RequestError: it is no DataLoader, or its IterableDataset does not end.
-    """
+    """The loader's dataset, with its collate_fn where that is not torch's own."""
     if not isinstance(loader, DataLoader):
         raise RequestError(f"{split} loader: a {type(loader).__name__} is no DataLoader", remedy="DataLoader(dataset)")
     dataset, own = index_stream(loader.dataset, seed, split), loader.collate_fn is not default_collate

@@ -32,7 +32,6 @@ class MetricsCollector:
         throughput: samples per second over the whole time, of all GPUs together.
         memory_usage: GiB, the most that torch held on any GPU; 0.0 without one.
         gpu_utilization: per cent, by GPU, as NVML says; {} without it.
-        loss_history: the losses.
     """
 
     training_time: float = 0.0
@@ -132,7 +131,18 @@ def get_gpu_info() -> dict[str, Any]:
         cuda_available, gpu_count, gpu_details (id, name, memory_gb, compute_capability, multi_processor_count, status
         of each), total_memory_gb (GiB), compute_capability (a list), nccl_available, status "success".
     """
-    details = [_details(number) for number in range(count_visible_gpus())]
+    found = [torch.cuda.get_device_properties(number) for number in range(count_visible_gpus())]
+    details: list[dict[str, Any]] = [
+        {
+            "id": number,
+            "name": each.name,
+            "memory_gb": round(each.total_memory / _GIB, 2),
+            "compute_capability": f"{each.major}.{each.minor}",
+            "multi_processor_count": each.multi_processor_count,
+            "status": "healthy",
+        }
+        for number, each in enumerate(found)
+    ]
     return {
         "cuda_available": bool(details),
         "gpu_count": len(details),
@@ -141,18 +151,6 @@ def get_gpu_info() -> dict[str, Any]:
         "compute_capability": [each["compute_capability"] for each in details],
         "nccl_available": dist.is_available() and dist.is_nccl_available(),
         "status": "success",
-    }
-
-
-def _details(number: int) -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(number)
-    return {
-        "id": number,
-        "name": found.name,
-        "memory_gb": round(found.total_memory / _GIB, 2),
-        "compute_capability": f"{found.major}.{found.minor}",
-        "multi_processor_count": found.multi_processor_count,
-        "status": "healthy",
     }
 
 
@@ -271,11 +269,10 @@ def estimate_training_speedup(
     if counts[0] < 1 or batch_size < 1:
         raise RequestError(f"num_gpus={num_gpus}, batch_size={batch_size}: at least 1 each")
     work = StepTimes(data_seconds, forward_seconds, backward_seconds, commit_seconds, buckets(4 * parameters))
-    network = Interconnect(ASSUMED[wire])
     rows = forecast(
         counts,
         [work] * len(counts),
-        network,
+        Interconnect(ASSUMED[wire]),
         micro_batch=batch_size,
         global_batch=None,
         samples=samples,

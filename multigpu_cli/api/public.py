@@ -1,7 +1,5 @@
 """The names of the Python API, all of which `train_multi_gpu` offers."""
 
-from multigpu_cli.api.manager import FaultToleranceManager as FaultToleranceManager
-from multigpu_cli.api.manager import MultiGPUTrainingManager as MultiGPUTrainingManager
 from multigpu_cli.api.monitoring import MetricsCollector as MetricsCollector
 from multigpu_cli.api.monitoring import PerformanceMonitor as PerformanceMonitor
 from multigpu_cli.api.monitoring import clear_gpu_memory as clear_gpu_memory
@@ -15,7 +13,9 @@ from multigpu_cli.api.settings import MultiGPUConfig as MultiGPUConfig
 from multigpu_cli.api.settings import TrainingMode as TrainingMode
 from multigpu_cli.api.trainers import DataParallelTrainer as DataParallelTrainer
 from multigpu_cli.api.trainers import DistributedDataParallelTrainer as DistributedDataParallelTrainer
+from multigpu_cli.api.trainers import FaultToleranceManager as FaultToleranceManager
 from multigpu_cli.api.trainers import MultiGPUTrainer as MultiGPUTrainer
+from multigpu_cli.api.trainers import MultiGPUTrainingManager as MultiGPUTrainingManager
 from multigpu_cli.api.trainers import cleanup_distributed as cleanup_distributed
 from multigpu_cli.api.trainers import get_multi_gpu_metrics as get_multi_gpu_metrics
 from multigpu_cli.api.trainers import get_multi_gpu_status as get_multi_gpu_status

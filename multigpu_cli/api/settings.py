@@ -28,11 +28,7 @@ class TrainingMode(Enum):
 
     @classmethod
     def named(cls, strategy: "str | TrainingMode") -> "TrainingMode":
-        """From any of the names in use: auto, none, dp, DataParallel, ddp, DistributedDataParallel, fsdp, …
-
-        Raises:
-            RequestError: there is no such strategy.
-        """
+        """From any of the names in use: auto, none, dp, DataParallel, ddp, DistributedDataParallel, fsdp, …"""
         if isinstance(strategy, cls):
             return strategy
         word = re.sub(r"[^a-z]", "", str(strategy).lower())
@@ -140,11 +136,7 @@ class MultiGPUConfig:
             raise RequestError(f"{name}: MultiGPUConfig has no such field", remedy=remedy)
 
     def frozen(self) -> Config:
-        """The engine's Config for these settings.
-
-        Raises:
-            RequestError: lists every invalid field.
-        """
+        """The engine's Config for these settings; RequestError: all that is invalid."""
         refused = list(self._find_errors())
         if refused:
             raise combine_errors(refused)

@@ -1,8 +1,9 @@
-"""Trainers for a loop of the user's own, which calls the engine epoch by epoch or step by step."""
+"""Trainers and the manager of a loop of the user's own, which calls the engine epoch by epoch or step by step."""
 
 import atexit
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -15,11 +16,14 @@ from torch.utils.data import Dataset
 from multigpu_cli import engine
 from multigpu_cli.api.functions import Functions
 from multigpu_cli.api.inputs import UserInputs
+from multigpu_cli.api.monitoring import MetricsCollector, clear_gpu_memory
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
 from multigpu_cli.api.training import prepare_run, resolve_objects
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.collectives import all_reduce_sum
+from multigpu_cli.distributed.out_of_memory import is_out_of_memory
 from multigpu_cli.errors import STOPPED, RequestError
+from multigpu_cli.faults.explain import remedy_for
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.evaluation import evaluate
 from multigpu_cli.run.finalize import finish_run
@@ -30,12 +34,11 @@ from multigpu_cli.tasks.base import Loss
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step's micro-batches for this process; the training loader yields these.
+    """One optimizer step's micro-batches for this process, on its device; the training loader yields these.
 
     Attributes:
         number: counted from 0 over the whole run.
-        batches: this worker's micro-batches on its device; possibly none in an epoch's last step.
-        layout: how the step is divided among all workers.
+        batches: possibly none in an epoch's last step.
     """
 
     number: int
@@ -73,10 +76,7 @@ class MultiGPUTrainer(Functions):
     """Trains a model step by step or epoch by epoch on the engine, with its checkpoints, journal and resume.
 
     The functions of the API are its methods, which need no `setup`. Errors are raised rather than logged, and `auto`
-    never takes DataParallel.
-
-    Args:
-        config: the settings; it may be changed until `setup`.
+    never takes DataParallel. The config may be changed until `setup`.
     """
 
     mode: TrainingMode | None = None
@@ -130,7 +130,6 @@ class MultiGPUTrainer(Functions):
         """Train to the end of an epoch; returns at once if a resumed run is already past it.
 
         Args:
-            train_loader: that of `setup`.
             epoch: counted from 0; the current one (default), or an earlier one.
 
         Returns:
@@ -162,10 +161,7 @@ class MultiGPUTrainer(Functions):
         return {"loss": last.get("train_loss", float("nan")), **facts, **validated}
 
     def train_step(self, batch: Step) -> dict[str, Any]:
-        """Do one optimizer step, and after it what is due: journal, evaluation, checkpoint.
-
-        Args:
-            batch: the next step from the training loader.
+        """Do the training loader's next optimizer step, and after it what is due: journal, evaluation, checkpoint.
 
         Returns:
             loss: () float64 on the device, the mean over the global batch; grad_norm: (); skipped: (), 1 where the
@@ -188,10 +184,8 @@ class MultiGPUTrainer(Functions):
             )
         with _working(run):
             outcome = engine.train_step(run, batch.layout, iter(batch.batches))
-            loss = (
-                all_reduce_sum(run.world, outcome.losses_by_micro_batch(run.world.device).sum())
-                / run.loss_normalizer.last
-            )
+            total = all_reduce_sum(run.world, outcome.losses_by_micro_batch(run.world.device).sum())
+            loss = total / run.loss_normalizer.last
             verdict = engine.finish_step(run, outcome)
         if verdict == "stopped":
             sys.exit(STOPPED)
@@ -208,11 +202,10 @@ class MultiGPUTrainer(Functions):
         run = self._running()
         if run.loaders.val is None:
             raise RequestError("validate_epoch: there is no validation data", remedy="setup_training(…, val_dataset=…)")
-        at_the_edge = run.progress.step and run.progress.step % run.plan.batches.steps_per_epoch == 0
-        if not (at_the_edge and "val_loss" in run.progress.last):
+        last, at_the_edge = run.progress.last, run.progress.step % run.plan.batches.steps_per_epoch == 0
+        if not (run.progress.step and at_the_edge and "val_loss" in last):
             with _working(run), use_published_weights(run):
                 return dict(evaluate(run, "val", run.loaders.val).metrics)
-        last = run.progress.last
         return {name.removeprefix("val_"): value for name, value in last.items() if name.startswith("val_")}
 
     def finish(self) -> dict[str, Any]:
@@ -271,6 +264,113 @@ TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
     TrainingMode.DATA_PARALLEL: DataParallelTrainer,
     TrainingMode.DISTRIBUTED_DATA_PARALLEL: DistributedDataParallelTrainer,
 }
+
+
+class MultiGPUTrainingManager:
+    """Trains in a loop of the user's own; as a context manager it finishes the run at the end.
+
+    Attributes:
+        trainer: does the work: `trainer.train_step(batch)`.
+        metrics: one entry per epoch.
+    """
+
+    def __init__(self, config: MultiGPUConfig | None = None) -> None:
+        self.config = config or MultiGPUConfig()
+        self.trainer = MultiGPUTrainer(self.config)
+        self.metrics = MetricsCollector()
+        self.fault_tolerance = FaultToleranceManager(self.trainer)
+
+    def setup_training(
+        self, model: nn.Module, dataset: Dataset[Any], val_dataset: Dataset[Any] | None = None, **more: Any
+    ) -> tuple[nn.Module, TrainLoader, Any]:
+        """Freeze the config, and build or resume the run; returns model, training and validation loader.
+
+        Args:
+            more: criterion, optimizer, scheduler, scheduler_step, test_dataset, as for MultiGPUTrainer.setup.
+
+        Raises:
+            RequestError: an argument is invalid; nothing was written.
+        """
+        self.trainer = TRAINERS.get(TrainingMode.named(self.config.training_mode), MultiGPUTrainer)(self.config)
+        self.fault_tolerance = FaultToleranceManager(self.trainer)
+        return self.trainer.setup(model, dataset, val_dataset, **more)
+
+    def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
+        """As MultiGPUTrainer.train_epoch; also adds an entry to `metrics`."""
+        results = self.trainer.train_epoch(train_loader, epoch)
+        if self.trainer.run is not None:
+            self.metrics.record(results["loss"], self.trainer.run.observer.timer)
+        return results
+
+    def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:
+        """As MultiGPUTrainer.validate_epoch."""
+        return self.trainer.validate_epoch(val_loader)
+
+    def finish(self) -> dict[str, Any]:
+        """As MultiGPUTrainer.finish."""
+        return self.trainer.finish()
+
+    def generate_comparison_report(self, results: Mapping[str, Mapping[str, Any]]) -> str:
+        """A Markdown table of measurements: one line for each result of `train_with_multi_gpu`, or summary, by name."""
+        head = ("run", "strategy", "devices", "samples/s", "seconds", "final loss", "peak memory (GiB)", "speedup")
+        rows, base = [], None
+        for name, result in results.items():
+            summary = result.get("summary", result)
+            rate = summary.get("samples_per_second")
+            base = base or rate
+            peaks = summary.get("peak_memory_bytes")
+            peak = max(peaks) / 2**30 if peaks else None
+            loss = result.get("final_loss", summary.get("final", {}).get("train_loss"))
+            numbers = (summary.get("strategy"), summary.get("devices"), rate, summary.get("train_seconds"), loss, peak)
+            rows.append((name, *numbers, rate / base if rate and base else None))
+        lines = [head, ("---",) * len(head), *(tuple(map(_format_cell, row)) for row in rows)]
+        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+    _generate_comparison_report = generate_comparison_report
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.trainer.__exit__(*error)
+
+
+def _format_cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+
+
+class FaultToleranceManager:
+    """Explains an error of a training step.
+
+    Training does not continue after it: a failed step leaves replicas that differ, or an incomplete gradient. The
+    engine itself survives a lack of memory, with smaller micro-batches.
+
+    Attributes:
+        errors: what was handled, as dicts with error, kind and remedy.
+    """
+
+    def __init__(self, trainer: MultiGPUTrainer | None = None) -> None:
+        self.trainer = trainer
+        self.errors: list[dict[str, Any]] = []
+
+    def handle_error(self, error: BaseException) -> dict[str, Any]:
+        """Record the error, free cached memory after a lack of it, and raise it again with the remedy as a note.
+
+        Raises:
+            BaseException: the same error, always; a script with a save_dir resumes from the last checkpoint.
+        """
+        remedy = remedy_for(error) if isinstance(error, Exception) else ""
+        self.errors.append({"error": str(error), "kind": type(error).__name__, "remedy": remedy})
+        if is_out_of_memory(error):
+            clear_gpu_memory()
+        folder = self.trainer.run.folder if self.trainer and self.trainer.run else None
+        if folder:
+            error.add_note(f"save_dir={str(folder)!r} resumes the run from its last checkpoint")
+        if remedy:
+            error.add_note(f"try: {remedy}")
+        raise error
 
 
 multi_gpu_trainer = MultiGPUTrainer()

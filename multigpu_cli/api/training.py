@@ -125,11 +125,7 @@ def run(config: MultiGPUConfig, inputs: UserInputs) -> dict[str, Any]:
 
 
 def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, FromObjects, LaunchEnv | None, Placement]:
-    """Check settings and objects, turn them into those of the engine, and choose strategy and devices.
-
-    Raises:
-        RequestError: one of them is invalid.
-    """
+    """Check settings and objects, turn them into those of the engine, and choose strategy and devices."""
     try:
         inputs = inputs.check(config.seed)
         config = inputs.settings(config)
@@ -199,12 +195,7 @@ def evaluate_with_multi_gpu(
 
 
 def find_launch_env(config: MultiGPUConfig) -> LaunchEnv | None:
-    """Rank and world size of this process: from torchrun, an existing process group, or the config.
-
-    Raises:
-        RequestError: the config contradicts the launcher, or names a rank without MASTER_ADDR and MASTER_PORT; or srun
-            started several processes without one.
-    """
+    """Rank and world size of this process: from torchrun, an existing process group, or the config."""
     launch_env = LaunchEnv.current()
     if launch_env is None and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -226,11 +217,7 @@ def find_launch_env(config: MultiGPUConfig) -> LaunchEnv | None:
 
 
 def resolve_placement(config: MultiGPUConfig, frozen: Config, launch_env: LaunchEnv | None) -> Placement:
-    """Choose strategy and devices.
-
-    Raises:
-        RequestError: a device does not exist, or does not support the backend.
-    """
+    """Choose strategy and devices, which must exist and support the backend."""
     device, gpus = frozen.device, count_visible_gpus()
     if launch_env is None and config.rank is None and (config.world_size or 1) > 1:
         device = replace(device, nproc_per_node=config.world_size)
@@ -279,11 +266,7 @@ def run_here(
 
 
 def run_in_processes(config: Config, placement: Placement, factories: FromObjects, screen: str) -> dict[str, Any]:
-    """Run in `placement.launch` processes of this machine, on copies of the objects; the model gets their weights.
-
-    Raises:
-        RequestError: an object can't be pickled for another process.
-    """
+    """Run in `placement.launch` processes of this machine, on copies of the objects; the model gets their weights."""
     config = resolve_folder(config)
     try:
         ForkingPickler.dumps(factories)

@@ -46,14 +46,11 @@ class BenchResult:
     """The measurements on one number of workers.
 
     Attributes:
-        strategy: single, ddp, fsdp or dp, whose devices are its workers.
-        step_ms: one median for each repetition.
         utilisation: of the GPUs, or of the CPU threads that the workers have, in per cent; None: unknown.
         memory: of the fullest worker, in bytes: its GPU's, or the whole process on a CPU.
         shares: of the time: data, wire (exposed), stragglers, compute; with fsdp data, and "compute and wire".
         overlap: where the share of the wire comes from; None: from the wait for the last bucket.
         forecast_ms: plan's forecast, the median of the repetitions; None for dp, which plan does not forecast.
-        error: (forecast - measured) / measured.
     """
 
     strategy: str
@@ -101,16 +98,7 @@ def choose_worker_counts(text: str | None, config: Config) -> list[int]:
 def run_benchmark(
     config: Config, workers: list[int], steps: int | None, repetitions: int, environ: Mapping[str, str]
 ) -> Benchmark:
-    """Run the trainer on each number of workers, repetition by repetition, and compare with the forecast.
-
-    Args:
-        workers: numbers of workers, the first of which is 1.
-        steps: of each run; None: as many as take some seconds.
-
-    Raises:
-        WorkersFailed: a run failed.
-        RequestError, TrainingError: as a training would.
-    """
+    """Run the trainer on each number of workers, repetition by repetition, and compare with the forecast."""
     reason = why_no_dp(config)
     several = "fsdp" if config.device.multi_gpu == "fsdp" else "ddp"
     sides = [(several if count > 1 else "single", count) for count in workers]
@@ -168,12 +156,7 @@ def _summarize_runs(
     hidden: Overlap | None,
     first: float | None,
 ) -> BenchResult:
-    """The medians over the repetitions.
-
-    Args:
-        rows: the forecast for the same number of workers, of each repetition.
-        first: samples per second of the first result; None for the first result itself.
-    """
+    """The medians over the repetitions, with their forecasts; `first` is the first result's rate, None for itself."""
     times, row = [each["step_ms"] for each in runs], rows[0]
     median = statistics.median(times)
     forecast = None if strategy == "dp" else 1e3 * statistics.median(row.step for row in rows)
@@ -203,11 +186,7 @@ def _summarize_runs(
 
 
 def make_output_dir(out: str) -> Path:
-    """Make the folder for bench.json and bench.png, before minutes of measuring.
-
-    Raises:
-        RequestError: it can't be made or written into.
-    """
+    """Make the folder for bench.json and bench.png, before minutes of measuring."""
     folder = Path(out)
     with writing_to("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -216,11 +195,7 @@ def make_output_dir(out: str) -> Path:
 
 
 def write_files(benchmark: Benchmark, folder: Path) -> list[Path]:
-    """Write bench.json and bench.png into a folder.
-
-    Raises:
-        RequestError: they can't be written.
-    """
+    """Write bench.json and bench.png into a folder."""
     data, plot = folder / "bench.json", folder / "bench.png"
     with writing_to("--out", folder):
         data.write_text(dump_json(benchmark, indent=1) + "\n")

@@ -71,11 +71,7 @@ def median_overlap(repetitions: list[Overlap | None]) -> Overlap | None:
 
 
 def _run_worker(config: Config) -> tuple[float, float]:
-    """The work of one process: milliseconds of the reduction, and of its exposed part.
-
-    Raises:
-        TrainingError: as a training would, or the replicas have drifted apart.
-    """
+    """The work of one process: milliseconds of the reduction, and of its exposed part."""
     own = replace_settings(without_setting(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": None})
     with join_workers(own.device, _LONGEST_WAIT) as (placement, world), tempfile.TemporaryDirectory() as folder:
         components, _ = build_probed(own, placement, world, folder)
@@ -143,9 +139,7 @@ class LoadingRates:
     """The measured rates.
 
     Attributes:
-        where: the loader's description of where its data is.
         rates: samples a second by the number of loader processes, one figure a repetition; 0 alone for data in memory.
-        advice: the flag to give, with the reason.
     """
 
     where: str
@@ -154,11 +148,7 @@ class LoadingRates:
 
 
 def measure_loading(config: Config, repetitions: int) -> LoadingRates:
-    """Fetch, prepare and augment batches as a training would, in turns with each number of processes.
-
-    Raises:
-        RequestError: the dataset can't be opened.
-    """
+    """Fetch, prepare and augment batches as a training would, in turns with each number of processes."""
     check_has_samples(config, "bench --data-only")
     source = open_data(config)
     in_memory, cores = isinstance(source.train, TensorDataset), count_cores()

@@ -20,14 +20,7 @@ from multigpu_cli.monitor.history import load_summary
 
 @dataclass(frozen=True)
 class Cleaning:
-    """One run.
-
-    Attributes:
-        checkpoints: that can go, or are gone, oldest first.
-        bytes: that they take on the disk.
-        reason: why it is left alone; empty where it is not.
-        removed: whether they are gone.
-    """
+    """One run: the checkpoints that can go, or are gone, oldest first; and why it is left alone, "" where it is not."""
 
     run: str
     checkpoints: list[Path]
@@ -37,11 +30,7 @@ class Cleaning:
 
 
 def clean_runs(names: Sequence[str], *, remove: bool) -> list[Cleaning]:
-    """What can go of each run, and its removal where that was asked for.
-
-    Raises:
-        RequestError: a path has no run, or a checkpoint can't be removed, or a run has a link in it.
-    """
+    """What can go of each run, and its removal where that was asked for."""
     found = [inspect_run(run) for run in find_runs(names)]
     for each in found if remove else ():
         refuse_links(Path(each.run))

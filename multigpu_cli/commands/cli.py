@@ -230,12 +230,7 @@ def convert(
 
 
 def _read_config(context: typer.Context, values: Mapping[str, Any], *, allow_launcher: bool = False) -> Config:
-    """The settings of a command that takes the options of a training.
-
-    Raises:
-        RequestError: all that is wrong with the request, as far as that shows without torch; or torchrun has started
-            this process, where the command does not allow it.
-    """
+    """The settings of a command that takes the options of a training, checked as far as that goes without torch."""
     from multigpu_cli.commands.requests import build_config
 
     command = str(context.info_name)

@@ -50,8 +50,7 @@ class RawInputs:
 def export_weights(state: dict[str, Any], target: Path) -> list[str]:
     """Write a state dict as .pt, or its tensors as .safetensors, and verify the file bit by bit.
 
-    Returns:
-        The names of the entries that are left out, since .safetensors holds only tensors.
+    Returns the names of the entries that are left out, since .safetensors holds only tensors.
 
     Raises:
         TrainingError: reading the file back gives other content.
@@ -84,15 +83,12 @@ def _bits(value: Any) -> tuple[Any, ...]:
 
 
 def export_network(model: nn.Module, inputs: Any, target: Path, raw: RawInputs | None = None) -> float:
-    """Write a model that runs without this package, as .pt2 or .onnx, and compare its outputs with the original's.
+    """Write a model that runs without this package, as .pt2 or .onnx; returns the largest difference of an output.
 
     Args:
         model: in evaluation mode, on the CPU.
         inputs: (n, …) samples, n > 2, or a tuple or dict of such tensors; the exported model accepts any batch size.
         raw: the preprocessing that becomes part of an .onnx file.
-
-    Returns:
-        The largest difference of an output.
 
     Raises:
         RequestError: the model can't be exported.
@@ -210,9 +206,7 @@ class Export:
     """The file, or folder, that was written.
 
     Attributes:
-        origin: the file that the weights come from.
         difference: greatest difference of an output from the original's, 0 where bits were compared.
-        checked: how the file was checked.
         takes: which inputs the file takes, where that is not what the network itself takes.
     """
 
@@ -238,8 +232,6 @@ def export_run(
     Args:
         format: hf, adapter or merged: a folder for transformers and peft; None: a file, by its ending.
         data_dir: where the dataset is now; the network is built for its shapes, and run on its samples.
-        model_dir: where the pretrained model is now.
-        own_code: the code that the checkpoint names may be imported.
 
     Raises:
         RequestError: nothing was written.
@@ -283,11 +275,7 @@ def _export_folder(checkpoint: str, target: Path, format: str, model_dir: str | 
 def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:
     """Write the network; a table's preprocessing becomes part of an .onnx, and a file beside a .pt2.
 
-    Returns:
-        The greatest difference of an output, and which inputs the file takes.
-
-    Raises:
-        RequestError: the network can't be exported, or the file beside it exists already.
+    Returns the greatest difference of an output, and which inputs the file takes.
     """
     table = run.source.codec
     if not isinstance(table, TableFeatures):

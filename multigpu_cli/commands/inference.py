@@ -45,12 +45,7 @@ from multigpu_cli.tasks.base import Task
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run whose weights can be used.
-
-    Attributes:
-        config: the settings of the run, without those that matter only in training.
-        model: on the CPU, in evaluation mode.
-    """
+    """A run's settings, without those that matter only in training, and its model: on the CPU, for evaluation."""
 
     config: Config
     source: DataSource
@@ -69,7 +64,6 @@ def load_run(
 
     Args:
         changes: settings that differ from the run's, by key: where data or pretrained model are now, or other data.
-        own_code: the code that the run names may be imported.
         checks_base: whether this process compares files of a pretrained model, and the network's code, with the run's.
         parts: those of the run that may be its own code, and are used.
 
@@ -99,9 +93,6 @@ def load_run_without_data(
 ) -> LoadedRun:
     """Build the network from the run's record of its data, which need not be there: a source without samples.
 
-    Args:
-        changes: settings that differ from the run's, by key: where the pretrained model is now.
-
     Raises:
         RequestError: the code is not allowed, or the file has no record of the data.
     """
@@ -129,11 +120,7 @@ def load_run_without_data(
 
 
 def load_text_model_of_run(weights: TrainedWeights, run: LoadedRun) -> TextModel:
-    """Tokenizer and ends of the pretrained model of a run.
-
-    Raises:
-        RequestError: they are not there, or not those of the training.
-    """
+    """Tokenizer and ends of the pretrained model of a run."""
     model, record = load_text_model(find_model_folder(run.config.model.dir)), weights.settings.get("base", {})
     found = describe_tokenizer(model.tokenizer, record.get("template"))
     check_base(record, run.config, found, str(weights.origin))
@@ -172,11 +159,8 @@ class InferencePass:
     """One worker's part of a pass.
 
     Attributes:
-        origin: the file of the weights.
         model: on the worker's device, in evaluation mode.
         batch_size: samples at once, the same on every worker.
-        has_targets: the samples have targets.
-        names: of the samples, where they have some.
     """
 
     origin: str
@@ -196,9 +180,7 @@ def run_distributed(
 ) -> Result | None:
     """Call `work` on each worker, started here unless a launcher has; its result, but None on ranks above 0.
 
-    Args:
-        work: a function that can be sent to other processes.
-        needs_targets: it compares with the samples' targets.
+    `work` is a function that can be sent to other processes.
 
     Raises:
         RequestError: the run can't be loaded, or has no such split; the same on every rank.
@@ -282,11 +264,7 @@ def _choose_split(source: DataSource, wanted: str | None, *, needs_targets: bool
 
 
 def evaluate_run(request: InferenceRequest) -> dict[str, Any] | None:
-    """Metrics over exactly the samples of the split, the same bits on any number of workers; None on ranks above 0.
-
-    Raises:
-        RequestError: the run can't be evaluated.
-    """
+    """Metrics over exactly the samples of the split, the same bits on any number of workers; None on ranks above 0."""
     return run_distributed(request, _compute_metrics, needs_targets=True)
 
 
@@ -323,9 +301,6 @@ def predict_run(request: InferenceRequest, target: Path) -> Prediction | None:
     """Write one row for each sample of the split, in order; None on ranks above 0.
 
     Samples may be inputs alone: then the table has no column of targets.
-
-    Raises:
-        RequestError: the run can't be loaded, or its task has no predictions.
     """
     return run_distributed(request, partial(_write_predictions, target), needs_targets=False)
 

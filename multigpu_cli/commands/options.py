@@ -15,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, LOGGERS, METRICS, MODELS, TASKS
 from multigpu_cli.config.recipes import find_recipes
 from multigpu_cli.config.schema import SETTINGS
-from multigpu_cli.config.setting import Setting
+from multigpu_cli.config.types import Setting
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.monitor.journal import dump_json
 
@@ -71,11 +71,7 @@ class Group(TyperGroup):
     """The main command: its options by panel, its sub-commands, and an error for unknown ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse without Typer's own parsing of values.
-
-        Raises:
-            RequestError: shell completion was asked for `python FILE`, which no shell can complete.
-        """
+        """Parse without Typer's own parsing of values; refuse shell completion of `python FILE`: no shell has it."""
         if " " in (ctx.info_name or "") and (wish := {"--install-completion", "--show-completion"} & set(args)):
             raise RequestError(
                 f"{wish.pop()}: shells complete the installed program only",
@@ -89,11 +85,7 @@ class Group(TyperGroup):
         self.format_commands(ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the sub-command.
-
-        Raises:
-            RequestError: there is none of that name.
-        """
+        """Find the sub-command; RequestError where there is none of that name."""
         if args[0] not in self.commands:
             near = did_you_mean(args[0], [*self.commands, *([] if ctx.parent else ["train"])])
             remedy = "no command at all: without one it trains" if "train'" in near else near.replace(", train", "")
@@ -183,11 +175,7 @@ Offer = Callable[[str], list[str]]
 
 
 def offer_for(key: str, metavar: str) -> Offer | None:
-    """What an option offers; None leaves it to the shell, which offers files.
-
-    Args:
-        metavar: how help shows the value; the words in auto|on|off are offered.
-    """
+    """What an option offers, such as the words in its auto|on|off; None leaves it to the shell, which offers files."""
     offers: dict[str, Offer] = {
         "data": _complete_from([*DATASETS, *ENVIRONMENTS]),
         "model": _complete_from(MODELS),
@@ -239,11 +227,7 @@ def format_size(count: int) -> str:
 
 @contextmanager
 def writing_to(flag: str, target: Path) -> Iterator[None]:
-    """Report a write that fails inside as a wrong value of the flag.
-
-    Raises:
-        RequestError: the file or folder that the flag names can't be written.
-    """
+    """Report a write that fails inside as a wrong value of the flag that names the file or folder."""
     try:
         yield
     except OSError as error:

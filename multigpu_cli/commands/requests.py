@@ -33,12 +33,10 @@ class InferenceRequest:
     """The options of evaluate, predict and sample.
 
     Attributes:
-        run: folder, best.pt, last.pt or checkpoint.
         changes: settings of the data that differ from the run's, by key.
         split: train, val or test; None takes new samples, or else the last split that exists.
         batch_size: samples at once; None takes twice the run's.
         workers: processes to start; None starts one for each GPU.
-        own_code: the code that the run names may be imported.
     """
 
     run: Path
@@ -50,11 +48,7 @@ class InferenceRequest:
 
 
 def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
-    """The settings that the options ask for.
-
-    Args:
-        values: option → value; None, False and [] where it was not given.
-        environ: the process environment.
+    """The settings that the options ask for, by option; None, False and [] where it was not given.
 
     Raises:
         RequestError: all that is wrong with the request, as far as that shows without torch.
@@ -77,14 +71,7 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
 
 
 def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: bool) -> InferenceRequest:
-    """Read the options of evaluate, predict and sample.
-
-    Args:
-        given: data, data_dir, model_dir, set, split, batch_size, nproc_per_node; None where an option was not given.
-
-    Raises:
-        RequestError: there is no such run, or a value is not valid.
-    """
+    """Read the options of evaluate, predict and sample; None where one was not given."""
     _check_run_exists(run)
     sets = list(given.get("set") or ())
     config = resolve({name: given.get(name) for name in ("data", "data_dir", "model_dir")}, sets, None)
@@ -101,11 +88,7 @@ def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: boo
 
 
 def parse_sampling(length: str, temperature: str, top_k: str | None, seed: str) -> dict[str, Any]:
-    """Read the options of sample: count, temperature, top_k and seed.
-
-    Raises:
-        RequestError: a value is not valid.
-    """
+    """Read the options of sample: count, temperature, top_k and seed."""
     return {
         "count": parse_option(integer(1, 10**6), "--length", length),
         "temperature": parse_option(number(0, 100), "--temperature", temperature),
@@ -115,11 +98,7 @@ def parse_sampling(length: str, temperature: str, top_k: str | None, seed: str) 
 
 
 def parse_option(kind: ValueType, flag: str, value: str | None) -> Any:
-    """The value of an option, None where it was not given.
-
-    Raises:
-        RequestError: the value is not valid.
-    """
+    """The value of an option, None where it was not given."""
     if value is None:
         return None
     try:
@@ -129,20 +108,12 @@ def parse_option(kind: ValueType, flag: str, value: str | None) -> Any:
 
 
 def parse_worker_counts(text: str) -> list[int]:
-    """The numbers of --workers in ascending order, and 1, with which the others are compared.
-
-    Raises:
-        RequestError: one of them is no whole number above zero.
-    """
+    """The numbers of --workers in ascending order, and 1, with which the others are compared."""
     return sorted({1, *(parse_option(integer(1), "--workers", word) for word in text.split(","))})
 
 
 def parse_csv_target(out: str) -> Path:
-    """The table that predict writes.
-
-    Raises:
-        RequestError: it does not end in .csv, exists already, or its folder does not exist.
-    """
+    """The table that predict writes: a new .csv in a folder that exists."""
     target = Path(out)
     if target.suffix != ".csv":
         raise RequestError(f"--out {out}: must end in .csv", remedy="--out predictions.csv")
@@ -151,11 +122,7 @@ def parse_csv_target(out: str) -> Path:
 
 
 def parse_export_target(to: str, checkpoint: str, format: str | None = None) -> Path:
-    """The file, or with a format the folder, that export writes.
-
-    Raises:
-        RequestError: its format is unknown or lacks a package, it exists already, or the checkpoint does not.
-    """
+    """The new file, or with a format the folder, that export writes; what the format needs has to be installed."""
     target, packages = Path(to), _find_export_packages(to, format)
     if missing := [package for package in packages if find_spec(package) is None]:
         what = f"--format {format}" if format else f"--to {to}"
@@ -166,11 +133,7 @@ def parse_export_target(to: str, checkpoint: str, format: str | None = None) -> 
 
 
 def _find_export_packages(to: str, format: str | None) -> tuple[str, ...]:
-    """What has to be installed for a format.
-
-    Raises:
-        RequestError: there is no such format, or the target is of another.
-    """
+    """What has to be installed for a format."""
     suffix = Path(to).suffix
     if format is None and suffix not in _EXPORT_PACKAGES:
         raise RequestError(

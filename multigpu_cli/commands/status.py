@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.files import is_locked
-from multigpu_cli.config.command_line import list_arguments
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
 from multigpu_cli.loggers.sender import count_unsent_lines, explain_unsent, list_positions
@@ -38,10 +37,8 @@ class Status:
         samples_per_second: of the last window of the journal.
         eta_seconds: at the pace of the last lines, evaluations included; early stopping may end it sooner.
         checkpoint_step, checkpoint_age: the newest checkpoint, and how many seconds ago it was written.
-        silent_seconds: since the last line.
         recovery_seconds, lost_steps: of the last restart within a launch: the time from the end of an attempt to the
             first step of the next one, and the steps that were repeated.
-        alarms: problems that need attention.
         sort_value: the number of --sort-by; None where the run has none.
         command: the best run's, which gives its settings again; None for the others, and without --sort-by.
     """
@@ -71,11 +68,7 @@ class Status:
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
-    """The run folders at or below these paths; without names, those under checkpoints/.
-
-    Raises:
-        RequestError: a path has no run.
-    """
+    """The run folders at or below these paths; without names, those under checkpoints/."""
     runs: list[Path] = []
     for name in names or [HOME]:
         here = find_run_folders(Path(name))
@@ -124,14 +117,7 @@ def read_status(run: Path, now: float) -> Status:
 
 
 def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool, sort_by: str | None = None) -> None:
-    """Show the runs once, or again and again until none of them is at work.
-
-    Args:
-        sort_by: a number of the summary: the best run comes first.
-
-    Raises:
-        RequestError: a path has no run, or no run has such a number.
-    """
+    """Show the runs once, or again and again until none of them is at work; the best run by `sort_by` comes first."""
     while True:
         statuses = [read_status(run, time.time()) for run in find_runs(names)]
         if sort_by is not None:
@@ -147,11 +133,7 @@ def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool, sort_by: st
 
 
 def sort_statuses(statuses: Sequence[Status], key: str) -> list[Status]:
-    """The best run first, with its command line.
-
-    Raises:
-        RequestError: no run has such a number, or the best one's config.yaml is damaged.
-    """
+    """The best run first, with its command line."""
     figures = [read_figures(Path(status.run)) for status in statuses]
     order = order_runs(figures, key)
     ordered = [replace(statuses[number], sort_value=figures[number].get(key)) for number in order]
@@ -162,6 +144,8 @@ def _read_command(run: Path) -> str | None:
     file = run / "config.yaml"
     if not file.is_file():
         return None
+    from multigpu_cli.config.yaml_text import list_arguments  # late: only a sorted list needs it
+
     words = shlex.join(["main_multi_gpu.py", *list_arguments(resolve({}, [], str(file)))])
     live = file.read_text().startswith("# with live objects")
     return f"python {words}" + ("  # and what Python brought, see config.yaml" if live else "")
@@ -173,11 +157,7 @@ def make_printable(text: str) -> str:
 
 
 def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) -> Iterator[str]:
-    """Two lines for each run, and one more for each alarm; the order and the best run's command, where they have one.
-
-    Args:
-        sorted_by: the number that says which run is the best.
-    """
+    """Two lines for each run, and one for each alarm; where they are sorted, also the order and the best's command."""
     width = max(len(status.run) for status in statuses)
     if sorted_by is not None:
         yield f"{explain_order(sorted_by)}:"
@@ -279,11 +259,7 @@ _USUAL = ("val_accuracy", "val_reward", "val_loss", "train_loss")
 
 
 def read_figures(run: Path) -> Figures:
-    """The numbers by which a run can be compared: of its summary, or of its journal while it has none.
-
-    Raises:
-        FileNotFoundError: it has neither.
-    """
+    """The numbers by which a run can be compared: of its summary, or of its journal while it has none."""
     summary = load_summary(run)
     return collect_figures(summary, History() if summary else load_history(run))
 
@@ -299,11 +275,7 @@ def collect_figures(summary: Mapping[str, Any], history: History) -> Figures:
 
 
 def order_runs(figures: Sequence[Figures], key: str) -> list[int]:
-    """The numbers of the runs, the best first; those without this figure, or with NaN, come last.
-
-    Raises:
-        RequestError: no run has a figure of this name.
-    """
+    """The numbers of the runs, the best first; those without this figure, or with NaN, come last."""
     known = {name for each in figures for name in each}
     if key not in known:
         remedy = did_you_mean(key, known) if known else "runs that have an evaluation or a summary"

@@ -18,11 +18,7 @@ _OUTPUTS = ("output", "prediction", "probability")
 
 
 class _Nodes:
-    """A growing list of nodes and constants.
-
-    Args:
-        place: what the names that nobody gives begin with.
-    """
+    """A growing list of nodes and constants; names that nobody gives begin with the place."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -45,16 +41,12 @@ def add_preprocessing(network: bytes, source: DataSource, task: str) -> bytes:
 
     Args:
         network: input "input" (n, features), output "output".
-        source: with a table.
         task: what the outputs mean; of another than classification and regression they are passed on as they are.
 
     Returns:
         A file with an input (n,) for each column, by its name: float64 numbers, NaN where there is none, and texts,
         empty where there is none; outputs "output" as before, and "prediction" (n,): the names of classes, with the
         "probability" (n, classes) of each, or numbers in their own unit.
-
-    Raises:
-        RequestError: a column has the name of an output.
     """
     table = source.codec
     assert isinstance(table, TableFeatures)

@@ -25,14 +25,7 @@ _POSITION = {"event", "time", "epoch", "step", "split"}
 
 
 class Divergence(NamedTuple):
-    """The first difference between two journals.
-
-    Attributes:
-        step: optimizer steps done.
-        what: "train", or the split of an evaluation.
-        name: the field.
-        values: of the two runs.
-    """
+    """The first difference between two journals, at a step of training or in an evaluation's split."""
 
     step: int
     what: str
@@ -57,8 +50,6 @@ class Comparison:
         fingerprints: None for a run that was not completed.
         parting: the first difference between the journals, None where they agree.
         agreed_until: the last step before it at which both wrote a line; 0 without one.
-        lines: number of journal lines that both runs have.
-        notes: other differences between the runs.
     """
 
     runs: tuple[str, str]
@@ -81,10 +72,7 @@ class RunTrace:
     """The records of one run folder.
 
     Attributes:
-        settings: by key.
-        start: the last `start` event.
         lines: (step, order, what) → fields; without the steps that a resume replaced.
-        summary: summary.json, or empty.
     """
 
     folder: str

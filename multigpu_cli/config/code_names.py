@@ -13,11 +13,7 @@ from multigpu_cli.errors import RequestError, did_you_mean
 
 
 class NamedCode(NamedTuple):
-    """Code with the name under which results, arguments and state are kept.
-
-    Attributes:
-        code: a registry's name, or module:attribute.
-    """
+    """Code, by a registry's name or module:attribute, with the name under which its results and state are kept."""
 
     name: str
     code: str
@@ -84,8 +80,6 @@ def check_code(config: Config, command: Config, where: str, parts: Collection[st
     Args:
         config: the settings that will be used, including those from a run folder or a checkpoint.
         command: the user's own settings: flags, --set, and the file given with --config.
-        where: the folder or file that the others come from, for the message.
-        parts: the parts that will be built from these settings.
 
     Raises:
         RequestError: the message names the code that would have been imported.
@@ -101,11 +95,7 @@ def check_code(config: Config, command: Config, where: str, parts: Collection[st
 
 
 def describe_origin(config: Config, command: Config, where: str) -> str:
-    """What these settings import, send to or read prompts from that the command does not name; "" if nothing.
-
-    Args:
-        where: the file or folder that it comes from; what `config.from_files` has already stays.
-    """
+    """What these settings, from `where`, import, send to or read prompts from that the command does not name; or ""."""
     named = _list_outside(command)
     found = ", ".join(hide_passwords(text) for text in _list_outside(config) if text not in named)
     return "; ".join(filter(None, [config.from_files, found and f"{where}: {found}"]))
@@ -161,11 +151,7 @@ def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
 
 
 def match_names(names: Sequence[str], pattern: str, origin: str, kind: str = "parameter") -> list[str]:
-    """The names that match a shell pattern.
-
-    Raises:
-        RequestError: none does; it begins with `origin`, and says which names are near.
-    """
+    """The names that match a shell pattern; RequestError, which begins with `origin`, where none does."""
     chosen = [name for name in names if fnmatch(name, pattern)]
     if not chosen:
         near = get_close_matches(pattern.rstrip("*"), names, n=4, cutoff=0.5) or list(names[:4])

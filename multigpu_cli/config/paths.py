@@ -63,8 +63,11 @@ def find_path_errors(config: Config) -> Iterator[RequestError]:
         yield from _init_from(Path(config.model.init_from))
     if config.checkpoint.save_dir is not None:
         yield from _save_dir(config.checkpoint.save_dir)
-    if config.checkpoint.resume not in ("auto", "never"):
-        yield from _resume(Path(config.checkpoint.resume))
+    path = Path(config.checkpoint.resume)
+    if str(path) in ("auto", "never") or path.exists() or read_rewind_checkpoint(path.parent.parent) == path.name:
+        return
+    remedy = suggest_path(path, ("auto", "never")) or "use auto, never, or the path of a run folder"
+    yield RequestError(f"--resume {path}: there is no such run folder or checkpoint", remedy=remedy)
 
 
 def _init_from(path: Path) -> Iterator[RequestError]:
@@ -99,12 +102,6 @@ def find_weight_file(folder: Path) -> Path | None:
         if found:
             return usual[0] if len(usual) == 1 else None
     return None
-
-
-def _resume(path: Path) -> Iterator[RequestError]:
-    if not path.exists() and read_rewind_checkpoint(path.parent.parent) != path.name:
-        remedy = suggest_path(path, ("auto", "never")) or "use auto, never, or the path of a run folder"
-        yield RequestError(f"--resume {path}: there is no such run folder or checkpoint", remedy=remedy)
 
 
 def _save_dir(given: str) -> Iterator[RequestError]:
@@ -157,15 +154,7 @@ def is_path(data: str) -> bool:
 
 
 def parse_data_path(given: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """The settings that `--data PATH` means: the dataset recognized there, and PATH as --data-dir.
-
-    Args:
-        given: the settings of the same layer, by key.
-        label: how messages name the setting.
-
-    Raises:
-        RequestError: PATH does not exist, holds no known dataset, or --data-dir is given too.
-    """
+    """The settings that `--data PATH` means: the dataset recognized there, and PATH as --data-dir."""
     try:
         place = types.path.parse(given["data"])
     except ValueError as error:
@@ -217,7 +206,9 @@ def find_data_errors(config: Config) -> Iterator[RequestError]:
     elif not os.access(place, os.R_OK | (os.X_OK if place.is_dir() else 0)):
         yield RequestError(f"--data-dir {given}: cannot be read", remedy="check its permissions")
     elif "data" not in config.explicit:
-        if not _has_checkpoint(config):  # which names the dataset
+        folder, resume = config.checkpoint.save_dir, config.checkpoint.resume
+        has_checkpoint = resume not in ("auto", "never") or (folder and _list_names(Path(folder, "checkpoints")))
+        if not has_checkpoint:  # which names the dataset
             try:
                 _recognize(place, f"--data-dir {given}")
             except RequestError as error:
@@ -241,11 +232,6 @@ def _recognize(place: Path, label: str) -> str:
     columns = f"multigpu data convert {place} --to {place.stem}, and --data arrow --data-dir {place.stem}; or "
     remedy = {".json": lines, ".parquet": columns}.get(place.suffix.lower(), "") + _SUPPORTED
     raise RequestError(f"{label}: {found}", remedy=remedy)
-
-
-def _has_checkpoint(config: Config) -> bool:
-    folder, resume = config.checkpoint.save_dir, config.checkpoint.resume
-    return resume not in ("auto", "never") or bool(folder and _list_names(Path(folder, "checkpoints")))
 
 
 def _holds_images(place: Path) -> bool:

@@ -30,11 +30,7 @@ def find_recipes() -> dict[str, Path]:
 
 
 def find_recipe(recipe: str) -> Path:
-    """The file that `--config` means: a path, or the name of a recipe (fashion-mnist and fashion_mnist are one).
-
-    Raises:
-        RequestError: there is no such file or name.
-    """
+    """The file that `--config` means: a path, or the name of a recipe (fashion-mnist and fashion_mnist are one)."""
     try:
         path, known = parse_path(recipe), find_recipes()
     except ValueError as error:
@@ -79,11 +75,7 @@ def format_recipes(recipes: list[Recipe]) -> Iterator[str]:
 
 
 def read_recipe(path: Path) -> str:
-    """The text of a recipe.
-
-    Raises:
-        RequestError: the path is a directory or not a regular file, or the file is too large, unreadable or not UTF-8.
-    """
+    """The text of a recipe; RequestError where it is no regular file, too large, unreadable or not UTF-8."""
     where = f"--config {path}"
     try:
         status = path.stat()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from multigpu_cli.config.schema import LENGTH, SETTINGS, Config
-from multigpu_cli.config.setting import Setting
+from multigpu_cli.config.types import Setting
 from multigpu_cli.errors import RequestError, combine_errors
 
 OF_THE_COMMAND = {"save_dir", "resume", "own_code"}
@@ -40,9 +40,7 @@ def merge_with_checkpoint(
 
     Args:
         stored: the first command's `flatten_settings`.
-        explicit_keys: the keys that the first command gave.
         pinned_values: the values that were resolved at the start, by key (batch_size, lr, …).
-        where: the run folder, for messages.
 
     Raises:
         RequestError: explicit settings differ from the run's; each is named with both values.
@@ -69,8 +67,7 @@ def merge_with_checkpoint(
 def replace_settings(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of the config with some settings changed; values are parsed as if they stood in YAML.
 
-    Raises:
-        RequestError: a value is invalid for its setting, as in a manifest that was edited by hand.
+    A value that is invalid, as in a manifest that was edited by hand, is a RequestError.
     """
     for key, value in values.items():
         entry = SETTINGS[key]

@@ -29,14 +29,7 @@ class Rule(NamedTuple):
 def find_rule_errors(
     config: Config, environ: Mapping[str, str] | None = None, *, invalid_keys: Collection[str] = (), only: str = ""
 ) -> list[RequestError]:
-    """Every rule that a request breaks.
-
-    Args:
-        config: the resolved settings.
-        environ: the environment variables, which tell whether torchrun started this process.
-        invalid_keys: keys whose values are invalid and were reported already.
-        only: the one setting whose rules are checked.
-    """
+    """Every rule that a request breaks, or of one setting's only; invalid keys were reported already."""
     launched = Rule("multi_gpu gpu_ids nproc_per_node max_restarts", lambda c: find_launcher_errors(c, environ or {}))
     known = [*RULES, launched, *(rule for code in capabilities.RULES for rule in load(code))]
     rules = [rule for rule in known if not set(rule.keys.split()) & set(invalid_keys) and only in ("", rule.keys)]
@@ -44,12 +37,9 @@ def find_rule_errors(
 
 
 def drop_launcher_settings(config: Config, filed: Collection[str], environ: Mapping[str, str]) -> Config:
-    """Drop a file's device settings where they conflict with the command or its launcher.
+    """Drop device settings that only a file gives where they conflict with the command or its launcher.
 
     So the config.yaml of a run on four GPUs can be used on two, under torchrun, or in one process.
-
-    Args:
-        filed: the keys that only the file gives.
     """
 
     def faults(config: Config) -> int:

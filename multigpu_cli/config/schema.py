@@ -5,14 +5,12 @@ key have no flag: the free-form arguments of the parts (data.args.*, and so for 
 and hook), and what few people need, such as optimizer.rates.
 """
 
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from typing import Any
 
 from multigpu_cli.config import types
-from multigpu_cli.config.setting import Setting, arguments, mapping, setting
-from multigpu_cli.config.types import ClassWeights, ParameterGroup, choice, integer, number
+from multigpu_cli.config.types import ClassWeights, ParameterGroup, Setting, arguments, choice, integer, number, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +173,7 @@ class HookConfig:
     names: tuple[str, ...] = setting(
         "hook", (), types.named_code, "your own class as module:Class follows the training; repeatable", free=True
     )
-    args: dict[str, Any] = mapping("hook.args", types.args, "arguments", free=True)
+    args: dict[str, Any] = setting("hook.args", {}, types.args, "arguments", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +232,8 @@ class OptimizerConfig:
     PANEL = "Learning rate and optimizer"
     name: str = setting("optimizer", "adamw", types.optimizer, "optimizer (fused where the device has it)")
     args: dict[str, Any] = arguments("optimizer.args")
-    rates: dict[str, float] = mapping(
-        "optimizer.rates", types.rates, "what the learning rate is multiplied by, e.g. {head.*: 10}"
+    rates: dict[str, float] = setting(
+        "optimizer.rates", {}, types.rates, "what the learning rate is multiplied by, e.g. {head.*: 10}"
     )
     layer_decay: float | None = setting(
         "optimizer.layer_decay", None, number(0, 1, above=True), "a block's share of the next block's learning rate"
@@ -345,7 +343,6 @@ class Config:
     """All settings after defaults < YAML < --set < flags; nothing is derived here.
 
     Attributes:
-        recipe: name of the recipe, if any.
         explicit: keys that the user gave (YAML, --set or flag); the others are defaults.
         from_files: what only a file gives and imports code, sends the run elsewhere or names prompts; "" if nothing.
     """
@@ -388,13 +385,14 @@ SECTIONS: dict[str, Any] = {
     part.name: part.default_factory for part in fields(Config) if part.default_factory is not MISSING
 }
 
-
-def _list_settings() -> Iterator[Setting]:
-    for section, kind in SECTIONS.items():
-        for entry in fields(kind):
-            meta = entry.metadata
-            default = {} if entry.default is MISSING else entry.default
-            yield Setting(**meta, section=section, attribute=entry.name, panel=kind.PANEL, default=default)
-
-
-SETTINGS: dict[str, Setting] = {entry.key: entry for entry in _list_settings()}
+SETTINGS = {
+    entry.metadata["key"]: Setting(
+        **entry.metadata,
+        section=section,
+        attribute=entry.name,
+        panel=kind.PANEL,
+        default={} if entry.default is MISSING else entry.default,
+    )
+    for section, kind in SECTIONS.items()
+    for entry in fields(kind)
+}

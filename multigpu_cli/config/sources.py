@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.config import paths
-from multigpu_cli.config.command_line import PARTS, SettingEntry, from_flags
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
-from multigpu_cli.config.types import quote_value
+from multigpu_cli.config.types import PARTS, SettingEntry, quote_value
 from multigpu_cli.errors import RequestError, TrainingError, combine_errors
 
 _PLACE = {"data", "data_dir"}
@@ -22,8 +21,6 @@ class Request(NamedTuple):
 
     Attributes:
         config: the settings; an invalid one has its default.
-        faults: the errors in single settings.
-        invalid_keys: the keys with such errors.
         file_keys: the keys that only the recipe gives.
         command: the settings without the recipe.
         is_readable: False if the recipe could not be read at all, so that rules between settings are not checked.
@@ -38,16 +35,7 @@ class Request(NamedTuple):
 
 
 def resolve(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -> Config:
-    """The settings of a run.
-
-    Args:
-        flags: key → value for the flags that were given; None counts as not given.
-        sets: the `KEY=VALUE` of each --set.
-        recipe: path or name of a YAML file.
-
-    Raises:
-        RequestError: names every unknown key and every invalid value.
-    """
+    """The settings of flags by key, KEY=VALUE texts, and a YAML file; RequestError: all that is wrong in them."""
     request = gather(flags, sets, recipe)
     if request.faults:
         raise combine_errors(request.faults)
@@ -68,15 +56,20 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None, *,
     broken: set[str] = set()
     noted, written, single = {}, [], []  # type: dict[str, Any], list[SettingEntry], list[SettingEntry]
     if recipe is not None:
-        from multigpu_cli.config.yaml_entries import from_recipe  # late: flags alone need no YAML
+        from multigpu_cli.config.yaml_text import from_recipe  # late: flags alone need no YAML
 
         noted, written = from_recipe(recipe, {"recipe", "from_files"} if in_worker else {"recipe"}, faults)
     readable = not faults
     if sets:
-        from multigpu_cli.config.yaml_entries import from_sets
+        from multigpu_cli.config.yaml_text import from_sets
 
         single = from_sets(sets, faults)
-    layers = [written, [*single, *from_flags(flags)]]
+    typed = [
+        SettingEntry(key, value, key if "." in key else "--" + key.replace("_", "-"))  # Python also passes model.args
+        for key, value in flags.items()
+        if value is not None
+    ]
+    layers = [written, [*single, *typed]]
     filed, given = [_layer(entries, faults, broken) for entries in layers]
     config, command = (_config(_merge_layers(parts), noted) for parts in ([filed, given], [given]))
     return Request(config, faults, frozenset(broken), frozenset(filed.keys() - given.keys()), command, readable)
@@ -86,28 +79,23 @@ def dump(config: Config) -> str:
     """The text of config.yaml: every resolved setting except save_dir, resume and own_code; `--config` reads it."""
     from multigpu_cli.config import yaml_text  # late: only the rank that writes the folder needs it
 
-    data: dict[str, Any] = {"recipe": config.recipe}
-    for key in SETTINGS:
-        if key not in OF_THE_COMMAND:
-            _set_value(data, key, config.get(key))
-    return yaml_text.dump(data)
+    return yaml_text.dump(_nest(config, [key for key in SETTINGS if key not in OF_THE_COMMAND]))
 
 
 def explicit_dump(config: Config) -> dict[str, Any]:
     """Only the explicit settings, as plain values for JSON; resolving them in a worker gives an equal Config."""
+    return _nest(config, [key for key in SETTINGS if key in config.explicit])
+
+
+def _nest(config: Config, keys: Iterable[str]) -> dict[str, Any]:
     data: dict[str, Any] = {"recipe": config.recipe}
-    for key in SETTINGS:
-        if key in config.explicit:
-            _set_value(data, key, config.get(key))
+    for key in keys:
+        (part, _, inner), value = key.partition("."), config.get(key)
+        if part in PARTS:
+            data.setdefault(part, {})[inner or PARTS[part]] = value
+        else:
+            data[key] = list(value) if isinstance(value, tuple) else value
     return data
-
-
-def _set_value(data: dict[str, Any], key: str, value: Any) -> None:
-    part, _, inner = key.partition(".")
-    if part in PARTS:
-        data.setdefault(part, {})[inner or PARTS[part]] = value
-    else:
-        data[key] = list(value) if isinstance(value, tuple) else value
 
 
 def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken: set[str]) -> dict[str, Any]:
@@ -146,9 +134,11 @@ def _parse_entry(entry: SettingEntry) -> tuple[str, Any]:
     section, _, argument = key.partition(".args.")
     if argument and section in PARTS:
         if not argument.isidentifier():
-            raise RequestError(
-                f"{label}: {argument!r} is not a valid argument name", remedy=_suggest_mapping(section, argument, value)
-            )
+            name, _, inner = argument.partition(".")
+            remedy = f"use --set {section}.args.NAME=VALUE"
+            if f"{section}.{name}" in _MAPPINGS:  # in quotes, for YAML reads *.bias otherwise
+                remedy = f"use --set '{section}.{name}={{\"{inner}\": {value}}}'"
+            raise RequestError(f"{label}: {argument!r} is not a valid argument name", remedy=remedy)
         key, value = f"{section}.args", {argument: value}
     if key not in SETTINGS:
         raise RequestError(f"{label}: there is no such setting", remedy=_suggestion(key))
@@ -163,14 +153,6 @@ def _parse_entry(entry: SettingEntry) -> tuple[str, Any]:
         return key, setting.kind.parse(value)
     except ValueError as error:
         raise RequestError(f"{label} {error}") from error
-
-
-def _suggest_mapping(section: str, argument: str, value: Any) -> str:
-    """What sets an entry of a setting that is a mapping; in quotes, for YAML reads *.bias otherwise."""
-    name, _, entry = argument.partition(".")
-    if f"{section}.{name}" in _MAPPINGS:
-        return f"use --set '{section}.{name}={{\"{entry}\": {value}}}'"
-    return f"use --set {section}.args.NAME=VALUE"
 
 
 def _suggestion(key: str) -> str:

@@ -1,9 +1,10 @@
-"""The types of settings: one parser for flags, YAML and --set, with the same messages."""
+"""Settings and the types of their values: one parser for flags, YAML and --set, with the same messages."""
 
 import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ OWN_CODE = re.compile(r"[^\W\d]\w*(\.(?!py:)[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*
 """'module:name', as settings name the user's own code; no file.py:name."""
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes: Linux's limits
-
+_EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 ClassWeights = str | tuple[float, ...] | dict[str, float]
 """'balanced', one weight for each class, or some by the name of the class."""
@@ -26,18 +27,16 @@ ParameterGroup = dict[str, Any]
 
 
 class ValueType(NamedTuple):
-    """A type of value.
+    """A type of value: its placeholder in --help, and the parser of its text or YAML.
 
-    Attributes:
-        metavar: the placeholder in --help.
-        parse: text or YAML value → value; raises ValueError with a message that says what is expected.
+    The parser raises ValueError with a message that says what is expected.
     """
 
     metavar: str
     parse: Callable[[Any], Any]
 
 
-def integer(low: int, high: int = 2**63 - 1, *, word: str | None = None, metavar: str = "N") -> ValueType:
+def integer(low: int, high: int = 2**63 - 1, *, word: str | None = None) -> ValueType:
     """A whole number in [low, high], or the given word (auto)."""
     expected = f"a whole number of at least {low}" if high == 2**63 - 1 else f"a whole number from {low} to {high}"
     expected += f", or {word}" if word else ""
@@ -53,7 +52,7 @@ def integer(low: int, high: int = 2**63 - 1, *, word: str | None = None, metavar
             raise ValueError(f"must be {expected}, not {quote_value(value)}")
         return value
 
-    return ValueType(f"{metavar}|{word}" if word else metavar, parse)
+    return ValueType(f"N|{word}" if word else "N", parse)
 
 
 def number(
@@ -94,12 +93,7 @@ def choice(*options: str) -> ValueType:
 
 
 def choice_or_code(*options: str, own: str, refused: Mapping[str, str] | None = None) -> ValueType:
-    """A name out of a few, or the user's own code.
-
-    Args:
-        own: what that is, as in messages: "module:Class".
-        refused: further names that one could expect, with the reason why they are no choice.
-    """
+    """A name out of a few, or the user's own code (`own` is "module:Class", say); refused names have a reason."""
     reasons = refused or {}
 
     def parse(value: Any) -> str:
@@ -130,16 +124,8 @@ def _switch(value: Any) -> bool:
     return parsed
 
 
-def _path(value: Any) -> str:
-    return str(parse_path(_text(value)))
-
-
 def parse_path(value: str) -> Path:
-    """A path as the user wrote it, with ~ expanded.
-
-    Raises:
-        ValueError: the path is too long for any file system, or ~ names an unknown user.
-    """
+    """A path as the user wrote it, with ~ expanded; ValueError: too long for any file system, or an unknown user's."""
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")) or len(value) > _LONGEST_PATH:
         raise ValueError(f"must be a path, and {quote_value(value)} is too long for any file system")
     try:
@@ -166,19 +152,18 @@ def _every(value: Any) -> str:
 
 
 def _patterns(value: Any) -> tuple[str, ...]:
-    return tuple(_text(part) for part in (value if isinstance(value, (list, tuple)) else [value]))
+    return tuple(_text(part) for part in (value if _is_list(value) else [value]))
 
 
 def _modules(value: Any) -> tuple[str, ...]:
-    names = [part for each in _patterns(value) for part in each.split(",")]
-    return tuple(_text(name.strip()) for name in names)
+    return tuple(_text(name.strip()) for each in _patterns(value) for name in each.split(","))
 
 
 def _named_code(value: Any) -> tuple[str, ...]:
-    entries = [_text(part) for part in (value if isinstance(value, (list, tuple)) else [value])]
+    entries = _patterns(value)
     if wrong := [entry for entry in entries if not (entry.partition("=")[2] if "=" in entry else entry).strip()]:
         raise ValueError(f"must be a name, or NAME=module:function, not {quote_value(wrong[0])}")
-    return tuple(entries)
+    return entries
 
 
 def _best(value: Any) -> str:
@@ -205,7 +190,11 @@ def _loggers(value: Any) -> tuple[str, ...]:
 def _args(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"must be a mapping of names to values, not {quote_value(value)}")
-    return {name: _numeric(entry) for name, entry in value.items()}
+    # YAML 1.1 reads 4e-3 as text
+    return {
+        name: float(entry) if isinstance(entry, str) and _EXPONENT.fullmatch(entry) else entry
+        for name, entry in value.items()
+    }
 
 
 def _rates(value: Any) -> dict[str, float]:
@@ -217,8 +206,7 @@ def _rates(value: Any) -> dict[str, float]:
 
 def _groups(value: Any) -> tuple[ParameterGroup, ...]:
     """Groups as they stand in YAML; a single one may stand without its list."""
-    given = list(value) if _is_list(value) else [value]
-    return tuple(_parse_group(each) for each in given)
+    return tuple(_parse_group(each) for each in (value if _is_list(value) else [value]))
 
 
 def _parse_group(value: Any) -> ParameterGroup:
@@ -238,13 +226,6 @@ def _parse_group(value: Any) -> ParameterGroup:
             except ValueError as error:
                 raise ValueError(f"{name} of {value['match']!r} {error}") from error
     return group
-
-
-def _numeric(value: Any) -> Any:
-    """Convert 4e-3 to the number that the user means: YAML 1.1 reads it as text."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
-        return float(value)
-    return value
 
 
 def _class_weights(value: Any) -> ClassWeights:
@@ -280,7 +261,7 @@ def _sources(value: Any) -> tuple[dict[str, Any], ...]:
         found.append(
             {
                 "data": _text(entry["data"]),
-                "data_dir": None if folder is None else _path(folder),
+                "data_dir": None if folder is None else path.parse(folder),
                 "args": _args(entry.get("args") or {}),
                 "weight": number(0, above=True).parse(entry.get("weight", 1)),
             }
@@ -299,7 +280,7 @@ def quote_value(value: Any) -> str:
 
 
 text = ValueType("NAME", _text)
-path = ValueType("PATH", _path)
+path = ValueType("PATH", lambda value: str(parse_path(_text(value))))
 url = ValueType("URL", _text)
 switch = ValueType("", _switch)
 gpu_ids = ValueType("0,1", _ids)
@@ -316,3 +297,56 @@ optimizer = choice_or_code(*OPTIMIZERS, own="module:Class", refused=REFUSED)
 schedule = choice_or_code(*SHAPES, own="module:function")
 groups = ValueType("[{match: PATTERN, …}]", _groups)
 class_weights = ValueType("balanced|W,W", _class_weights)
+
+
+class Setting(NamedTuple):
+    """One setting: `section` and `attribute` are its place in Config, and a `free` one may differ on resume."""
+
+    key: str
+    section: str
+    attribute: str
+    kind: ValueType
+    default: Any
+    help: str
+    panel: str
+    free: bool
+
+    @property
+    def flag(self) -> str | None:
+        return None if "." in self.key else "--" + self.key.replace("_", "-")
+
+
+def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = False) -> Any:
+    """Declare a dataclass field with its flag; one whose key has a dot has none."""
+    metadata = {"key": key, "kind": kind, "help": help, "free": free}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def arguments(key: str) -> Any:
+    """Declare the free-form arguments of a part."""
+    return setting(key, {}, args, "arguments")
+
+
+class SettingEntry(NamedTuple):
+    """One setting as the user wrote it, under a key that may be unknown; labels are --lr, or configs/har.yaml:3: lr."""
+
+    key: str
+    value: Any
+    label: str
+
+
+PARTS = {
+    "data": "name",
+    "model": "name",
+    "adapter": "kind",
+    "task": "name",
+    "optimizer": "name",
+    "schedule": "name",
+    "metric": "name",
+    "hook": "name",
+    "strategy": "name",
+    "logger": "name",
+}
+"""Sections of a YAML file, with the word for what the flag of that name gives."""

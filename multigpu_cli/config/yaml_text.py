@@ -1,9 +1,16 @@
-"""Reads and writes the YAML of recipes: plain data with line numbers; no repeated keys, aliases or custom tags."""
+"""Reads and writes the YAML of recipes and --set: plain data with lines; no repeated keys, aliases or custom tags."""
 
 import re
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import yaml
+
+from multigpu_cli.config import recipes
+from multigpu_cli.config.resume_rules import OF_THE_COMMAND
+from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.types import PARTS, Setting, SettingEntry
+from multigpu_cli.errors import RequestError, TrainingError
 
 _DEEPEST = 50
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
@@ -11,12 +18,7 @@ _FLOAT = re.compile(r"[-+]?(?:\.\d+|\d+(?:\.\d*)?)(?:[eE][-+]?\d+)?$|[-+]?\.(?:i
 
 
 class UnreadableError(Exception):
-    """The text is not plain YAML.
-
-    Args:
-        problem: what is wrong.
-        line: counted from 1.
-    """
+    """The text is not plain YAML: what is wrong, in which line (counted from 1)."""
 
     def __init__(self, problem: str, line: int) -> None:
         super().__init__(problem, line)
@@ -107,11 +109,7 @@ def parse_plain(node: yaml.Node) -> Any:
 
 
 def parse_typed(node: yaml.Node) -> Any:
-    """A value in YAML's own types: numbers, booleans, text, None, lists, mappings.
-
-    Raises:
-        UnreadableError: a number that Python can't parse.
-    """
+    """A value in YAML's own types; UnreadableError: a number that Python can't parse."""
     try:
         return _Loader("").construct_document(node)
     except (yaml.YAMLError, ValueError, OverflowError) as error:
@@ -150,3 +148,97 @@ def _check(node: yaml.Node) -> None:
             seen[key.value] = line
             _check(key)
             _check(value)
+
+
+def from_recipe(
+    recipe: str, notes: Collection[str], faults: list[TrainingError]
+) -> tuple[dict[str, Any], list[SettingEntry]]:
+    """What is noted beside the settings, and these; a config.yaml names its recipe under the key `recipe`."""
+    try:
+        path = recipes.find_recipe(recipe)
+        root = compose(recipes.read_recipe(path))
+        if not isinstance(root, yaml.MappingNode):
+            kind = "empty" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            raise RequestError(
+                f"{path}:1: the file is {kind}, not a mapping of settings", remedy="write lines like 'epochs: 20'"
+            )
+        entries = _flat(root, str(path))
+    except UnreadableError as error:
+        faults.append(RequestError(f"{path}:{error.line}: {error.problem}"))
+        return {}, []
+    except RequestError as error:
+        faults.append(error)
+        return {}, []
+    noted = {entry.key: entry.value for entry in entries if entry.key in notes}
+    title = path.stem if path.stem != "config" else None
+    return {"recipe": title} | noted, [entry for entry in entries if entry.key not in notes]
+
+
+def _flat(root: yaml.MappingNode, file: str) -> list[SettingEntry]:
+    """All settings of a file under their full keys; the value of one of PARTS may be a word or {name, args}."""
+    entries = []
+    for key, node, number in list_lines(root):
+        if key in PARTS and isinstance(node, yaml.MappingNode):
+            for inner, value, line in list_lines(node):
+                full = key if inner == PARTS[key] else f"{key}.{inner}"
+                read = parse_typed if inner == "args" else parse_plain
+                entries.append(SettingEntry(full, read(value), f"{file}:{line}: {key}.{inner}"))
+        else:
+            value = parse_typed(node) if ".args" in key else parse_plain(node)
+            if key == "recipe" and not isinstance(value, str | None):
+                raise UnreadableError("recipe must be a word", number)
+            entries.append(SettingEntry(key, value, f"{file}:{number}: {key}"))
+    return entries
+
+
+def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[SettingEntry]:
+    entries = []
+    for text in sets:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            faults.append(RequestError(f"--set {text}: must be KEY=VALUE", remedy="for instance --set epochs=5"))
+            continue
+        try:
+            node = compose(value)
+            declared = key in SETTINGS and not key.endswith(".args")
+            free = key.partition(".")[0] in PARTS and "." in key and not declared
+            read = parse_typed if free else parse_plain
+            entries.append(SettingEntry(key, None if node is None else read(node), f"--set {key}"))
+        except UnreadableError as error:
+            faults.append(
+                RequestError(f"--set {key}: {error.problem}", remedy="quote the value: --set 'KEY=\"VALUE\"'")
+            )
+    return [_free_argument(entry) for entry in entries]
+
+
+def _free_argument(entry: SettingEntry) -> SettingEntry:
+    """--set data.X=v means data.args.X=v, unless X is also the name of a setting."""
+    part, _, name = entry.key.partition(".")
+    if f"{part}.args" not in SETTINGS or not name or name.split(".")[0] in (PARTS[part], "args"):
+        return entry._replace(key=part) if name == PARTS.get(part) else entry
+    known = {entry.key, name, f"{part}_{name}"} & SETTINGS.keys()
+    return entry if known else entry._replace(key=f"{part}.args.{name}")
+
+
+def list_arguments(config: Config) -> list[str]:
+    """Flags and --set for each setting that is not the default, but for the run folder."""
+    changed = (entry for key, entry in SETTINGS.items() if key not in OF_THE_COMMAND)
+    return [word for entry in changed for word in _list_words(entry, config.get(entry.key))]
+
+
+def _list_words(entry: Setting, value: Any) -> Iterator[str]:
+    if value == entry.default:
+        return
+    if entry.key.endswith(".args"):
+        for name, each in value.items():
+            yield from ("--set", f"{entry.key}.{name}={dump_value(each)}")
+    elif entry.flag is None:
+        yield from ("--set", f"{entry.key}={dump_value(list(value) if isinstance(value, tuple) else value)}")
+    elif value is True:
+        yield entry.flag
+    elif entry.default == ():
+        for each in value:
+            yield from (entry.flag, str(each))
+    else:
+        yield from (entry.flag, ",".join(map(str, value)) if isinstance(value, tuple) else str(value))

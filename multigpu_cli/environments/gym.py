@@ -20,9 +20,7 @@ class GymGroup(EnvironmentGroup):
     not control, the episode is restarted.
 
     Args:
-        id: the id for gymnasium.make.
         hide: indices of the elements of a flat observation that the policy does not receive.
-        options: further arguments of gymnasium.make.
     """
 
     def __init__(

@@ -16,11 +16,7 @@ _NARROWEST = 3  # columns of the bar itself
 
 
 class ProgressDisplay:
-    """Shows nothing; the base of displays that do.
-
-    Attributes:
-        total: planned optimizer steps.
-    """
+    """Shows nothing; the base of displays that do."""
 
     def __init__(self, total_steps: int) -> None:
         self.total = total_steps
@@ -40,9 +36,7 @@ class ProgressDisplay:
 class TqdmDisplay(ProgressDisplay):
     """A tqdm bar: steps, time left, and as many facts as fit, redrawn at most five times a second.
 
-    Args:
-        unit: what is counted.
-        delay: seconds until it is shown.
+    It is shown after a delay in seconds.
     """
 
     def __init__(
@@ -197,24 +191,9 @@ class Console:
         if self._json and self._level:
             self._write(self._results, dump_json(content) + "\n")
 
-    def report(
-        self,
-        summary: Mapping[str, Any],
-        per_class: Sequence[Mapping[str, Any]] | None = None,
-        confusion: Sequence[Sequence[int]] | None = None,
-        class_names: Sequence[str] = (),
-    ) -> None:
-        """How the run ended.
-
-        Args:
-            summary: what `summary.json` holds.
-            per_class: one row a class, in class order: precision, recall, f1, …; a row may name its `class`.
-            confusion: counts, a row for each true class, a column for each predicted one.
-            class_names: one a class, or empty.
-
-        Where no tables are given, those of the summary are shown.
-        """
-        per_class, confusion = per_class or summary.get("per_class"), confusion or summary.get("confusion")
+    def report(self, summary: Mapping[str, Any], class_names: Sequence[str] = ()) -> None:
+        """How the run ended: what summary.json holds, with its tables of classes, whose names may be given."""
+        per_class, confusion = summary.get("per_class"), summary.get("confusion")
         if self._json:
             self.print_json(summary)
         elif self._shows("normal"):

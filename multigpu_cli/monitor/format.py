@@ -55,13 +55,17 @@ def format_eval_line(fields: Mapping[str, Any]) -> str:
 def format_result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The result of a run as label → value, without what the run does not have."""
     rows = [("status", _status(summary))]
+    rate, times = summary.get("samples_per_second"), summary.get("step_ms") or {}
+    speed = [f"{rate:,.0f} samples/s"] if rate is not None else []
+    if times.get("p50") is not None:
+        speed.append(f"{times['p50']:.1f} ms a step (95 % within {times['p95']:.1f} ms)")
     final = summary.get("final") or {}
     wanted = sorted(final, key=lambda name: (not name.startswith("test"), "accuracy" not in name))
     rows += [(format_label(name), format_metric(name, final[name])) for name in wanted if final[name] is not None]
     best = summary.get("best") or {}
     if best.get("epoch") is not None:
         rows.append(("best epoch", str(best["epoch"])))
-    rows.append(("speed", _speed(summary)))
+    rows.append(("speed", ", ".join(speed)))
     rows += [(format_label(name), str(summary[name])) for name in ("fingerprint", "save_dir") if summary.get(name)]
     return [(name, text) for name, text in rows if text]
 
@@ -81,7 +85,8 @@ def format_class_table(per_class: Sequence[Mapping[str, Any]], class_names: Sequ
     many = len(named) > _MANY_CLASSES
     chosen = sorted(named, key=lambda row: row.get("f1") or 0.0)[:_MANY_CLASSES] if many else named
     yield ""
-    yield from _align([list(named[0]), *([_cell(value) for value in row.values()] for row in chosen)])
+    cells = [[f"{each:.4f}" if isinstance(each, float) else str(each) for each in row.values()] for row in chosen]
+    yield from _align([list(named[0]), *cells])
     if many:
         yield f" the {len(chosen)} weakest of {len(named)} classes; all of them are in summary.json"
 
@@ -150,18 +155,6 @@ def _status(summary: Mapping[str, Any]) -> str:
     seconds = f"in {summary['train_seconds']:.1f} s" if summary.get("train_seconds") is not None else ""
     how = " ".join(part for part in (str(summary.get("status", "")), steps, seconds) if part)
     return f"{how}; the same command goes on" if summary.get("status") == "stopped" else how
-
-
-def _speed(summary: Mapping[str, Any]) -> str:
-    rate, times = summary.get("samples_per_second"), summary.get("step_ms") or {}
-    parts = [f"{rate:,.0f} samples/s"] if rate is not None else []
-    if times.get("p50") is not None:
-        parts.append(f"{times['p50']:.1f} ms a step (95 % within {times['p95']:.1f} ms)")
-    return ", ".join(parts)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _name_class(class_names: Sequence[str], at: int) -> str:

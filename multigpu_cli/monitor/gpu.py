@@ -38,12 +38,10 @@ class Gpu:
 
     Attributes:
         number: NVML's, in the order of the PCI bus, independent of CUDA_VISIBLE_DEVICES.
-        capability: compute capability, as (9, 0).
         memory_total, memory_used: bytes; None also where a GPU has no memory of its own.
         utilisation: per cent of the last second or so in which some kernel ran.
         temperature: °C.
         power: watts.
-        mig: the GPU is split into instances.
         pcie, pcie_most: (generation, lanes), now and at best; idle GPUs may run at a lower generation.
         unreachable: why NVML can't query it (it has fallen off the bus, say); "" where it can.
     """
@@ -65,11 +63,7 @@ class Gpu:
 
 
 def open_nvml() -> Any:
-    """The initialized library.
-
-    Raises:
-        NoNvml: nvidia-ml-py is not installed, or there is no NVIDIA driver.
-    """
+    """The initialized library; NoNvml: there is no nvidia-ml-py, or no NVIDIA driver."""
     try:
         import pynvml
     except ImportError as error:
@@ -171,11 +165,7 @@ class GpuLoad(NamedTuple):
 
 
 def read_load(nvml: Any, query: Callable[..., Any]) -> GpuLoad:
-    """The load of one GPU.
-
-    Args:
-        query: calls a function of NVML for this GPU; None where it has no answer.
-    """
+    """The load of one GPU, whose `query` gives a function's answer, or None."""
     rates, power = query(nvml.nvmlDeviceGetUtilizationRates), query(nvml.nvmlDeviceGetPowerUsage)
     memory = query(nvml.nvmlDeviceGetMemoryInfo)
     return GpuLoad(
@@ -201,11 +191,7 @@ def _decode(answer: str | bytes) -> str:
 
 
 def find_handle(nvml: Any, uuid: str) -> Any:
-    """NVML's handle of a GPU or a MIG instance.
-
-    Raises:
-        NoNvml: it knows neither, or has lost it.
-    """
+    """NVML's handle of a GPU or a MIG instance; NoNvml: it knows neither, or has lost it."""
     try:
         return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except nvml.NVMLError as error:
@@ -219,7 +205,6 @@ class Sampler:
 
     Args:
         uuid: of the GPU, or of the MIG instance, as torch writes it.
-        nvml: the library; None opens the real one.
         every: seconds between two queries.
 
     Attributes:

@@ -17,12 +17,8 @@ class Attempt:
     """One start of all processes, up to their end.
 
     Attributes:
-        start: the `start` event.
-        last: time of the last event.
         resumed_at: the step of its checkpoint, 0 without one.
         end: the `end` event; None while it runs, or if it was killed.
-        longest_silence: the most seconds between two of its events.
-        reached: the last step in its events.
     """
 
     start: Event
@@ -38,10 +34,8 @@ class History:
     """The events of one journal.
 
     Attributes:
-        attempts: in order; the last one may still be running.
         train, evals: the events that count, by step (and split): a resume replaces those of later steps.
         samples: the answers to prompts, by step; a resume replaces those of later steps too.
-        checkpoints, faults: those of all attempts.
         recoveries: the cost of each restart within a launch.
     """
 

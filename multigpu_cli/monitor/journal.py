@@ -22,10 +22,7 @@ class AppendFile:
 
     A line is a single `write` at the end of the file, so a killed process leaves at most the last line incomplete. An
     incomplete line is cut off: at once on a full disk, and by the next attempt after a kill. A file that was removed is
-    written again with its old content, if its folder still exists.
-
-    Args:
-        warn: called when lines begin to wait, and at the end if some are lost.
+    written again with its old content, if its folder still exists. It warns when lines begin to wait, or are lost.
     """
 
     def __init__(self, path: Path | str, warn: Warn = warnings.warn) -> None:
@@ -119,12 +116,9 @@ def dump_json(value: Any, *, indent: int | None = None) -> str:
 
 
 class Journal:
-    """Appends events to a file and hands each of them to the listeners.
+    """Appends events to a file, and then hands each of them to the listeners; without a file, as on ranks above 0, too.
 
-    Args:
-        path: the file; None (ranks above 0) writes nothing but still calls the listeners.
-        listeners: called with each event, in order, after its line is written.
-        warn: called when no lines can be written.
+    It warns when no lines can be written.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Counters and timers of a run, and its gradient noise scale; they use no tensors, so no step waits for them.
+"""Counters and timers of a run, which use no tensors, so that no step waits; its noise scale; its trace of samples.
 
 The noise scale says up to which size a global batch pays, from gradient norms of small and large batches. Source:
 McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1. With G the true
@@ -6,16 +6,22 @@ gradient and Σ the covariance of single samples' gradients, E|G_B|² = |G|² + 
 unknowns, and B_simple = tr(Σ)/|G|² is the batch size at which noise and signal are equal.
 """
 
+import json
 import math
 import time
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from multigpu_cli.distributed.collectives import all_gather
+from multigpu_cli.distributed.world import World
+from multigpu_cli.monitor.journal import AppendFile, Warn
 from multigpu_cli.runtime.stopwatch import Stopwatch
 
 
@@ -53,8 +59,6 @@ class StepTimer:
         device_runs_ahead: the host only queues work (CUDA), so single steps cannot be timed without making it wait;
             each step then counts with the mean of its window, waits are those of the device, and the caller reads after
             it has waited for the device.
-        clock: seconds that never go back.
-        cpu: seconds that all threads of this process were at work.
     """
 
     def __init__(
@@ -231,3 +235,32 @@ def ratio(estimates: list[tuple[float, float]]) -> NoiseScale | None:
     value = max(0.0, noise) / signal
     scatter = sum((tr - value * g) ** 2 for g, tr in estimates) / (count - 1)
     return NoiseScale(value, math.sqrt(scatter / count) / signal)
+
+
+_NONE = -1
+
+
+class SampleTrace:
+    """samples.jsonl: rank 0 writes {"step", "samples": [indices]} of each step, at most so many of a worker."""
+
+    def __init__(self, path: Path, world: World, most: int, warn: Warn = warnings.warn) -> None:
+        self._world, self._most = world, most
+        self._lines = AppendFile(path, warn) if world.is_main else None
+
+    def write(self, step: int, fetched: list[Tensor]) -> None:
+        """Add one step; every rank calls it, with the (n,) int64 indices of its batches."""
+        mine = torch.full((self._most,), _NONE, dtype=torch.int64, device=self._world.device)
+        if fetched:
+            indices = torch.cat(fetched)
+            mine[: len(indices)] = indices.to(mine.device)
+        everyone = torch.cat(all_gather(self._world, mine))
+        if self._lines:
+            samples = [index for index in everyone.tolist() if index != _NONE]
+            self._lines.add(json.dumps({"step": step, "samples": samples}))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lines:
+            self._lines.close()

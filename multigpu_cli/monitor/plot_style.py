@@ -60,13 +60,7 @@ _DASHES = ("-", "--", "-.")
 
 
 def draw_equity(dates: Sequence[str], values: Mapping[str, Sequence[float]], prices: str) -> bytes:
-    """A PNG file.
-
-    Args:
-        dates: T of them, as 2017-09-01.
-        values: T values of each portfolio by its name, the policy's first.
-        prices: where they come from, for the line below.
-    """
+    """A PNG file of T values of each portfolio, the policy's first, on T dates; `prices` says where these come from."""
     days = [date.fromisoformat(day).toordinal() - date(1970, 1, 1).toordinal() for day in dates]
     with rc_context(STYLE):
         figure = Figure(figsize=(8.8, 5.6), layout="constrained")

@@ -56,11 +56,7 @@ class TensorBoard:
     step are marked as replaced, so that a curve never runs backwards.
 
     torch's own SummaryWriter writes in a thread, so that a full disk shows a traceback and raises in the training loop.
-    Here a file that can't be written is closed, and the next event tries another one.
-
-    Args:
-        folder: where the event files go; its parent must exist.
-        warn: called when nothing can be written.
+    Here a file that can't be written is closed with a warning, and the next event tries another one.
     """
 
     def __init__(self, folder: Path | str, warn: Warn = warnings.warn) -> None:
@@ -84,8 +80,7 @@ class TensorBoard:
                 texts = (_quote_sample(sample) for sample in event["samples"])
                 self._add([_text(f"samples/{at}", text) for at, text in enumerate(texts, 1)], event["time"])
             case "fault":
-                text = f"{event.get('kind', 'fault')}: {event.get('action', '')}"
-                self._add([_text("faults", text)], event["time"])
+                self._add([_text("faults", f"{event.get('kind', 'fault')}: {event.get('action', '')}")], event["time"])
             case "resume":
                 self.close()
                 self._replaced_from = self._step + 1
@@ -95,12 +90,7 @@ class TensorBoard:
         self._plan = "\n".join(["| | |", "|---|---|", *(f"| {label} | {value} |" for label, value in rows)])
 
     def hyperparameters(self, settings: Mapping[str, Any], final: Mapping[str, float | None]) -> None:
-        """Write the settings with the final metrics, under the HParams tab.
-
-        Args:
-            settings: may be nested; `optimizer: {lr: …}` becomes `optimizer.lr`.
-            final: metrics by name; None is left out.
-        """
+        """Write the settings, which may be nested, with the final metrics, under the HParams tab."""
         from torch.utils.tensorboard.summary import hparams, scalar
 
         metrics = {f"final/{name}": value for name, value in final.items() if value is not None}
@@ -132,7 +122,9 @@ class TensorBoard:
                 raise FileNotFoundError(errno.ENOENT, "they were removed", str(self._folder))
             if self._file is None:
                 self._folder.mkdir(exist_ok=True)
-                self._file = open(self._folder / _file_name(), "xb")  # noqa: SIM115 - `close` does
+                # TensorBoard reads the files of a folder in the order of their names
+                name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
+                self._file = open(self._folder / name, "xb")  # noqa: SIM115 - `close` does
                 for event in self._head():
                     RecordWriter(self._file).write(event.SerializeToString())
             for summary in summaries:
@@ -175,11 +167,6 @@ def _quote_sample(sample: Mapping[str, Any]) -> str:
     """Prompt and answer as they are: TensorBoard reads Markdown, in which an indented text is quoted."""
     answer = sample["answer"] if sample["ended"] else sample["answer"] + " …"
     return "\n\n---\n\n".join("    " + text.replace("\n", "\n    ") for text in (sample["prompt"], answer))
-
-
-def _file_name() -> str:
-    """TensorBoard reads the files of a folder in the order of their names."""
-    return f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
 
 
 def list_scalars(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -36,8 +36,7 @@ from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Journal
-from multigpu_cli.monitor.meters import NoiseMeter, StepTimer
-from multigpu_cli.monitor.sample_trace import SampleTrace
+from multigpu_cli.monitor.meters import NoiseMeter, SampleTrace, StepTimer
 from multigpu_cli.planning.speedup import peak_flops
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents, describe_groups

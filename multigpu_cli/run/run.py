@@ -25,8 +25,7 @@ from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console, ProgressDisplay
 from multigpu_cli.monitor.journal import Journal
-from multigpu_cli.monitor.meters import NoiseMeter, StepTimer
-from multigpu_cli.monitor.sample_trace import SampleTrace
+from multigpu_cli.monitor.meters import NoiseMeter, SampleTrace, StepTimer
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.config.command_line import list_arguments
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.config.yaml_text import list_arguments
 
 WRITTEN = [
     "--lr=0.003 --optimizer=sgd --set optimizer.momentum=0.8",

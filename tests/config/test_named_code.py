@@ -1,9 +1,9 @@
 import pytest
 
 from multigpu_cli.config.code_names import parse_hook, parse_metric
-from multigpu_cli.config.command_line import list_arguments
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.sources import dump, resolve
+from multigpu_cli.config.yaml_text import list_arguments
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from multigpu_cli.api import monitoring
-from multigpu_cli.api.manager import FaultToleranceManager
 from multigpu_cli.api.settings import MultiGPUConfig
+from multigpu_cli.api.trainers import FaultToleranceManager
 from multigpu_cli.api.training import resolve_placement
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.distributed.launch_env import LaunchEnv

@@ -30,6 +30,7 @@ EVAL = {
 SUMMARY: dict[str, Any] = {
     "status": "completed", "steps": 50, "final": {"test_accuracy": 0.975, "test_loss": float("nan")},
     "fingerprint": "ab" * 32, "save_dir": "runs/x",
+    "per_class": [{"f1": 0.5}, {"f1": 1.0}], "confusion": [[1, 1], [0, 2]],
 }  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def run_through(console: Console) -> None:
     console.details(lambda: [("versions", "of everything")])
     console.warn("beware")
     progress.close()
-    console.report(SUMMARY, [{"f1": 0.5}, {"f1": 1.0}], [[1, 1], [0, 2]], ["cat", "dog"])
+    console.report(SUMMARY, ["cat", "dog"])
 
 
 def print_run(level: Any) -> str:

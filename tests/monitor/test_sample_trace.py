@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from multigpu_cli.distributed.world import World
-from multigpu_cli.monitor.sample_trace import SampleTrace
+from multigpu_cli.monitor.meters import SampleTrace
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE
 

@@ -38,11 +38,7 @@ _OF_THE_MACHINE = {"multi_gpu", "gpu_ids", "nproc_per_node", "save_dir"}
 
 
 def run_doctor(config: Config, environ: Mapping[str, str]) -> tuple[list[Finding], int]:
-    """All checks: of this machine, or under torchrun of all its nodes; the findings to show, and the exit code.
-
-    Raises:
-        RequestError: the settings can't be carried out at all.
-    """
+    """All checks: of this machine, or under torchrun of all its nodes; the findings to show, and the exit code."""
     if launch_env := LaunchEnv.from_environment(environ):
         return _check_job(config, environ, launch_env)
     with interruptible():
@@ -51,14 +47,7 @@ def run_doctor(config: Config, environ: Mapping[str, str]) -> tuple[list[Finding
 
 
 def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
-    """All checks of this machine.
-
-    Args:
-        config: its devices are measured; its model is tried where one of its settings was given.
-
-    Raises:
-        RequestError: the settings can't be carried out at all.
-    """
+    """All checks of this machine, whose model is tried where one of its settings was given."""
     placement = place_on_machine(replace(config.device, multi_gpu="ddp"))
     findings = list(_check_machine(config, environ, max(placement.num_processes_to_launch, count_visible_gpus())))
     findings += _check_devices(placement)
@@ -153,11 +142,7 @@ _GIB = 2.0**30
 
 
 def check_model(config: Config) -> Iterator[Finding]:
-    """Run forward and backward passes of the requested micro-batch, then of larger ones.
-
-    Raises:
-        RequestError: the settings can't be carried out at all.
-    """
+    """Run forward and backward passes of the requested micro-batch, then of larger ones."""
     if uses_environments(config):
         yield Finding("model", "ok", "it acts in environments: there is nothing to try before the first rollouts")
         return

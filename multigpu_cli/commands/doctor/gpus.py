@@ -16,11 +16,7 @@ _MUCH = 0.05  # share of a GPU's memory that counts as in use
 
 @dataclass(frozen=True)
 class GpuProcessInfo:
-    """A process on a GPU, as the system knows it.
-
-    Attributes:
-        user: its owner. ours: it belongs to the current user. orphan: a worker of torchrun whose agent is gone.
-    """
+    """A process on a GPU, as the system knows it; an orphan is a worker of torchrun whose agent is gone."""
 
     pid: int
     command: str
@@ -36,12 +32,10 @@ class MachineFacts:
     Attributes:
         cuda, cudnn, nccl, hip: the versions that torch was built with; None without.
         architectures: as torch names them: sm_90, compute_90.
-        visible: GPUs that torch can use.
         hidden: CUDA_VISIBLE_DEVICES, None where it is not set.
         no_nvml: why NVML can't be queried; empty where it can.
         driver, driver_cuda: the driver's version, and the newest CUDA that it runs.
         peers: whether torch's GPU i reaches GPU j's memory; None with fewer than two.
-        tenants: the processes on the GPUs by pid.
     """
 
     python: str

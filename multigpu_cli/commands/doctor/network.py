@@ -69,8 +69,6 @@ def choose_address(
 
     Args:
         variable: GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME with its prefixes, =exact and ^excluded names.
-        wanted: its value.
-        addresses: by interface.
         resolved: the address of this machine's host name; gloo takes it where the variable is not set.
         alone: there are no other nodes, which could not reach the loopback.
     """
@@ -131,11 +129,7 @@ def _answer(peer: socket.socket) -> None:
 
 
 def probe_connection(address: str, port: int, *, speed: bool = False) -> ConnectionResult:
-    """Connect to a listener and measure the connection.
-
-    Args:
-        speed: measure the bytes per second too.
-    """
+    """Connect to a listener and measure the connection, its bytes per second only where asked for."""
     try:
         with socket.create_connection((address, port), timeout=_PATIENCE) as wire:
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -189,11 +183,7 @@ _FIX = {
 
 
 def check_nodes(world: World, config: Config, environ: Mapping[str, str], here: Sequence[Finding]) -> list[Finding]:
-    """Findings about the nodes and the connections between them; the same on every rank.
-
-    Args:
-        here: the findings about this node alone.
-    """
+    """Findings about the nodes and the connections between them; the same on every rank."""
     own = gather_node_facts(world, config, environ, here) if world.local_rank == 0 else {}
     with ExitStack() as stack:
         listener = stack.enter_context(Listener(own["address"])) if own.get("address") else None
@@ -218,11 +208,7 @@ def check_store_connection(launch_env: LaunchEnv) -> Finding | None:
 def gather_node_facts(
     world: World, config: Config, environ: Mapping[str, str], here: Sequence[Finding]
 ) -> dict[str, Any]:
-    """The facts about one node, as plain values.
-
-    Args:
-        here: the findings about it; warnings and failures are sent to the other nodes.
-    """
+    """The facts about one node, as plain values, with the warnings and failures found there."""
     variable = "NCCL_SOCKET_IFNAME" if world.device.type == "cuda" else "GLOO_SOCKET_IFNAME"
     resolved = None
     with suppress(OSError):

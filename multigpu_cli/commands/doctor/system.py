@@ -23,12 +23,7 @@ _LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as torch's store sees a connection 
 
 
 def check_system(save_dir: Path, cores: int, workers: int) -> Iterator[Finding]:
-    """All findings about the system.
-
-    Args:
-        save_dir: where a run would be saved; it need not exist.
-        workers: GPUs, or CPU processes, that share the cores.
-    """
+    """All findings about the system, whose cores so many GPUs, or CPU processes, share; save_dir need not exist."""
     yield check_shared_memory(_SHM)
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE))
     yield check_ports(_TORCHRUN_PORT)

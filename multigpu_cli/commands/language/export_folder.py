@@ -31,12 +31,7 @@ _COPIED = (
 
 
 class WrittenFolder(NamedTuple):
-    """What is known of a folder that was written.
-
-    Attributes:
-        origin: the file, or the folder of a checkpoint in pieces, that the weights come from.
-        difference: the largest difference of a logit, as a share of the largest logit.
-    """
+    """Where the weights come from, and the largest difference of a logit, as a share of the largest logit."""
 
     origin: str
     difference: float
@@ -46,7 +41,6 @@ class _Live(NamedTuple):
     """What the folder has to do as the network of the run did.
 
     Attributes:
-        base: the folder of the pretrained model.
         settings: `model.args` of a network with the same logits.
         logits: (n, t, vocabulary) float32, for the tokens (n, t).
     """
@@ -65,7 +59,6 @@ def write_model_folder(
 
     Args:
         kind: hf (all weights), adapter (for peft), or merged (all weights, with the adapter added to them in float32).
-        changes: settings that differ from the run's: where the pretrained model is now.
 
     Raises:
         RequestError: the run is of another kind; nothing was written.
@@ -122,11 +115,7 @@ def _load_run(
 
 
 def _check_kind(weights: TrainedWeights, kind: str) -> None:
-    """Refuse a format that the run has no weights for.
-
-    Raises:
-        RequestError: names the format that it has.
-    """
+    """Refuse a format that the run has no weights for; names the format that it has."""
     name = weights.model or weights.settings.get("model") or weights.settings.get("built_for", {}).get("model")
     if name != "pretrained":
         raise RequestError(
@@ -201,11 +190,7 @@ def _write_adapter(network: nn.Module, draft: Path, base: Path) -> None:
 
 
 def _copy_text_files(base: Path, draft: Path, template: str | None) -> None:
-    """Tokenizer, chat template and how text is generated, as they came with the model.
-
-    Args:
-        template: that of the training, where the run has a record of it.
-    """
+    """Tokenizer, how text is generated, and chat template as they came with the model; or the training's template."""
     for source in {file for pattern in _COPIED for file in base.glob(pattern)}:
         if source.is_dir():
             shutil.copytree(source, draft / source.name)

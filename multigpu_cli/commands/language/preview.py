@@ -33,10 +33,8 @@ class PreviewedSample:
     Attributes:
         place: of its record.
         length: tokens before it is cut.
-        truncated: whether its end is cut off.
         learned: how many tokens count in the loss.
-        tokens: as the model gets them.
-        stretches: their text, in turn.
+        stretches: the text of its tokens, in turn.
     """
 
     place: str
@@ -49,12 +47,7 @@ class PreviewedSample:
 
 @dataclass(frozen=True)
 class Preview:
-    """The first samples for training.
-
-    Attributes:
-        data: what is said of all samples.
-        max_length: tokens of a sample at most.
-    """
+    """The first samples for training, each of at most `max_length` tokens, and what is said of all."""
 
     data: str
     max_length: int
@@ -62,11 +55,7 @@ class Preview:
 
 
 def preview_data(config: Config, count: int) -> Preview:
-    """The first samples for training, as a training with these settings gets them; no worker is started.
-
-    Raises:
-        RequestError: the data has no tokens of which some are learned, or a training would refuse it.
-    """
+    """The first samples for training, as a training with these settings gets them; no worker is started."""
     if config.data.name != "chat":
         raise RequestError(
             f"data preview: --data {config.data.name} has no tokens of which some are learned",

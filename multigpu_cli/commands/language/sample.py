@@ -26,7 +26,6 @@ class Sampling:
         count: tokens at most.
         temperature: divides the logits; 0 always takes the likeliest token.
         top_k: draw from this many of the likeliest only.
-        seed: of the draws.
         raw: a prompt is text to go on from, also where the model has a chat template.
     """
 
@@ -41,9 +40,6 @@ def generate_text(request: InferenceRequest, prompt: str, sampling: Sampling) ->
     """The model's answer to the prompt, of one with a chat template; else the prompt and how it goes on.
 
     The text that the model was trained on is not needed.
-
-    Raises:
-        RequestError: the run is not of a language model, or the prompt is empty or has characters the model lacks.
     """
     weights = load_trained_weights(request.run)
     task = weights.settings.get("built_for", {}).get("task", _TASKS[0])

@@ -51,8 +51,6 @@ class SingleWorkerProfile:
         works: by number of workers, the times of one of them. On a CPU they were measured at the same time, as far as
             there are cores, because they share its memory and its clock. On GPUs one measurement stands for all.
         wire: between the workers of a CPU, measured in their steps; None where there was nothing to measure it in.
-        sharding: with --multi-gpu fsdp.
-        flops_per_sample: forward and backward.
         note: what the memory probe changed.
     """
 
@@ -71,11 +69,7 @@ def threads_per_worker(workers: int) -> int:
 
 
 def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
-    """Build the model on one device and take some steps, which leave nothing behind.
-
-    Raises:
-        RequestError, TrainingError: as a training would.
-    """
+    """Build the model on one device and take some steps, which leave nothing behind."""
     check_has_samples(config, "a forecast")
     placement = place_on_one_device(config.device)
     world = World(placement.devices[0])
@@ -248,11 +242,7 @@ def _measure_memory(components: TrainComponents, whole: MicroBatchProfile, half:
 
 
 class GroupTimer:
-    """Counts the seconds that the groups of a sharded model take on a CPU, where nothing else runs meanwhile.
-
-    Attributes:
-        gathering, reducing: since `read`.
-    """
+    """Counts the seconds that the groups of a sharded model take on a CPU, where nothing else runs meanwhile."""
 
     def __init__(self, model: nn.Module) -> None:
         self.gathering = self.reducing = 0.0

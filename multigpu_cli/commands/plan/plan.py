@@ -43,10 +43,8 @@ class PlanRequest:
 
     Attributes:
         interconnect: measured, or one of the assumed wires; None chooses.
-        workers: numbers of workers.
         price: of one worker's hour.
         noise_scale: of the gradient, in samples.
-        per_node: workers on one machine.
     """
 
     interconnect: str | None
@@ -72,11 +70,7 @@ class Forecast:
 def parse_plan_request(
     interconnect: str | None, workers: str, price: str | None, noise_scale: str | None, per_node: str
 ) -> PlanRequest:
-    """Read the options as they were typed.
-
-    Raises:
-        RequestError: an option has no valid value.
-    """
+    """Read the options as they were typed."""
     if interconnect is not None and interconnect not in (known := ["measured", *ASSUMED]):
         raise RequestError(f"--interconnect {interconnect} is not known", remedy=did_you_mean(interconnect, known))
     return PlanRequest(
@@ -90,11 +84,7 @@ def parse_plan_request(
 
 @interruptible()
 def make_plan(config: Config, request: PlanRequest) -> Forecast:
-    """Measure one worker and the wire, and forecast other numbers of workers.
-
-    Raises:
-        RequestError, TrainingError: as a training would.
-    """
+    """Measure one worker and the wire, and forecast other numbers of workers."""
     if outline := outline_training(config):
         return _as_forecast(outline, config)
     alone = measure_worker(config, request.workers)
@@ -185,11 +175,7 @@ def _add_halves(halves: Mapping[str, list[list[float]]]) -> list[tuple[float, fl
 
 
 def save_plan(forecast: Forecast, folder: Path) -> None:
-    """Store the plan where the run will be, for its report to compare.
-
-    Raises:
-        RequestError: it can't be written.
-    """
+    """Store the plan where the run will be, for its report to compare."""
     with writing_to("--save-dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
         publish(folder / PLAN, dump_json(forecast, indent=1).encode())

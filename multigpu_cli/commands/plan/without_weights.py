@@ -34,8 +34,6 @@ class Outline:
     """What a training takes of each device, computed and not measured.
 
     Attributes:
-        reason: why it is not measured.
-        parameters, trained: how many there are, and how many learn.
         rows, tokens: of a micro-batch, and of each of its rows.
         activations: what backward needs, in words; empty where it is counted in `memory`.
         capacity: bytes of the GPU, None without one.
@@ -82,11 +80,7 @@ class Outline:
 
 
 def outline_training(config: Config) -> Outline | None:
-    """What a training of --model-dir would take, if its weights or its data are not there yet; else None.
-
-    Raises:
-        RequestError: there is no such model, or it can't be built.
-    """
+    """What a training of --model-dir would take, if its weights or its data are not there yet; else None."""
     if not is_pretrained(config) or config.model.dir is None:
         return None
     folder = find_model_folder(config.model.dir)
@@ -125,11 +119,7 @@ def _lacks_data(config: Config) -> bool:
 
 
 def _outline_model(config: Config) -> nn.Module:
-    """The network that would be trained, with its adapter, on the meta device: it takes no memory.
-
-    Raises:
-        RequestError: it can't be built there.
-    """
+    """The network that would be trained, with its adapter, on the meta device: it takes no memory."""
     offered = {"model_dir": config.model.dir, "seed": config.reproducibility.seed}
     model, reason = build_on_meta(lambda: build_model(config.model, "pretrained", offered, adapt=find_adapter(config)))
     if model is None:
@@ -162,9 +152,6 @@ def count_kept_bytes(model: nn.Module, sizes: tuple[int, ...], tokens: int, dtyp
 
     Args:
         model: a network of `hugging_face.Logits` on the meta device; it is used up.
-        sizes: rows of a micro-batch.
-        tokens: of a row.
-        dtype: of autocast, None without.
 
     Raises:
         Exception: whatever the network raises where it asks for the values of tensors, as mixtures of experts do.

@@ -16,14 +16,7 @@ _MOST_POINTS = 1500
 
 @dataclass(frozen=True)
 class RunData:
-    """One run.
-
-    Attributes:
-        name: short, and different from the other runs' names.
-        summary: summary.json, {} where the run has none (yet).
-        settings: by key, {} where config.yaml is missing.
-        forecast: the file of `plan --save-dir`, {} without one.
-    """
+    """One run, with a name of its own; what it lacks of its files is {}."""
 
     name: str
     folder: Path
@@ -76,11 +69,7 @@ class RunData:
 
 
 def load_runs(folders: Sequence[Path]) -> list[RunData]:
-    """The runs in these folders.
-
-    Raises:
-        RequestError: a config.yaml is damaged.
-    """
+    """The runs in these folders."""
     names = _shorten_names(folders)
     return [
         RunData(

@@ -24,12 +24,7 @@ _Plot = tuple[str, str, Callable[[Axes], None]]  # file, title, what draws the d
 
 @dataclass(frozen=True)
 class Picture:
-    """One figure, as SVG for the page and as a PNG file.
-
-    Attributes:
-        name: of the PNG, without its ending.
-        says: what it shows, for screen readers.
-    """
+    """One figure, as SVG for the page and as a PNG file; `says` is for screen readers."""
 
     name: str
     says: str

@@ -21,12 +21,7 @@ _MOST_CURVES = 8  # colours that can be distinguished
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """The files of a report.
-
-    Attributes:
-        runs: the folders as the page lists them, the best first where they are sorted.
-        order: by what they are sorted, in words; empty where they stay as named.
-    """
+    """The files of a report, the runs as the page lists them, and by what they are sorted, in words."""
 
     page: Path
     pictures: list[Path]
@@ -39,10 +34,6 @@ def write_report(names: Sequence[str], out: str | None, sort_by: str | None = No
 
     Args:
         out: the folder; None takes RUN/report, or for several runs ./report.
-        sort_by: the number of the summary that says which run is the best.
-
-    Raises:
-        RequestError: a folder has no run, no run has such a number, or the folder can't be written.
     """
     runs = find_runs(names)
     loaded, order = _sort_runs(load_runs(runs), sort_by)
@@ -61,12 +52,7 @@ def write_report(names: Sequence[str], out: str | None, sort_by: str | None = No
 def render_page(
     runs: Sequence[RunData], pictures: Sequence[Picture], overview: tables.ReportTable | None = None
 ) -> str:
-    """The page, page.html filled in: plots inside, no scripts, readable on a phone and on paper.
-
-    Args:
-        runs: those with curves.
-        overview: a table of all runs, where there are more.
-    """
+    """The page, page.html filled in: plots inside, no scripts, readable on a phone and on paper."""
     folder = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=folder, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     per_run = {"Samples": tables.tabulate_samples, "Classes": tables.tabulate_classes}
@@ -94,11 +80,7 @@ def _sort_runs(runs: list[RunData], sort_by: str | None) -> tuple[list[RunData],
 
 
 def make_report_dir(runs: Sequence[Path], out: str | None) -> Path:
-    """Make the folder of a report.
-
-    Raises:
-        RequestError: the folder can't be made, or the run has a link in it.
-    """
+    """Make the folder of a report."""
     if out is None and len(runs) == 1:
         refuse_links(runs[0])
     folder = Path(out) if out is not None else runs[0] / "report" if len(runs) == 1 else Path("report")

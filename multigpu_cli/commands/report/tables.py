@@ -26,11 +26,7 @@ class ReportTable(NamedTuple):
 
 
 def tabulate_overview(runs: Sequence[RunData], order: str) -> ReportTable:
-    """A row for each run, in their order: how it ended, its metrics, and the settings in which the runs differ.
-
-    Args:
-        order: of the runs, in words.
-    """
+    """A row for each run, in their order: how it ended, its metrics, and the settings in which the runs differ."""
     metrics = dict.fromkeys(name for run in runs for name, value in _metrics(run).items() if value is not None)
     settings = [name for name in flatten_settings(Config()) if len({str(run.settings.get(name)) for run in runs}) > 1]
     columns = ["status", *map(format_label, metrics), "training time", "samples per second", *settings]

@@ -30,14 +30,7 @@ _WORKERS_FAILED = "the workers failed before this check: see their error"
 
 
 class CheckResult(NamedTuple):
-    """One line of the table.
-
-    Attributes:
-        check: what should hold.
-        holds: None where it could not be tried, which is no fault.
-        figures: the numbers.
-        remedy: what to do where it does not hold.
-    """
+    """One line of the table; what could not be tried is no fault (`holds` is None)."""
 
     check: str
     holds: bool | None
@@ -51,9 +44,6 @@ class Measurements(NamedTuple):
     Attributes:
         alone: those of one worker.
         workers: those of each of several; parts are missing where a worker failed before.
-        precision: number format of the run.
-        drop_last: an epoch's last short batch is left out.
-        finds_unused: --find-unused-parameters was given.
         no_exact: why --exact was not tried; empty where it was.
     """
 

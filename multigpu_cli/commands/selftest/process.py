@@ -38,11 +38,7 @@ class SelftestProcess:
 
     Attributes:
         config: the user's settings, with the global batch fixed and a temporary run folder.
-        placement, world: as for a run.
-        source: the dataset, shortened.
         workers: of the run with several; the single worker takes as many threads as each of them.
-        steps: length of the runs that are compared.
-        exact: whether --exact is tried too.
         batch: the samples on which the model is tried; None takes the first ones.
     """
 
@@ -98,11 +94,7 @@ def compute_checksums(value: Any) -> list[float]:
 
 
 class ActivationRecorder:
-    """Records [name, kind, checksums] of each module's output, in the order in which the modules finish.
-
-    Args:
-        describe: what is recorded of an output in place of checksums.
-    """
+    """Records [name, kind, checksums] of each module's output, in the order in which the modules finish."""
 
     def __init__(self, model: nn.Module, describe: Callable[[Any], Any] = compute_checksums) -> None:
         self._model, self._describe = model, describe

@@ -39,12 +39,7 @@ _OF_A_LAUNCH = {"multi_gpu", "gpu_ids", "nproc_per_node", "shard_size", "max_res
 
 @dataclass(frozen=True)
 class Report:
-    """The result of all checks.
-
-    Attributes:
-        about: what was tested, where and how.
-        verdicts: one a check.
-    """
+    """The result of all checks, and what was tested, where and how."""
 
     about: dict[str, Any]
     verdicts: list[CheckResult]
@@ -62,20 +57,12 @@ Launcher = Callable[[Config, Placement, Path], None]
 
 
 def start_workers(config: Config, placement: Placement, folder: Path) -> None:
-    """Run the workers by torch's elastic agent.
-
-    Raises:
-        WorkersFailed: one of them failed.
-    """
+    """Run the workers by torch's elastic agent; WorkersFailed: one of them failed."""
     run_in_workers(placement, _run_worker, config, folder)
 
 
 def run_selftest(config: Config, steps: str, start: Launcher = start_workers) -> Report:
     """Measure one worker, then several, and compare; only a temporary folder is written.
-
-    Args:
-        config: the user's settings.
-        steps: length of the runs that are compared, as written.
 
     Raises:
         RequestError: the settings can't be tested, or can't be carried out at all.
@@ -147,11 +134,7 @@ def format_report(report: Report) -> Iterator[str]:
 
 
 def prepare_run(config: Config, workers: int, steps: int) -> tuple[DataSource, Config]:
-    """A part of the data whose epochs end in a short batch, and the settings with the global batch fixed.
-
-    Raises:
-        RequestError: the batch does not fit the data or the workers.
-    """
+    """A part of the data whose epochs end in a short batch, and the settings with the global batch fixed."""
     check_has_samples(config, "selftest")
     if config.batch.size == "auto":
         raise RequestError("selftest does not accept --batch-size auto", remedy="a number: --batch-size 32")
