@@ -323,8 +323,8 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 231,  # to become 220
-    "lines": 44_421,  # 41,000
+    "files": 229,  # to become 220
+    "lines": 44_271,  # 41,000
     "files to read": 34,
     "lines to read": 7_627,  # 7,500
     "files the engine reaches": 98,  # 100

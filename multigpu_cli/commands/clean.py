@@ -41,8 +41,15 @@ def inspect_run(run: Path) -> Cleaning:
     """The checkpoints of a run that is over; of any other nothing can go."""
     if reason := "at work" if is_locked(run) else _find_obstacle(run):
         return Cleaning(str(run), [], 0, reason)
-    folders = sorted(path for path in (run / "checkpoints").glob("step_*") if _is_checkpoint(path))
-    return Cleaning(str(run), folders, _count_bytes(folders))
+    folders = [
+        path
+        for path in sorted((run / "checkpoints").glob("step_*"))
+        # that the store made: another folder beside the checkpoints is the user's
+        if re.fullmatch(r"step_\d{8}", path.name) and not path.is_symlink() and (path / MANIFEST).is_file()
+    ]
+    files = [path.lstat() for folder in folders for path in folder.rglob("*") if not path.is_dir()]
+    once = {(file.st_dev, file.st_ino): file.st_size for file in files}  # those that several checkpoints share
+    return Cleaning(str(run), folders, sum(once.values()))
 
 
 def format_cleaning(found: Sequence[Cleaning]) -> Iterator[str]:
@@ -71,12 +78,6 @@ def _find_obstacle(run: Path) -> str:
     return ""
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """Whether the store made it: another folder beside the checkpoints is the user's."""
-    named = re.fullmatch(r"step_\d{8}", path.name) is not None
-    return named and not path.is_symlink() and (path / MANIFEST).is_file()
-
-
 def _is_intact(weights: Path) -> bool:
     """Whether it is a zip file, as torch.save writes them, whose entries match their checksums."""
     try:
@@ -98,12 +99,6 @@ def _remove(found: Cleaning) -> Cleaning:
     except OSError as error:
         raise RequestError(f"{run}: {error}", remedy="the permission to remove it, and clean once more") from error
     return replace(found, removed=True)
-
-
-def _count_bytes(folders: Sequence[Path]) -> int:
-    """What the disk gets back: files that several checkpoints share count once."""
-    files = [path.lstat() for folder in folders for path in folder.rglob("*") if not path.is_dir()]
-    return sum({(file.st_dev, file.st_ino): file.st_size for file in files}.values())
 
 
 def _describe(checkpoints: int, size: int) -> str:

@@ -17,19 +17,13 @@ from multigpu_cli.commands.options import (
     with_train_options,
 )
 from multigpu_cli.config.schema import Config
+from multigpu_cli.config.types import integer
 from multigpu_cli.errors import FAILED, RequestError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-app = typer.Typer(
-    cls=Group,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=_CONTEXT,
-)
-
-data_app = typer.Typer(
-    cls=Group, rich_markup_mode=None, context_settings=_CONTEXT, help="Look at a dataset, or convert it."
-)
+_LOOK: dict[str, Any] = {"cls": Group, "rich_markup_mode": None, "context_settings": _CONTEXT}
+app = typer.Typer(pretty_exceptions_enable=False, **_LOOK)
+data_app = typer.Typer(help="Look at a dataset, or convert it.", **_LOOK)
 app.add_typer(data_app, name="data")
 
 _Json = Annotated[bool, typer.Option("--json", help="as JSON")]
@@ -37,8 +31,7 @@ _ModelDir = Annotated[str | None, typer.Option(metavar="DIR", help="where the ru
 _OwnCode = Annotated[bool, typer.Option(help="import your own code that the run names")]
 _Run = Annotated[str, run_argument("RUN", "folder of a run")]
 _SortBy = Annotated[
-    str | None,
-    typer.Option("--sort-by", metavar="KEY", help="best run first: val_accuracy, val_loss, steps, …"),
+    str | None, typer.Option("--sort-by", metavar="KEY", help="best run first: val_accuracy, val_loss, steps, …")
 ]
 _Weights = Annotated[str, run_argument("RUN", "run folder, best.pt, last.pt, or checkpoint")]
 
@@ -112,10 +105,7 @@ def export(
     from multigpu_cli.commands.requests import parse_export_target
 
     target = parse_export_target(to, checkpoint, kind)
-    from multigpu_cli.commands.export import (
-        export_run,
-        format_export,  # torch loads here
-    )
+    from multigpu_cli.commands.export import export_run, format_export  # torch loads here
 
     places = {"data_dir": data_dir, "model_dir": model_dir}
     written = export_run(checkpoint, target, format=kind, **places, own_code=own_code)
@@ -175,7 +165,6 @@ def bench(
 ) -> None:
     """Run the trainer on 1, 2, … workers: speed, where the time goes, and how far the forecast is off."""
     from multigpu_cli.commands.requests import parse_option
-    from multigpu_cli.config.types import integer
 
     config = _read_config(context, values)
     from multigpu_cli.commands import bench as benchmark
@@ -203,14 +192,9 @@ def preview(
 ) -> None:
     """Show the tokens of a few samples of a language model's data, and which of them are learned."""
     from multigpu_cli.commands.requests import parse_option
-    from multigpu_cli.config.types import integer
 
     config, count = _read_config(context, values), parse_option(integer(1), "--samples", samples)
-    from multigpu_cli.commands.language.preview import (
-        choose_marks,
-        format_preview,
-        preview_data,  # torch loads here
-    )
+    from multigpu_cli.commands.language.samples import choose_marks, format_preview, preview_data  # torch loads here
 
     found = preview_data(config, count)
     print_result(found, format_preview(found, choose_marks(sys.stdout, context.obj)), as_json=values["json"])
@@ -317,10 +301,7 @@ def evaluate(run: _Weights, *, own_code: _OwnCode = False, as_json: _Json = Fals
     from multigpu_cli.commands.requests import parse_inference_request
 
     request = parse_inference_request(run, given, own_code=own_code)
-    from multigpu_cli.commands.inference import (
-        evaluate_run,
-        format_metrics,  # torch loads here
-    )
+    from multigpu_cli.commands.inference import evaluate_run, format_metrics  # torch loads here
 
     if metrics := evaluate_run(request):
         print_result(metrics, format_metrics(metrics), as_json=as_json)
@@ -339,10 +320,7 @@ def predict(
     from multigpu_cli.commands.requests import parse_csv_target, parse_inference_request
 
     request, target = parse_inference_request(run, given, own_code=own_code), parse_csv_target(out)
-    from multigpu_cli.commands.inference import (
-        format_prediction,
-        predict_run,  # torch loads here
-    )
+    from multigpu_cli.commands.inference import format_prediction, predict_run  # torch loads here
 
     if prediction := predict_run(request, target):
         print(format_prediction(prediction))
@@ -365,9 +343,6 @@ def sample(
 
     request = parse_inference_request(run, {"model_dir": model_dir}, own_code=own_code)
     sampling = parse_sampling(length, temperature, top_k, seed)
-    from multigpu_cli.commands.language.sample import (
-        Sampling,
-        generate_text,  # torch loads here
-    )
+    from multigpu_cli.commands.language.samples import Sampling, generate_text  # torch loads here
 
     print(generate_text(request, prompt, Sampling(**sampling, raw=raw)))

@@ -21,10 +21,8 @@ from multigpu_cli.checkpoint.pieces import deserialize, serialize
 from multigpu_cli.checkpoint.weights import TrainedWeights, extra_state, load_trained_weights
 from multigpu_cli.commands.inference import LoadedRun, load_run
 from multigpu_cli.commands.options import writing_to
-from multigpu_cli.config.schema import Config
 from multigpu_cli.data.load import FROM_MODEL, check_has_samples
 from multigpu_cli.data.loader import Loader, first_batch
-from multigpu_cli.data.source import DataSource
 from multigpu_cli.data.tables.csv import list_missing_words
 from multigpu_cli.data.tables.features import TableFeatures
 from multigpu_cli.errors import RequestError, TrainingError
@@ -281,29 +279,19 @@ def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:
     if not isinstance(table, TableFeatures):
         return export_network(run.model, inputs, target), ""
     if target.suffix == ".onnx":
-        return export_network(run.model, inputs, target, _make_raw_inputs(run, table)), _RAW
+        from multigpu_cli.commands.table_onnx import add_preprocessing, list_raw_inputs  # needs an extra
+
+        task = run.config.task.name or run.source.task
+        raw = RawInputs(lambda network: add_preprocessing(network, run.source, task), list_raw_inputs(table))
+        return export_network(run.model, inputs, target, raw), _RAW
     beside = target.with_name(f"{target.name}.json")
     if beside.exists():
         raise RequestError(f"--to {target}: {beside} exists already", remedy="another name, or remove it")
     difference = export_network(run.model, inputs, target)
-    publish(beside, dump_json(_describe_preprocessing(run.source, table)).encode())
+    mean, scale = run.source.target_scale or (0.0, 1.0)
+    facts = {"missing": list_missing_words(), "classes": run.source.class_names}
+    publish(beside, dump_json(table.describe() | facts | {"target": {"mean": mean, "scale": scale}}).encode())
     return difference, f"takes features, not rows: {beside} describes how features are computed from rows"
-
-
-def _make_raw_inputs(run: LoadedRun, table: TableFeatures) -> RawInputs:
-    from multigpu_cli.commands.table_onnx import (
-        add_preprocessing,
-        list_raw_inputs,  # needs an extra
-    )
-
-    task = run.config.task.name or run.source.task
-    return RawInputs(lambda network: add_preprocessing(network, run.source, task), list_raw_inputs(table))
-
-
-def _describe_preprocessing(source: DataSource, table: TableFeatures) -> dict[str, Any]:
-    mean, scale = source.target_scale or (0.0, 1.0)
-    target = {"mean": mean, "scale": scale}
-    return {**table.describe(), "missing": list_missing_words(), "classes": source.class_names, "target": target}
 
 
 def _rebuild_run(weights: TrainedWeights, data_dir: str | None, *, own_code: bool) -> tuple[LoadedRun, Any]:
@@ -313,7 +301,10 @@ def _rebuild_run(weights: TrainedWeights, data_dir: str | None, *, own_code: boo
     weights_alone = "--to ….safetensors, for the weights alone"
     if run.config.task.name == FROM_MODEL:
         raise RequestError("--task from-model: its network takes targets, and returns a loss", remedy=weights_alone)
-    inputs = _load_samples(run.config, run.source)
+    seed, device = run.config.reproducibility.seed, torch.device("cpu")
+    loader = Loader(run.source.train, run.source, run.config.data, device=device, seed=seed, workers_here=1)
+    with closing(loader):
+        inputs = first_batch(loader, min(_SAMPLES, loader.size)).inputs
     if not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == _count(inputs) for leaf in tree_leaves(inputs)):
         raise RequestError("the model's input is no batch of tensors", remedy=weights_alone)
     return run, inputs
@@ -322,10 +313,3 @@ def _rebuild_run(weights: TrainedWeights, data_dir: str | None, *, own_code: boo
 def _count(inputs: Any) -> int:
     """Samples: the first dimension of the first tensor."""
     return next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim), 0)
-
-
-def _load_samples(config: Config, source: DataSource) -> object:
-    seed = config.reproducibility.seed
-    cpu = torch.device("cpu")
-    with closing(Loader(source.train, source, config.data, device=cpu, seed=seed, workers_here=1)) as loader:
-        return first_batch(loader, min(_SAMPLES, loader.size)).inputs

@@ -204,19 +204,15 @@ def run_distributed(
                 parts=(*NAMING, "metric") if needs_targets else NAMING,
             ),
         )
-        precision = _choose_precision(run.config, world)
+        amp = run.config.precision.amp
+        amp = "off" if amp == "fp16" and world.device.type == "cpu" else amp  # of a run on GPUs
+        precision = agree_on_precision(amp, world, [world.device])
         part = run_on_all_ranks(
             world, lambda: _prepare_pass(request, str(weights.origin), run, world, precision, needs_targets)
         )
         with closing(part.loader):
             result = work(part)
         return result if world.is_main else None
-
-
-def _choose_precision(config: Config, world: World) -> PrecisionChoice:
-    """The same on every worker; CPUs do not take the fp16 of a run on GPUs."""
-    amp = "off" if config.precision.amp == "fp16" and world.device.type == "cpu" else config.precision.amp
-    return agree_on_precision(amp, world, [world.device])
 
 
 def _prepare_pass(
@@ -306,10 +302,18 @@ def predict_run(request: InferenceRequest, target: Path) -> Prediction | None:
 
 
 def _write_predictions(target: Path, part: InferencePass) -> Prediction:
-    columns = _gather_columns(part)
+    share = run_on_all_ranks(part.world, lambda: _predict_share(part))
+    columns: Columns = {}
+    for rank in range(part.world.size):  # whose shares are contiguous, so the rows are in the order of the samples
+        for name, values in broadcast_object(part.world, share, source=rank).items():
+            columns.setdefault(name, []).extend(values)
     if part.world.is_main:
+        text = io.StringIO()
+        rows = csv.writer(text, lineterminator="\n")
+        rows.writerow(columns)
+        rows.writerows(zip(*columns.values(), strict=True))
         with writing_to("--out", target):
-            publish(target, _format_csv(columns))
+            publish(target, text.getvalue().encode())
     return Prediction(str(target), part.split, part.loader.size, part.origin)
 
 
@@ -317,16 +321,6 @@ def format_prediction(prediction: Prediction) -> str:
     """The file, and which samples and weights it is from."""
     samples = f"{prediction.rows:,} samples of the {prediction.split} split"
     return f"{prediction.file}  {samples}, weights from {prediction.weights}"
-
-
-def _gather_columns(part: InferencePass) -> Columns:
-    """All ranks' rows; ranks have contiguous shares, so the rows are in the order of the samples."""
-    share = run_on_all_ranks(part.world, lambda: _predict_share(part))
-    whole: Columns = {}
-    for rank in range(part.world.size):
-        for name, values in broadcast_object(part.world, share, source=rank).items():
-            whole.setdefault(name, []).extend(values)
-    return whole
 
 
 @torch.inference_mode()
@@ -341,11 +335,3 @@ def _predict_share(part: InferencePass) -> Columns:
             if part.has_targets or not name.startswith("target"):
                 rows.setdefault(name, []).extend(values)
     return rows
-
-
-def _format_csv(columns: Columns) -> bytes:
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(columns)
-    rows.writerows(zip(*columns.values(), strict=True))
-    return text.getvalue().encode()

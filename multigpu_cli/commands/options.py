@@ -55,7 +55,6 @@ class Command(TyperCommand):
     """A command whose help lists its options by panel, as plain text: names are whole, and it is fast."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse without Typer's own parsing of values."""
         return super().parse_args(_skip_value_parsing(self, ctx), args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -63,7 +62,6 @@ class Command(TyperCommand):
         return partial(super().invoke, ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write one section for each panel, in the order of the options."""
         _write_panels(self, ctx, formatter)
 
 
@@ -80,7 +78,6 @@ class Group(TyperGroup):
         return super().parse_args(_skip_value_parsing(self, ctx), args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write one section for each panel, then the sub-commands."""
         _write_panels(self, ctx, formatter)
         self.format_commands(ctx, formatter)
 
@@ -128,7 +125,8 @@ def reject_idle_flags(command: str, values: Mapping[str, Any]) -> Mapping[str, A
 
 def _build_setting_option(setting: Setting) -> inspect.Parameter:
     kind: Any = bool if setting.default is False else list[str] if setting.default == () else str
-    default = "" if setting.default in (None, False, ()) else f" [default: {_format_default(setting.default)}]"
+    text = f"{setting.default:g}" if isinstance(setting.default, float) else str(setting.default)
+    default = "" if setting.default in (None, False, ()) else f" [default: {text}]"
     return _build_option(setting.key, kind, setting.kind.metavar, setting.help + default, setting.panel)
 
 
@@ -149,10 +147,6 @@ def _write_panels(command: Any, ctx: Any, formatter: Any) -> None:
             formatter.write_dl(records)
 
 
-def _format_default(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _build_option(name: str, kind: Any, metavar: str, help: str, panel: str) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     option = typer.Option(
@@ -163,8 +157,7 @@ def _build_option(name: str, kind: Any, metavar: str, help: str, panel: str) -> 
         show_default=False,
         autocompletion=offer_for(name, metavar),
     )
-    default = False if kind is bool else None
-    annotation = bool if kind is bool else kind | None
+    default, annotation = (False, bool) if kind is bool else (None, kind | None)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option]
     )

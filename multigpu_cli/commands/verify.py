@@ -105,10 +105,15 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
     before = [step for step, _, _ in both if parting is None or step < parting.step]
     prints = (a.fingerprint, b.fingerprint)
     if None in prints and not parting:
-        raise _unfinished_error(a if a.fingerprint is None else b, len(both))
+        run = a if a.fingerprint is None else b
+        agree = f"its {len(both)} journal lines agree with the other's" if both else "it has no journal line to compare"
+        status = run.summary.get("status", "not over")
+        raise RequestError(
+            f"{run.folder} has no fingerprint, because it is {status}; so far {agree}", remedy="let it run to its end"
+        )
     same = None not in prints and prints[0] == prints[1]
-    notes = list(_list_notes(a, b))
-    return Comparison((run_a, run_b), same, prints, parting, max(before, default=0), len(both), notes)
+    agreed_until, notes = max(before, default=0), list(_list_notes(a, b))
+    return Comparison((run_a, run_b), same, prints, parting, agreed_until, len(both), notes)
 
 
 def format_comparison(comparison: Comparison) -> Iterator[str]:
@@ -187,10 +192,3 @@ def _find_divergences(a: RunTrace, b: RunTrace, places: list[tuple[int, int, str
         for name in sorted(one.keys() | other.keys()) if place[1] else _TRAIN:
             if one.get(name) != other.get(name):
                 yield Divergence(place[0], place[2], name, (one.get(name), other.get(name)))
-
-
-def _unfinished_error(run: RunTrace, lines: int) -> RequestError:
-    status = run.summary.get("status", "not over")
-    agree = f"its {lines} journal lines agree with the other's" if lines else "it has no journal line to compare"
-    problem = f"{run.folder} has no fingerprint, because it is {status}; so far {agree}"
-    return RequestError(problem, remedy="let it run to its end")

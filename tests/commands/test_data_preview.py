@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from main_multi_gpu import run
-from multigpu_cli.commands.language.preview import choose_marks
+from multigpu_cli.commands.language.samples import choose_marks
 from tests.support.tiny_language_models import make_model_folder
 
 pytest.importorskip("transformers", reason="transformers is not installed")

@@ -50,7 +50,10 @@ def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     """All checks of this machine, whose model is tried where one of its settings was given."""
     placement = place_on_machine(replace(config.device, multi_gpu="ddp"))
     findings = list(_check_machine(config, environ, max(placement.num_processes_to_launch, count_visible_gpus())))
-    findings += _check_devices(placement)
+    if placement.devices[0].type == "cuda":
+        findings += map(bandwidth.check_host_to_device, placement.devices)
+    else:
+        findings.append(Finding("host to GPU", "not checked", "no GPU"))
     findings += _check_allreduce(placement)
     if config.explicit - _OF_THE_MACHINE:
         findings += check_model(config)
@@ -81,6 +84,8 @@ def _check_machine(config: Config, environ: Mapping[str, str], workers: int) -> 
 
 def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
     """The versions and GPUs that torch, NVML and the system report."""
+    ids = range(count_visible_gpus())
+    peers = [[one == other or torch.cuda.can_device_access_peer(one, other) for other in ids] for one in ids]
     facts = MachineFacts(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -89,9 +94,9 @@ def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
         cudnn=str(version) if (version := torch.backends.cudnn.version()) else None,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
         architectures=torch.cuda.get_arch_list(),
-        visible=count_visible_gpus(),
+        visible=len(ids),
         hidden=environ.get("CUDA_VISIBLE_DEVICES"),
-        peers=_list_peer_access(count_visible_gpus()),
+        peers=peers if len(ids) > 1 else None,
     )
     try:
         nvml = gpu.open_nvml()
@@ -106,20 +111,6 @@ def add_nvml_facts(facts: MachineFacts, nvml: Any) -> MachineFacts:
     on_machine, links = gpu.list_gpus(nvml), gpu.read_links(nvml)
     tenants = find_gpu_processes(tenant.pid for each in on_machine for tenant in each.processes)
     return replace(facts, driver=version, driver_cuda=newest, gpus=on_machine, links=links, tenants=tenants)
-
-
-def _list_peer_access(count: int) -> list[list[bool]] | None:
-    if count < 2:
-        return None
-    devices = range(count)
-    return [[one == other or torch.cuda.can_device_access_peer(one, other) for other in devices] for one in devices]
-
-
-def _check_devices(placement: Placement) -> Iterator[Finding]:
-    if placement.devices[0].type != "cuda":
-        yield Finding("host to GPU", "not checked", "no GPU")
-    else:
-        yield from map(bandwidth.check_host_to_device, placement.devices)
 
 
 def _check_allreduce(placement: Placement) -> Iterator[Finding]:

@@ -62,7 +62,10 @@ def check_gpus(facts: MachineFacts) -> Iterator[Finding]:
     yield from _check_visibility(facts)
     for gpu in facts.gpus:
         yield _check_gpu(gpu, facts)
-    yield _check_leftovers(facts)
+    left = [process for process in facts.tenants.values() if process.orphan and process.ours]
+    lines = [f"process {process.pid} is a worker whose launcher is gone: {process.command}" for process in left]
+    evidence = "\n".join(lines) or "no worker of yours has outlived its launcher"
+    yield warn_if(bool(left), "leftovers", evidence, f"kill {' '.join(str(process.pid) for process in left)}")
     if len(reachable := [gpu for gpu in facts.gpus if not gpu.unreachable]) > 1:
         yield _check_equal(reachable)
     yield from _check_connections(facts)
@@ -73,7 +76,8 @@ def _check_versions(facts: MachineFacts) -> Finding:
     evidence = f"Python {facts.python}, torch {facts.torch}, "
     evidence += ", ".join(f"{name} {version}" for name, version in known.items() if version) or "built for CPU only"
     if facts.cuda and facts.driver_cuda:
-        built, newest = _parse_version(facts.cuda), facts.driver_cuda
+        major, minor, *_ = *map(int, facts.cuda.split(".")), 0
+        built, newest = (major, minor), facts.driver_cuda
         evidence += f" (runs CUDA up to {newest[0]}.{newest[1]})"
         if built[0] > newest[0]:
             remedy = f"a newer NVIDIA driver, or a torch built for CUDA {newest[0]}.{newest[1]} or older"
@@ -144,13 +148,6 @@ def _describe_process(pid: int, memory: int | None, facts: MachineFacts) -> str:
     return f"process {pid}{held}: {known.command} ({known.user})" if known else f"process {pid}{held}"
 
 
-def _check_leftovers(facts: MachineFacts) -> Finding:
-    left = [process for process in facts.tenants.values() if process.orphan and process.ours]
-    lines = [f"process {process.pid} is a worker whose launcher is gone: {process.command}" for process in left]
-    evidence = "\n".join(lines) or "no worker of yours has outlived its launcher"
-    return warn_if(bool(left), "leftovers", evidence, f"kill {' '.join(str(process.pid) for process in left)}")
-
-
 def _check_equal(gpus: Sequence[Gpu]) -> Finding:
     kinds = {(gpu.name, gpu.capability, round(_memory(gpu) / _GIB)) for gpu in gpus}
     if len(kinds) == 1:
@@ -204,11 +201,6 @@ def _has_kernels(capability: tuple[int, int], architectures: Sequence[str]) -> b
     return False
 
 
-def _parse_version(version: str) -> tuple[int, int]:
-    major, _, minor = version.partition(".")
-    return int(major), int(minor.partition(".")[0] or 0)
-
-
 _PROC = Path("/proc")
 _LONGEST = 100  # letters of a command
 
@@ -233,8 +225,12 @@ def _read_process(entry: Path) -> GpuProcessInfo | None:
         parent = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError, ValueError):
         return None
+    try:
+        user = pwd.getpwuid(owner).pw_name
+    except KeyError:
+        user = str(owner)
     orphan = parent == 1 and _is_worker(entry)
-    return GpuProcessInfo(int(entry.name), command[:_LONGEST], _user_name(owner), owner == os.getuid(), orphan)
+    return GpuProcessInfo(int(entry.name), command[:_LONGEST], user, owner == os.getuid(), orphan)
 
 
 def _is_worker(entry: Path) -> bool:
@@ -244,10 +240,3 @@ def _is_worker(entry: Path) -> bool:
     except OSError:  # another user's
         return False
     return any(variable.startswith(b"LOCAL_RANK=") for variable in variables)
-
-
-def _user_name(owner: int) -> str:
-    try:
-        return pwd.getpwuid(owner).pw_name
-    except KeyError:
-        return str(owner)

@@ -187,7 +187,10 @@ def check_nodes(world: World, config: Config, environ: Mapping[str, str], here: 
     own = gather_node_facts(world, config, environ, here) if world.local_rank == 0 else {}
     with ExitStack() as stack:
         listener = stack.enter_context(Listener(own["address"])) if own.get("address") else None
-        nodes = exchange_facts(world, own)
+        store = _get_store(world)  # the launcher's, which needs no process group
+        if own:
+            store.set(f"facts-{world.rank}", json.dumps(own))
+        nodes = [json.loads(store.get(f"facts-{rank}")) for rank in leader_ranks(world)]
         return list(judge_nodes(nodes, probe_connections(world, nodes, listener)))
 
 
@@ -245,14 +248,6 @@ def _fingerprint_data(config: Config) -> dict[str, Any]:
     except RequestError as error:
         return {"error": str(error), "exact": [], "sums": []}
     return {"error": "", "exact": exact, "sums": sums}
-
-
-def exchange_facts(world: World, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """The facts of all nodes, exchanged over the launcher's store, which needs no process group."""
-    store = _get_store(world)
-    if own:
-        store.set(f"facts-{world.rank}", json.dumps(own))
-    return [json.loads(store.get(f"facts-{rank}")) for rank in leader_ranks(world)]
 
 
 def _get_store(world: World) -> Store:

@@ -82,7 +82,8 @@ def _write(
 ) -> _Live:
     """Write everything; the network is gone when this returns."""
     run, origin, template = _load_run(checkpoint, kind, changes, own_code=own_code)
-    network, base = _take_network(run), find_model_folder(run.config.model.dir)
+    network: Any = run.model.network  # of transformers or peft, which logits alone come out of in training
+    base = find_model_folder(run.config.model.dir)
     settings = {"dtype": "float32"} | run.config.model.args
     if kind != "hf" and settings["dtype"] in ("float16", "bfloat16"):  # what learned is float32 beside it
         network.float()
@@ -130,11 +131,6 @@ def _check_kind(weights: TrainedWeights, kind: str) -> None:
             f"--format hf: {weights.origin} is of --adapter {adapter}",
             remedy="--format merged for a whole model, or --format adapter for the adapter alone",
         )
-
-
-def _take_network(run: LoadedRun) -> Any:
-    """The network of transformers or peft, which logits alone come out of in training."""
-    return run.model.network
 
 
 def _draw_tokens(run: LoadedRun) -> Tensor:

@@ -1,6 +1,6 @@
 """plan: memory, time and cost of a run on 1, 2, 4, … workers, forecast from measurements of one worker."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -165,13 +165,10 @@ def measure_interconnect(workers: int, device: DeviceConfig) -> Link:
     measured = measure_in_workers(Placement("ddp", devices, len(devices), "plan"))
     points, how = [(8.0, measured["latency"]), *map(tuple, measured["by_size"])], measured["backend"]
     if device.multi_gpu == "fsdp":
-        points, how = _add_halves(measured["halves"]), f"{how}, all-gather and reduce-scatter"
+        how += ", all-gather and reduce-scatter"
+        halves = zip(*measured["halves"].values(), strict=True)
+        points = [(size, one + other) for (size, one), (_, other) in halves]  # one after the other
     return Link.from_measurements(how, len(devices), points, overlaps=len(ids) > 1)
-
-
-def _add_halves(halves: Mapping[str, list[list[float]]]) -> list[tuple[float, float]]:
-    """(bytes, seconds) of an all-gather and a reduce-scatter, one after the other."""
-    return [(size, one + other) for (size, one), (_, other) in zip(*halves.values(), strict=True)]
 
 
 def save_plan(forecast: Forecast, folder: Path) -> None:

@@ -84,7 +84,8 @@ def outline_training(config: Config) -> Outline | None:
     if not is_pretrained(config) or config.model.dir is None:
         return None
     folder = find_model_folder(config.model.dir)
-    if has_weights(folder) and not _lacks_data(config):
+    lacks_data = config.data.dir is None and config.data.name in ("chat", SETTINGS["data"].default)
+    if has_weights(folder) and not lacks_data:
         return None
     reason = "there is no --data-dir" if has_weights(folder) else f"{folder} has no weights"
     device = usable_gpus(config.device)
@@ -112,10 +113,6 @@ def outline_training(config: Config) -> Outline | None:
         capacity=torch.cuda.get_device_properties(place).total_memory if device else None,
         quantized=config.model.args.get("quantize", "none") != "none",
     )
-
-
-def _lacks_data(config: Config) -> bool:
-    return config.data.dir is None and config.data.name in ("chat", SETTINGS["data"].default)
 
 
 def _outline_model(config: Config) -> nn.Module:

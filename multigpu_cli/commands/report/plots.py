@@ -34,7 +34,9 @@ class Picture:
 
 def draw_plots(runs: Sequence[RunData]) -> Iterator[Picture]:
     """All plots that these runs have data for."""
-    by, where = _choose_x_axis(runs)
+    batches = {run.history.plan.get("global_batch_size") for run in runs}
+    # steps of different global batches can't be compared; samples can
+    by, where = ("step", "optimizer step") if len(batches) == 1 else ("samples", "training samples seen")
     with rc_context(STYLE):
         for name, title, draw in _list_plots(runs, by):
             figure, axes = _new_figure(title)
@@ -70,12 +72,6 @@ def _list_plots(runs: Sequence[RunData], by: str) -> list[_Plot]:
         ("noise_scale", "Gradient noise scale (samples)", partial(curves, "noise_scale")),
         ("gradient_norm", "Gradient norm", partial(curves, "grad_norm")),
     ]
-
-
-def _choose_x_axis(runs: Sequence[RunData]) -> tuple[str, str]:
-    """Steps of different global batches can't be compared; samples can."""
-    batches = {run.history.plan.get("global_batch_size") for run in runs}
-    return ("step", "optimizer step") if len(batches) == 1 else ("samples", "training samples seen")
 
 
 def _new_figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:

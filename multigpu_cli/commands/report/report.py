@@ -9,7 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from multigpu_cli.commands.options import writing_to
-from multigpu_cli.commands.report import tables
+from multigpu_cli.commands.report import data
 from multigpu_cli.commands.report.data import RunData, load_runs
 from multigpu_cli.commands.report.plots import Picture, draw_plots
 from multigpu_cli.commands.status import choose_key, collect_figures, explain_order, find_runs, order_runs
@@ -39,7 +39,7 @@ def write_report(names: Sequence[str], out: str | None, sort_by: str | None = No
     loaded, order = _sort_runs(load_runs(runs), sort_by)
     folder = make_report_dir(runs, out)
     shown = loaded[:_MOST_CURVES]
-    overview = tables.tabulate_overview(loaded, order) if len(loaded) > len(shown) else None
+    overview = data.tabulate_overview(loaded, order) if len(loaded) > len(shown) else None
     plots = list(draw_plots(shown))
     page, files = folder / "report.html", [folder / f"{picture.name}.png" for picture in plots]
     with writing_to("--out", folder):
@@ -49,13 +49,11 @@ def write_report(names: Sequence[str], out: str | None, sort_by: str | None = No
     return ReportFiles(page, files, [run.folder for run in loaded], order)
 
 
-def render_page(
-    runs: Sequence[RunData], pictures: Sequence[Picture], overview: tables.ReportTable | None = None
-) -> str:
+def render_page(runs: Sequence[RunData], pictures: Sequence[Picture], overview: data.ReportTable | None = None) -> str:
     """The page, page.html filled in: plots inside, no scripts, readable on a phone and on paper."""
     folder = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=folder, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
-    per_run = {"Samples": tables.tabulate_samples, "Classes": tables.tabulate_classes}
+    per_run = {"Samples": data.tabulate_samples, "Classes": data.tabulate_classes}
     return page.get_template("page.html").render(
         title=f"{len(overview.rows)} runs" if overview else ", ".join(run.name for run in runs),
         contents=" · ".join(dict.fromkeys(str(run.history.plan.get("contents", "")) for run in runs)),
@@ -65,7 +63,7 @@ def render_page(
         overview=overview,
         several="h3" if len(runs) > 1 else "",
         per_run=[(name, [table for table in map(call, runs) if table.rows]) for name, call in per_run.items()],
-        tables=tables,
+        tables=data,
         color_of_run=color_of_run,
     )
 

@@ -178,10 +178,6 @@ def _judge_distances(measurements: Measurements, differences: Sequence[float], m
     return CheckResult("", all(each <= tolerance for each in differences), shown)
 
 
-def _check_first_step(measurements: Measurements) -> CheckResult:
-    return _judge_distances(measurements, _gradient_distances(measurements, "first"))
-
-
 def _check_last_window(measurements: Measurements) -> CheckResult:
     if measurements.drop_last:
         return CheckResult("", None, "left out of training by --drop-last")
@@ -253,14 +249,6 @@ def _check_resume(measurements: Measurements) -> CheckResult:
     return CheckResult("", False, figures, remedy)
 
 
-def _check_exact(measurements: Measurements) -> CheckResult:
-    return _compare_exact(measurements, measurements.of_workers("exact"))
-
-
-def _check_sharded_exact(measurements: Measurements) -> CheckResult:
-    return _compare_exact(measurements, [measurements.workers[0]["sharded exact"]])  # who alone has the whole state
-
-
 def _compare_exact(measurements: Measurements, parts: Sequence[Measured]) -> CheckResult:
     alone = measurements.alone["exact"]
     refused = (process["refused"] for process in (alone, *parts) if "refused" in process)
@@ -295,16 +283,28 @@ _CHECKS: list[tuple[str, str, Callable[[Measurements], CheckResult]]] = [
     ("a sample's output does not depend on the others", "mixing", _check_mixing),
     ("each epoch has each sample once, in its own order", "resume", _check_order),
     ("every parameter gets a gradient", "reference", _check_unused),
-    ("the gradient of the first step is that of one worker", "gradients", _check_first_step),
+    (
+        "the gradient of the first step is that of one worker",
+        "gradients",
+        lambda each: _judge_distances(each, _gradient_distances(each, "first")),
+    ),
     ("and that of an epoch's last short batch", "gradients", _check_last_window),
     ("clipping acts on the whole gradient, unscaled", "gradients", _check_clipping),
     ("BatchNorm's and other buffers move as on one worker", "gradients", _check_buffers),
     ("an evaluation counts each sample once", "evaluation", _check_evaluation),
     ("replicas are identical after the last step", "resume", _check_replicas),
     ("a resumed run equals the uninterrupted one", "resume", _check_resume),
-    ("--exact gives the same bits on one worker and on several", "exact", _check_exact),
+    (
+        "--exact gives the same bits on one worker and on several",
+        "exact",
+        lambda each: _compare_exact(each, each.of_workers("exact")),
+    ),
     ("--multi-gpu fsdp has the loss and gradients of one worker", "sharded", _check_sharded),
-    ("and together with --exact its bits", "sharded exact", _check_sharded_exact),
+    (
+        "and together with --exact its bits",
+        "sharded exact",
+        lambda each: _compare_exact(each, [each.workers[0]["sharded exact"]]),  # rank 0 alone has the whole state
+    ),
 ]
 
 _WHOLE = "the model"

@@ -72,7 +72,8 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
     precision = agree_on_precision(config.precision.amp, World(device), placement.devices).name
     config = replace(replace_settings(config, {"amp": precision}), explicit=config.explicit | {"amp"})
     source, fixed = prepare_run(config, workers, length)
-    no_exact = _why_no_exact(fixed)
+    faults = rules.find_rule_errors(replace_settings(fixed, {"exact": True}))
+    no_exact = faults[0].problem if faults else ""
     with tempfile.TemporaryDirectory(prefix="multigpu-selftest-") as name:
         folder = Path(name)
         single = Placement("single", (device,), 0, "selftest")
@@ -189,13 +190,6 @@ def _choose_devices(config: Config) -> Placement:
         raise RequestError("--nproc-per-node 1 leaves nothing to compare", remedy="--nproc-per-node 2 or more")
     wanted = DeviceConfig(multi_gpu="ddp", gpu_ids=ids, nproc_per_node=workers)
     return choose_placement(wanted, gpus=gpus if ids or gpus >= workers else 0, cpus=count_cores(), launch_env=None)
-
-
-def _why_no_exact(config: Config) -> str:
-    """Why --exact can't be used with these settings; empty where it can."""
-    tried = replace_settings(config, {"exact": True})
-    faults = rules.find_rule_errors(tried)
-    return faults[0].problem if faults else ""
 
 
 def _make_process(

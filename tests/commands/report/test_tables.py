@@ -1,13 +1,13 @@
 import json
 from pathlib import Path
 
-from multigpu_cli.commands.report import tables
+from multigpu_cli.commands.report import data
 from multigpu_cli.commands.report.data import load_runs
 from tests.commands.runs import forecast, interrupted_run, run_folder
 
 
 def test_plan_against_reality(tmp_path: Path) -> None:
-    rows = dict(tables.tabulate_plan(load_runs([interrupted_run(tmp_path / "a")])[0]).rows)
+    rows = dict(data.tabulate_plan(load_runs([interrupted_run(tmp_path / "a")])[0]).rows)
     assert rows["workers"] == ["2", "2 → 1"]
     assert rows["optimizer steps"] == ["40", "40"]
     assert rows["steps done twice after a restart"] == ["0", "2"]
@@ -16,26 +16,26 @@ def test_plan_against_reality(tmp_path: Path) -> None:
 
 def test_the_forecast_stands_beside_what_was_measured(tmp_path: Path) -> None:
     folder = interrupted_run(tmp_path / "a")
-    rows = dict(tables.tabulate_plan(load_runs([folder])[0]).rows)
+    rows = dict(data.tabulate_plan(load_runs([folder])[0]).rows)
     assert rows["samples per second"] == ["", "1040"], "measured all the same"
     forecast(folder, workers=1)
-    rows = dict(tables.tabulate_plan(load_runs([folder])[0]).rows)
+    rows = dict(data.tabulate_plan(load_runs([folder])[0]).rows)
     assert rows["samples per second"] == ["1333", "1040 (-22%)"]
     assert rows["step, median"] == ["24.00 ms", "30.00 ms (+25%)"]
     assert rows["memory per worker (tensors; the process)"] == ["512.0 MiB", "2048 MiB (+300%)"]
     plan = json.loads((folder / "plan.json").read_text())
     sharded = [{"workers": count, "memory": plan["memory"] | {"weights": 0}} for count in (2, 1)]
     (folder / "plan.json").write_text(json.dumps(plan | {"sharded": sharded}))
-    rows = dict(tables.tabulate_plan(load_runs([folder])[0]).rows)
+    rows = dict(data.tabulate_plan(load_runs([folder])[0]).rows)
     assert rows["memory per worker (tensors; the process)"][0] == "256.0 MiB", "weights on other workers"
     forecast(folder, workers=8)
-    rows = dict(tables.tabulate_plan(load_runs([folder])[0]).rows)
+    rows = dict(data.tabulate_plan(load_runs([folder])[0]).rows)
     assert rows["forecast"] == ["of other numbers: 8 workers", ""]
     assert rows["step, median"] == ["", "30.00 ms"]
 
 
 def test_what_happened_is_told_in_order(tmp_path: Path) -> None:
-    table = tables.tabulate_events(load_runs([interrupted_run(tmp_path / "a")])[0])
+    table = data.tabulate_events(load_runs([interrupted_run(tmp_path / "a")])[0])
     assert [(when, what[0].partition(":")[0]) for when, what in table.rows] == [
         ("+ 0 s", "attempt 1 starts"),
         ("+ 24 s", "the last line of this attempt"),
@@ -53,7 +53,7 @@ def test_what_happened_is_told_in_order(tmp_path: Path) -> None:
 
 def test_settings_are_compared_with_the_defaults_and_each_other(tmp_path: Path) -> None:
     runs = load_runs([interrupted_run(tmp_path / "a", seed=7), interrupted_run(tmp_path / "b", epochs=3)])
-    table, rest = tables.tabulate_settings(runs)
+    table, rest = data.tabulate_settings(runs)
     assert table.columns == ["a", "b", "default"]
     assert dict(table.rows) == {"seed": ["7", "42", "42"], "epochs": ["20", "3", "20"]}
     assert "log_interval 50" in rest
@@ -62,12 +62,12 @@ def test_settings_are_compared_with_the_defaults_and_each_other(tmp_path: Path) 
 
 def test_the_result_leaves_out_what_no_run_has(tmp_path: Path) -> None:
     runs = load_runs([interrupted_run(tmp_path / "a"), run_folder(tmp_path / "b", [])])
-    rows = dict(tables.tabulate_outcome(runs).rows)
+    rows = dict(data.tabulate_outcome(runs).rows)
     assert rows["test accuracy"] == ["97.50 %", ""]
     assert rows["status"] == ["completed", "not over"]
     assert rows["attempts"] == ["2", "0"]
     assert "peak memory per worker" not in rows
-    assert tables.pick_headline(runs[0])[:2] == [("status", "completed"), ("test accuracy", "97.50 %")]
-    cells = dict(tables.tabulate_environment(runs).rows)
+    assert data.pick_headline(runs[0])[:2] == [("status", "completed"), ("test accuracy", "97.50 %")]
+    cells = dict(data.tabulate_environment(runs).rows)
     assert (cells["host"], cells["torch"]) == (["node8", ""], ["2", ""])
-    assert [row[0] for row in tables.tabulate_classes(runs[0]).rows] == ["cat", "<dog>"]
+    assert [row[0] for row in data.tabulate_classes(runs[0]).rows] == ["cat", "<dog>"]
