@@ -1,9 +1,8 @@
 """From rows of text to features: what the training rows teach of scales, gaps and categories; scikit-learn does it."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,15 +10,27 @@ from torch import Tensor
 
 from multigpu_cli.data.source import FEW, Codec
 from multigpu_cli.data.tables.csv import CsvTable, is_missing
-from multigpu_cli.errors import RequestError, did_you_mean
 
 if TYPE_CHECKING:
-    from sklearn.compose import ColumnTransformer
+    from sklearn.pipeline import Pipeline
+    from sklearn.preprocessing import OneHotEncoder
 
 _CATEGORIES = 50  # of one column; rarer ones share a place
 _MOST = 0.9  # where so many cells are numbers, the others look like mistakes
 _EXAMPLES = 16
 GAP = "missing"  # the category of cells that hold nothing
+
+
+class Part(NamedTuple):
+    """Some rows of a table, by their places (n,) int64: its columns are looked at once, in the order of the file."""
+
+    table: CsvTable
+    rows: np.ndarray
+
+    def find_word(self, column: str) -> int | None:
+        """The place in the table of the first cell that is neither a number nor a gap."""
+        words = self.rows[self.table.parse(column)[1][self.rows]]
+        return int(words[0]) if len(words) else None
 
 
 @dataclass(frozen=True)
@@ -29,14 +40,23 @@ class TableFeatures(Codec):
     Attributes:
         columns: names of the columns that are used, in order.
         numeric: which of them hold numbers, by place; the others hold categories.
-        learned: scikit-learn's transformers, fitted.
+        scaler, encoder: scikit-learn's transformers of numbers and of categories, fitted; None without such columns.
         examples: the first training rows.
     """
 
     columns: tuple[str, ...]
     numeric: tuple[int, ...]
-    learned: "ColumnTransformer"
+    scaler: "Pipeline | None"
+    encoder: "OneHotEncoder | None"
     examples: CsvTable
+
+    @property
+    def _numbers(self) -> list[str]:
+        return [self.columns[at] for at in self.numeric]
+
+    @property
+    def _categories(self) -> list[str]:
+        return [name for at, name in enumerate(self.columns) if at not in self.numeric]
 
     def transform(self, table: CsvTable) -> Tensor:
         """(n, features) float32: numbers, then a mark for each gap that training knows, then one-hot categories.
@@ -46,19 +66,20 @@ class TableFeatures(Codec):
         Raises:
             RequestError: the table lacks a column.
         """
-        cells = _parse_cells(_select_cells(table, self.columns), self.numeric)
-        return torch.from_numpy(np.asarray(self.learned.transform(cells), dtype=np.float32))
+        found = []
+        if self.scaler is not None:
+            found.append(self.scaler.transform(_stack_numbers(table, self._numbers, slice(None))))
+        if self.encoder is not None:
+            found.append(self.encoder.transform(_stack_words(table, self._categories)))
+        return torch.from_numpy(np.hstack(found).astype(np.float32))
 
-    def find_words(self, table: CsvTable) -> list[str]:
+    def find_words(self, part: Part) -> list[str]:
         """The first cell of each column of numbers that holds something else, in words."""
-        cells, found = _select_cells(table, self.columns), []
-        for at in self.numeric:
-            for row, line in zip(cells, table.lines, strict=True):
-                if not is_missing(row[at]) and to_number(row[at]) is None:
-                    where = f"{table.path}:{line}: {row[at]!r} in column {self.columns[at]!r}"
-                    found.append(f"{where} is no number, as the training rows have there")
-                    break
-        return found
+        return [
+            f"{part.table.describe_cell(name, at)} is no number, as the training rows have there"
+            for name in self._numbers
+            if (at := part.find_word(name)) is not None
+        ]
 
     def describe(self) -> dict[str, Any]:
         """What was learned, as plain values, in the order of the features.
@@ -68,15 +89,13 @@ class TableFeatures(Codec):
         categories: column, and words: for each feature the words that make it 1; other: the feature of any other
         word, or None where such a word makes none 1.
         """
-        places = [at for at in range(len(self.columns)) if at not in self.numeric]
-        words = [self._describe_words(number, self.columns[at]) for number, at in enumerate(places)]
+        words = [self._describe_words(number, name) for number, name in enumerate(self._categories)]
         return {**self._describe_numbers(), "categories": words}
 
     def _describe_numbers(self) -> dict[str, list[dict[str, Any]]]:
-        if not self.numeric:
+        if self.scaler is None:
             return {"numbers": [], "gaps": []}
-        names = [self.columns[at] for at in self.numeric]
-        fill, scale = self.learned.named_transformers_["pipeline"]
+        names, (fill, scale) = self._numbers, self.scaler
         spread = [
             {"mean": mean, "scale": by} for mean, by in zip(scale.mean_.tolist(), scale.scale_.tolist(), strict=True)
         ]
@@ -89,69 +108,57 @@ class TableFeatures(Codec):
         }
 
     def _describe_words(self, number: int, column: str) -> dict[str, Any]:
-        encoder = self.learned.named_transformers_["onehotencoder"]
-        rare = encoder.infrequent_categories_[number]
+        assert self.encoder is not None
+        rare = self.encoder.infrequent_categories_[number]
         rare = [] if rare is None else rare.tolist()
-        words = [[word] for word in encoder.categories_[number].tolist() if word not in rare]
+        words = [[word] for word in self.encoder.categories_[number].tolist() if word not in rare]
         return {"column": column, "words": words + [rare] * bool(rare), "other": len(words) if rare else None}
 
 
-def learn_features(train: CsvTable, columns: Sequence[str]) -> TableFeatures:
+def learn_features(train: Part, columns: Sequence[str]) -> TableFeatures:
     """Learn from the training rows.
 
     Missing numbers become the median, with a column of its own that says so; missing categories are one more category.
     """
-    from sklearn.compose import make_column_transformer  # seconds, and not for those who bring no table
-    from sklearn.impute import SimpleImputer
+    from sklearn.impute import SimpleImputer  # seconds, and not for those who bring no table
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-    cells, places = _select_cells(train, columns), range(len(columns))
-    numeric = [at for at in places if all(is_missing(row[at]) or to_number(row[at]) is not None for row in cells)]
-    gaps = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
-    spread_out = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_CATEGORIES, sparse_output=False)
-    learned = make_column_transformer(
-        (make_pipeline(gaps, StandardScaler()), numeric), (spread_out, [at for at in places if at not in numeric])
-    )
-    learned.fit(_parse_cells(cells, numeric))
-    examples = train._replace(rows=train.rows[:_EXAMPLES], lines=train.lines[:_EXAMPLES])
-    return TableFeatures(tuple(columns), tuple(numeric), learned, examples)
+    table, rows = train
+    numeric = tuple(at for at, name in enumerate(columns) if train.find_word(name) is None)
+    numbers, words = [columns[at] for at in numeric], [name for at, name in enumerate(columns) if at not in numeric]
+    scaler = encoder = None
+    if numbers:
+        gaps = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
+        scaler = make_pipeline(gaps, StandardScaler()).fit(_stack_numbers(table, numbers, rows))
+    if words:
+        encoder = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_CATEGORIES, sparse_output=False)
+        encoder.fit(_stack_words(table, words)[rows])
+    few = rows[:_EXAMPLES].tolist()
+    examples = replace(table, rows=[table.rows[row] for row in few], lines=[table.lines[row] for row in few])
+    return TableFeatures(tuple(columns), numeric, scaler, encoder, examples)
 
 
-def find_odd_cell(table: CsvTable, column: str) -> str:
+def find_odd_cell(part: Part, column: str) -> str:
     """Where a column holds almost nothing but many numbers, the first cell that is none, in words; else nothing."""
-    at = table.columns.index(column)
-    there = [(row[at], line) for row, line in zip(table.rows, table.lines, strict=True) if not is_missing(row[at])]
-    numbers = [value for cell, _ in there if (value := to_number(cell)) is not None]
-    if len(numbers) == len(there) or len(numbers) < _MOST * len(there) or len(set(numbers)) <= FEW:
+    found, is_word = (each[part.rows] for each in part.table.parse(column))
+    numbers, words = found[np.isfinite(found)], np.count_nonzero(is_word)
+    if not words or len(numbers) < _MOST * (len(numbers) + words) or len(np.unique(numbers)) <= FEW:
         return ""
-    odd, line = next((cell, line) for cell, line in there if to_number(cell) is None)
-    return f"{table.path}:{line}: {odd!r} in column {column!r} is no number, so the whole column counts as words"
+    odd = part.table.describe_cell(column, int(part.rows[is_word.argmax()]))
+    return f"{odd} is no number, so the whole column counts as words"
 
 
-def to_number(cell: str) -> float | None:
-    """A finite number, or None."""
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
+def _stack_numbers(table: CsvTable, columns: Sequence[str], rows: np.ndarray | slice) -> np.ndarray:
+    """(n, columns) float64, nan for gaps; each column in one piece, which decides the last bit of its mean."""
+    return np.stack([table.parse(name)[0][rows] for name in columns]).T
 
 
-def _select_cells(table: CsvTable, columns: Sequence[str]) -> list[list[str]]:
-    for name in columns:
-        if name not in table.columns:
-            raise RequestError(f"{table.path}: there is no column {name!r}", remedy=did_you_mean(name, table.columns))
-    places = [table.columns.index(name) for name in columns]
-    return [[row[place] for place in places] for row in table.rows]
+def _stack_words(table: CsvTable, columns: Sequence[str]) -> np.ndarray:
+    """(n, columns) words, as scikit-learn takes them."""
+    return np.stack([np.array(_name_gaps(table.select(name)), dtype=object) for name in columns], axis=1)
 
 
-def _parse_cells(rows: Sequence[Sequence[str]], numeric: Sequence[int]) -> np.ndarray:
-    """Numbers, nan for gaps, and words, as scikit-learn takes them."""
-    cells = np.empty((len(rows), len(rows[0])), dtype=object)
-    for at in range(cells.shape[1]):
-        if at in numeric:
-            cells[:, at] = [math.nan if (value := to_number(row[at])) is None else value for row in rows]
-        else:
-            cells[:, at] = [GAP if is_missing(row[at]) else row[at] for row in rows]
-    return cells
+def _name_gaps(cells: Sequence[str]) -> list[str]:
+    words = {cell: GAP if is_missing(cell) else cell for cell in set(cells)}
+    return [words[cell] for cell in cells]

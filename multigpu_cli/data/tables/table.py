@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -14,8 +15,8 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.data.files import JsonLines, locate_other_file, locate_single_file
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import FEW, DataSource
-from multigpu_cli.data.tables.csv import CsvFormat, CsvTable, is_missing, read_csv
-from multigpu_cli.data.tables.features import TableFeatures, find_odd_cell, learn_features, to_number
+from multigpu_cli.data.tables.csv import CsvFormat, CsvTable, is_missing, read_csv, to_number
+from multigpu_cli.data.tables.features import Part, TableFeatures, find_odd_cell, learn_features
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _QUOTES = """quotes around yes, no, on and off, which YAML reads as True and False: --set 'data.target="no"'"""
@@ -68,15 +69,16 @@ def load(
     chosen = [place for place, name in enumerate(table.columns) if name != target and name not in ignored]
     if not chosen:
         raise RequestError(f"--data csv: {table.path} has no column but the target, {target!r}, and ignored ones")
-    parts = _split_rows(table, target, seed)
+    table = _with_target(table, target)
+    parts = [Part(table, rows.numpy()) for rows in split_by_sample(len(table.rows), (0.1, 0.1), seed)]
     if test_file:
-        parts[2] = _read_test(locate_other_file("csv", Path(str(data_dir)), test_file), table, target, form)
+        parts[2] = _whole(_read_test(locate_other_file("csv", Path(str(data_dir)), test_file), table, target, form))
     more = _read_new(locate_other_file("csv", Path(str(data_dir)), new), table, target, form) if new else None
     return replace(_build_source(table, target, chosen, kind, parts, more), note=note)
 
 
 def _build_source(
-    table: CsvTable, target: str, chosen: list[int], kind: str, parts: list[CsvTable], new: CsvTable | None
+    table: CsvTable, target: str, chosen: list[int], kind: str, parts: list[Part], new: CsvTable | None
 ) -> DataSource:
     """Features and targets of all parts, by what the first of them teaches.
 
@@ -88,9 +90,13 @@ def _build_source(
     columns = [table.columns[place] for place in chosen]
     features = learn_features(parts[0], columns)
     targets, names = _read_targets(parts, target, kind, table)
-    warnings = [*table.warnings, *_check_numbers(features, [*parts[1:], *([new] if new else [])], table.path)]
+    others = [*parts[1:], *([_whole(new)] if new else [])]
+    warnings = [*table.warnings, *_check_numbers(features, others, table.path)]
     warnings += [odd for name in [*columns, target] if (odd := find_odd_cell(parts[0], name))]
-    splits = [TensorDataset(features.transform(part), each) for part, each in zip(parts, targets, strict=True)]
+    inputs = features.transform(table)
+    tests = inputs if parts[2].table is table else features.transform(parts[2].table)
+    found = zip((inputs, inputs, tests), parts, targets, strict=True)
+    splits = [TensorDataset(each[torch.from_numpy(part.rows)], labels) for each, part, labels in found]
     spread = None if names else (float(targets[0].mean()), float(targets[0].std(correction=0)) or 1.0)
     return DataSource(
         train=splits[0],
@@ -101,7 +107,7 @@ def _build_source(
         num_classes=len(names),
         class_names=names,
         target_scale=spread,
-        transform_signature=sha256(repr((chosen, parts[0].rows)).encode()).hexdigest(),
+        transform_signature=_sign(chosen, parts[0]),
         codec=features,
         warnings=tuple(warnings),
         model="mlp",
@@ -137,18 +143,20 @@ def _suggest_target(table: CsvTable) -> str:
     return f"--set {quote(f'data.target={table.columns[-1]}')}"
 
 
-def _split_rows(table: CsvTable, target: str, seed: int) -> list[CsvTable]:
-    table = _with_target(table, target)
-    return [
-        table._replace(rows=[table.rows[row] for row in part], lines=[table.lines[row] for row in part])
-        for part in (each.tolist() for each in split_by_sample(len(table.rows), (0.1, 0.1), seed))
-    ]
+def _whole(table: CsvTable) -> Part:
+    return Part(table, np.arange(len(table.rows)))
+
+
+def _sign(chosen: list[int], train: Part) -> str:
+    """SHA-256 of all that the features follow from: the chosen columns and the training rows, as Python writes both."""
+    rows = list(map(repr, train.table.rows))  # in the order of the file, since memory is slow in any other
+    return sha256(f"({chosen}, [{', '.join([rows[row] for row in train.rows.tolist()])}])".encode()).hexdigest()
 
 
 def _with_target(table: CsvTable, target: str) -> CsvTable:
-    at = table.columns.index(target)
-    there = [number for number, row in enumerate(table.rows) if not is_missing(row[at])]
-    return table._replace(rows=[table.rows[row] for row in there], lines=[table.lines[row] for row in there])
+    gaps = set(filter(is_missing, set(table.select(target))))
+    there = [number for number, cell in enumerate(table.select(target)) if cell not in gaps]
+    return replace(table, rows=[table.rows[row] for row in there], lines=[table.lines[row] for row in there])
 
 
 def _read_test(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvTable:
@@ -160,7 +168,7 @@ def _read_test(path: Path, table: CsvTable, target: str, form: CsvFormat) -> Csv
             remedy=f"{', '.join(table.columns)}; or data.new={path.name}, for rows without a target",
         )
     places = [others.columns.index(name) for name in table.columns]
-    others = others._replace(columns=table.columns, rows=[[row[at] for at in places] for row in others.rows])
+    others = replace(others, columns=table.columns, rows=[[row[at] for at in places] for row in others.rows])
     if not (found := _with_target(others, target)).rows:
         raise RequestError(f"data.test_file: no row of {path} has a target", remedy=f"data.new={path.name}")
     return found
@@ -170,64 +178,67 @@ def _read_new(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvT
     """Rows that may lack the target; where columns have no names, the others are in order."""
     found = read_table(path, form)
     if form.header == "none" and len(found.columns) == len(table.columns) - 1:
-        return found._replace(columns=[name for name in table.columns if name != target])
+        return replace(found, columns=[name for name in table.columns if name != target])
     return found
 
 
-def _check_numbers(features: TableFeatures, parts: Sequence[CsvTable], path: Path) -> list[str]:
+def _check_numbers(features: TableFeatures, parts: Sequence[Part], path: Path) -> list[str]:
     """Warnings about cells of the same file that are no numbers.
 
     Raises:
         RequestError: another file has some.
     """
-    found = {part.path: features.find_words(part) for part in parts if part.path != path}
+    found = {part.table.path: features.find_words(part) for part in parts if part.table.path != path}
     if wrong := [line for lines in found.values() for line in lines]:
         raise RequestError("\n".join(wrong), remedy="numbers there, or nothing")
     return [
-        f"{line}; it counts as missing" for part in parts if part.path == path for line in features.find_words(part)
+        f"{line}; it counts as missing"
+        for part in parts
+        if part.table.path == path
+        for line in features.find_words(part)
     ]
 
 
 def _read_targets(
-    parts: Sequence[CsvTable], target: str, kind: str, table: CsvTable
+    parts: Sequence[Part], target: str, kind: str, table: CsvTable
 ) -> tuple[list[Tensor], tuple[str, ...]]:
     """Class numbers with the names of the classes, or numbers and no names.
 
     Raises:
         RequestError: numbers are wanted and there are words, or a part has labels that the table does not have.
     """
-    at = table.columns.index(target)
-    values = [row[at] for part in parts for row in part.rows]
-    learned = [to_number(row[at]) for row in table.rows if not is_missing(row[at])]  # a test file does not decide
+    cells = [np.array(part.table.select(target), dtype=object)[part.rows].tolist() for part in parts]
+    here = set(table.select(target))
+    learned = set(map(to_number, here))  # a test file does not decide
     whole = all(number is not None and number.is_integer() for number in learned)
-    classes = None in learned or (whole and len(set(learned)) <= FEW) if kind == "auto" else kind == "classification"
+    classes = None in learned or (whole and len(learned) <= FEW) if kind == "auto" else kind == "classification"
     if not classes:
-        numbers = [to_number(cell) for cell in values]
-        if None in numbers:
-            word = values[numbers.index(None)]
-            raise RequestError(f"data.kind: column {target!r} holds {word!r}, no number", remedy="classification")
-        return [torch.tensor([float(row[at]) for row in part.rows]) for part in parts], ()
+        for part in parts:
+            if (at := part.find_word(target)) is not None:
+                word = part.table.rows[at][table.columns.index(target)]
+                raise RequestError(f"data.kind: column {target!r} holds {word!r}, no number", remedy="classification")
+        return [torch.from_numpy(part.table.parse(target)[0][part.rows]).float() for part in parts], ()
 
     def label(cell: str) -> str | float | None:
         return to_number(cell) if whole else cell  # 1 and 1.0 are one class
 
-    known = {label(row[at]) for row in table.rows if not is_missing(row[at])}
-    _check_labels(parts[2], at, [label(row[at]) in known for row in parts[2].rows], table)
+    known = set(map(label, here))
+    _check_labels(parts[2], target, [cell for cell in dict.fromkeys(cells[2]) if label(cell) not in known], table)
     names: dict[str | float | None, str] = {}
-    for cell in sorted(set(values), key=lambda cell: (float(cell) if whole else 0.0, cell)):
+    for cell in sorted(set().union(*cells), key=lambda cell: (float(cell) if whole else 0.0, cell)):
         names.setdefault(label(cell), cell)
     place = {each: number for number, each in enumerate(names)}
-    return [torch.tensor([place[label(row[at])] for row in part.rows]) for part in parts], tuple(names.values())
+    numbers = {cell: place[label(cell)] for cell in set().union(*cells)}
+    return [torch.tensor([numbers[cell] for cell in each]) for each in cells], tuple(names.values())
 
 
-def _check_labels(test: CsvTable, at: int, known: Sequence[bool], table: CsvTable) -> None:
-    strange = [number for number, here in enumerate(known) if not here]
+def _check_labels(test: Part, target: str, strange: Sequence[str], table: CsvTable) -> None:
     if strange:
-        labels = list(dict.fromkeys(repr(test.rows[number][at]) for number in strange))
-        names = ", ".join(labels[:5]) + (", …" if len(labels) > 5 else "")
+        names = ", ".join(map(repr, strange[:5])) + (", …" if len(strange) > 5 else "")
+        line = test.table.lines[test.table.select(target).index(strange[0])]
         raise RequestError(
-            f"{test.path}:{test.lines[strange[0]]}: labels that {table.path} does not have: {names}",
-            remedy=f"labels of column {table.columns[at]!r} that training knows, or data.kind=regression for numbers",
+            f"{test.table.path}:{line}: labels that {table.path} does not have: {names}",
+            remedy=f"labels of column {target!r} that training knows, or data.kind=regression for numbers",
         )
 
 
