@@ -2,12 +2,19 @@
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.load import load_data_source
+from multigpu_cli.language.chat.conversations import Conversation
+from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
+from multigpu_cli.language.chat.records import open_tokens
+from multigpu_cli.language.chat.samples import Chats
+from tests.support.tiny_language_models import make_tokenizer
 
 
 def count_calls(work: Callable[[], Any]) -> int:
@@ -40,3 +47,46 @@ def test_the_cells_of_a_table_are_read_column_by_column(tmp_path: Path) -> None:
     load_data_source(small, 0)
     more = count_calls(lambda: load_data_source(large, 0)) - count_calls(lambda: load_data_source(small, 0))
     assert more / 2000 < 5, "calls a row"
+
+
+class CountedPlaces(list[tuple[int, int]]):
+    """The places of tokens in a text, and how many of them were looked at one after the other."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        self.looks += len(self)
+        return super().__iter__()
+
+
+def test_tokens_of_a_conversation_are_not_searched_for_each_answer() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    tokenizer, places = make_tokenizer(), CountedPlaces()
+
+    class Counted:
+        chat_template, eos_token = tokenizer.chat_template, tokenizer.eos_token
+        apply_chat_template = tokenizer.apply_chat_template
+
+        def __call__(self, text: str, **options: Any) -> dict[str, Any]:
+            found = tokenizer(text, **options)
+            places[:] = found["offset_mapping"]
+            return {"input_ids": found["input_ids"], "offset_mapping": places}
+
+    turns = [{"role": ("user", "assistant")[at % 2], "content": f"Number {at}?"} for at in range(64)]
+    encoder = ChatEncoder(Counted(), None, "assistant", [tokenizer.eos_token_id])
+    learned = encoder.encode(Conversation(turns), "a:1").learned
+    assert sum(learned) > 64
+    assert places.looks <= 4 * len(places), "each token is looked at a few times, however many answers there are"
+
+
+def test_conversations_are_counted_without_a_call_for_each(tmp_path: Path) -> None:
+    count = 9000
+    texts = [ChatTokens([at % 50] * (at % 6), [place % 2 == at % 2 for place in range(at % 6)]) for at in range(count)]
+    tokens = open_tokens(tmp_path / "tokens", "key", count, lambda record: [texts[record]])
+
+    def open_samples(rows: range) -> Chats:
+        return Chats(None, tokens, rows, 3, padding=0)  # type: ignore[arg-type]
+
+    chats = open_samples(range(0, count, 2))
+    assert chats.learned.tolist() == [int(chats._read(index)[1].sum()) for index in range(len(chats))]
+    assert count_calls(lambda: open_samples(range(count))) < 100

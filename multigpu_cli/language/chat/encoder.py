@@ -1,8 +1,10 @@
 """Conversations as tokens, with those that are learned, by the model's own tokenizer and chat template."""
 
 import inspect
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from datetime import date
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from multigpu_cli.errors import RequestError
@@ -75,8 +77,11 @@ class ChatEncoder:
         found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids, places = found["input_ids"], found["offset_mapping"]
         learned = [False] * len(ids)
+        begins, ends = [begin for begin, _ in places], [end for _, end in places]
+        latest, earliest = list(accumulate(ends, max)), list(accumulate(reversed(begins), min))[::-1]  # in order
         for first, end in spans:
-            inside = [at for at, (start, stop) in enumerate(places) if start < end and stop > first]
+            near = range(bisect_right(latest, first), bisect_left(earliest, end))
+            inside = [at for at in near if begins[at] < end and ends[at] > first]
             stops = [at for at in inside if ids[at] in self._ends]
             for at in inside:
                 learned[at] = self._loss_on == "all" or not stops or at <= stops[-1]

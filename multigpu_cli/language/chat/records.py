@@ -19,6 +19,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.encoder import ChatTokens
 
 _UNUSED = {".tokens": 30 * 24 * 3600.0, ".lock": 30 * 24 * 3600.0, ".draft": 24 * 3600.0}  # seconds, then it is removed
+_PIECE = 4096  # samples that are counted at once
 _PATIENCE = 5.0  # seconds of silent waiting for another process
 
 Encode = Callable[[int], Sequence[ChatTokens]]
@@ -57,6 +58,17 @@ class TokenFile:
         stored = self._tokens[self.starts[index] : self.starts[index + 1]][:limit]
         learned = stored < 0
         return np.where(learned, ~stored, stored), learned
+
+    def count_learned(self, limit: int) -> np.ndarray:
+        """(n,) int32: how many of each sample's first `limit` tokens are learned, but for the first of all."""
+        counts = []
+        for first in range(0, len(self.starts), _PIECE):
+            starts = self.starts[first : first + _PIECE + 1] - self.starts[first]
+            sums = np.cumsum(self._tokens[self.starts[first] :][: starts[-1]] < 0, dtype=np.int32)
+            ends = np.minimum(starts[1:], starts[:-1] + limit)
+            sums = np.insert(sums, 0, 0)
+            counts.append(sums[ends] - sums[np.minimum(starts[:-1] + 1, ends)])
+        return np.concatenate(counts)
 
 
 def open_tokens(folder: Path, key: str, count: int, encode: Encode, width: int = 1) -> TokenFile:

@@ -54,8 +54,7 @@ class Chats(Dataset[dict[str, Tensor]]):
         self.rows = np.repeat(np.asarray(rows, dtype=np.int32), self.width)
         samples = self.rows * self.width + np.arange(len(self.rows)) % self.width
         self.lengths = np.diff(tokens.starts)[samples].astype(np.int32)
-        counts = (int(self._read(index)[1].sum()) for index in range(len(self.rows)))
-        self.learned = np.fromiter(counts, dtype=np.int32, count=len(self.rows))
+        self.learned = tokens.count_learned(limit)[samples]
 
     def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         ids, learned = self._tokens.read(self.rows[index] * self.width + index % self.width, self.limit)
