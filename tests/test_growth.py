@@ -2,12 +2,20 @@
 
 import random
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from multigpu_cli.checkpoint import files, store
+from multigpu_cli.checkpoint.manifest import BEST
+from multigpu_cli.checkpoint.pieces import serialize
+from multigpu_cli.checkpoint.store import BestWeights, Store, restore_file
+from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.language.chat.conversations import Conversation
@@ -90,3 +98,20 @@ def test_conversations_are_counted_without_a_call_for_each(tmp_path: Path) -> No
     chats = open_samples(range(0, count, 2))
     assert chats.learned.tolist() == [int(chats._read(index)[1].sum()) for index in range(len(chats))]
     assert count_calls(lambda: open_samples(range(count))) < 100
+
+
+def test_best_weights_are_written_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (files, store):
+        monkeypatch.setattr(module, "PIECE", 2**20)
+    state = {f"layer {at}": torch.randn(2**15) for at in range(64)}
+    tracemalloc.start()
+    try:
+        mark = save_weights(tmp_path / "best.pt", state, {}, {})
+        Store(tmp_path / "checkpoints", 2).save(1, {"step": 1}, {}, BestWeights(tmp_path / "best.pt", mark))
+        restore_file([tmp_path / "lost.pt", tmp_path / "best.pt"], mark)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert mark == sha256(serialize({"model": state, "config": {}, "metrics": {}})).hexdigest()
+    assert (tmp_path / "lost.pt").read_bytes() == (tmp_path / f"checkpoints/step_00000001/{BEST}").read_bytes()
+    assert peak < 2**22, "bytes, of 2**23"

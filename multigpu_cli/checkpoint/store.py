@@ -8,7 +8,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from multigpu_cli.checkpoint.files import Moved, flush_folder, ignore_progress, publish, publish_stream
+from multigpu_cli.checkpoint.files import (
+    PIECE,
+    Moved,
+    compute_sha256,
+    flush_folder,
+    ignore_progress,
+    publish,
+    publish_stream,
+)
 from multigpu_cli.checkpoint.manifest import (
     BEST,
     MANIFEST,
@@ -54,10 +62,21 @@ def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Move
     for other in others:
         if _read_sum(other) == best.sha256 and _try_hard_link(other / BEST, draft / BEST):
             return True
-    content = find_content([best.file], best.sha256)
-    if content is not None:
-        publish(draft / BEST, content, moved)
-    return content is not None
+    found = find_file([best.file], best.sha256)
+    if found:
+        _copy_file(found, draft / BEST, moved)
+    return found is not None
+
+
+def find_file(files: Iterable[Path], sha256_wanted: str) -> Path | None:
+    """The first of these files that has this checksum."""
+    return next((file for file in files if file.is_file() and compute_sha256(file) == sha256_wanted), None)
+
+
+def _copy_file(source: Path, target: Path, moved: Moved = ignore_progress) -> None:
+    with source.open("rb") as opened:
+        size = source.stat().st_size
+        publish_stream(target, lambda file: shutil.copyfileobj(opened, file, PIECE), size, moved)
 
 
 def find_content(files: Iterable[Path], sha256_wanted: str) -> bytes | None:
@@ -68,10 +87,10 @@ def find_content(files: Iterable[Path], sha256_wanted: str) -> bytes | None:
 
 def restore_file(files: Sequence[Path], sha256_wanted: str) -> bool:
     """Restore the first of these files to the content with this checksum, from any of them; False if none has it."""
-    content = find_content(files, sha256_wanted)
-    if content is not None and find_content(files[:1], sha256_wanted) is None:
-        publish(files[0], content)
-    return content is not None
+    found = find_file(files, sha256_wanted)
+    if found not in (None, files[0]):
+        _copy_file(found, files[0])
+    return found is not None
 
 
 def read_best(checkpoint: Path, manifest: dict[str, Any], step: int) -> bytes | None:
@@ -193,7 +212,7 @@ class Store:
         self.sweep(but=self._name_draft(step) if peers else None)  # there another rank may have begun
         draft, final = self.open_draft(step), self.folder / f"step_{step:08d}"
         try:
-            listed = {"state.pt": _write(draft / "state.pt", state, self.moved)}
+            listed = {"state.pt": write_state(draft / "state.pt", state, self.moved)}
             listed |= peers.add_pieces(draft) if peers else {}
             if best and add_best(draft, best, self.list_folders(), self.moved):
                 # not among the listed files: the state is complete without it
@@ -285,7 +304,7 @@ def _name_earlier(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}_earlier")
 
 
-def _write(file: Path, state: dict[str, Any], moved: Moved) -> dict[str, Any]:
+def write_state(file: Path, state: dict[str, Any], moved: Moved) -> dict[str, Any]:
     """Write a state; returns size and SHA-256 of the file."""
     results: list[tuple[int, str]] = []
     publish_stream(

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from multigpu_cli.checkpoint.files import Moved, ignore_progress, publish
+from multigpu_cli.checkpoint.files import Moved, ignore_progress
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from multigpu_cli.checkpoint.pieces import deserialize, serialize
-from multigpu_cli.checkpoint.store import Checkpoint, Store
+from multigpu_cli.checkpoint.store import Checkpoint, Store, write_state
 from multigpu_cli.distributed.collectives import broadcast_object
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
@@ -114,11 +114,10 @@ def save_weights(
     """Write {"model", "config", "metrics"}, for `torch.load(path, weights_only=True)`; returns the file's SHA-256.
 
     Args:
+        state: in host memory, and with it alone: the file gets whole storages. It is not copied.
         moved: called for each piece that has reached the disk.
     """
-    content = serialize({"model": copy_to_host(state), "config": config, "metrics": metrics})
-    publish(path, content, moved)
-    return sha256(content).hexdigest()
+    return str(write_state(path, {"model": state, "config": config, "metrics": metrics}, moved)["sha256"])
 
 
 def read_weights(path: Path, flag: str = "") -> dict[str, Any]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from multigpu_cli.checkpoint.files import check_owner, fail_on_write_error, publish
 from multigpu_cli.checkpoint.manifest import BEST
 from multigpu_cli.checkpoint.run_folder import write_summary
-from multigpu_cli.checkpoint.store import find_content, read_best, restore_file
-from multigpu_cli.checkpoint.weights import fingerprint, read_weights, save_weights
+from multigpu_cli.checkpoint.store import find_file, read_best, restore_file
+from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weights, save_weights
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.distributed.collectives import all_gather_object, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.distributed.processes import find_ranks_with_output, log_path
@@ -67,12 +67,13 @@ def _publish_weights(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
     best, words, metrics = run.folder / "best.pt", run.spec.weights_metadata(), dict(run.progress.last)
     with fail_on_write_error(run.folder):
         check_owner(run.folder)
-        save_weights(run.folder / "last.pt", state, words, metrics, run.observer.watchdog.mark_progress)
+        last = copy_to_host(state)
+        save_weights(run.folder / "last.pt", last, words, metrics, run.observer.watchdog.mark_progress)
         if run.progress.best:
             if restore_file([best, *run.folder.glob(f"checkpoints/*/{BEST}")], run.checkpointer.best_sha256):
                 return read_weights(best)
             run.log_fault("checkpoint", "best.pt is lost: the last weights replace it")
-        save_weights(best, state, words, metrics, run.observer.watchdog.mark_progress)
+        save_weights(best, last, words, metrics, run.observer.watchdog.mark_progress)
     return {}
 
 
@@ -163,7 +164,7 @@ def restore_best_file(run: Run) -> str:
         with fail_on_write_error(run.folder):
             if content is not None:
                 checkpointer.best_sha256 = sha256(content).hexdigest()
-                if find_content([file], checkpointer.best_sha256) is None:
+                if find_file([file], checkpointer.best_sha256) is None:
                     publish(file, content)
             elif is_best:  # an old checkpoint, whose own state is the best
                 checkpointer.best_sha256 = save_weights(file, own["model"], run.spec.weights_metadata(), best)
