@@ -17,6 +17,7 @@ from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.store import BestWeights, Store, restore_file
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data.images import folder
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
@@ -115,3 +116,32 @@ def test_best_weights_are_written_piece_by_piece(tmp_path: Path, monkeypatch: py
     assert mark == sha256(serialize({"model": state, "config": {}, "metrics": {}})).hexdigest()
     assert (tmp_path / "lost.pt").read_bytes() == (tmp_path / f"checkpoints/step_00000001/{BEST}").read_bytes()
     assert peak < 2**22, "bytes, of 2**23"
+
+
+def test_classes_of_images_are_not_searched_for_each_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    class Name(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    for at in range(60):
+        place = tmp_path / f"{at:02}"
+        place.mkdir()
+        for name in ("b.PNG", "a.jpg", "text.txt"):
+            (place / name).touch()
+    (tmp_path / "07/within").mkdir()
+    (tmp_path / "07/within/c.jpg").touch()
+    (tmp_path / "07/d.jpg").symlink_to("nowhere")
+    names, entries = folder._classes(tmp_path, [Name(f"{at:02}") for at in range(60)])
+    assert len(names) == 60
+    assert [(str(path.relative_to(tmp_path / "07")), label) for path, label in entries if label == 7] == [
+        ("a.jpg", 7),
+        ("b.PNG", 7),
+        ("within/c.jpg", 7),
+    ]
+    assert compared <= 4 * 60, "a few times a class, and not for each file and class"

@@ -134,7 +134,8 @@ def _classes(folder: Path, known: list[str] | None = None) -> tuple[list[str], l
         if files := _images_in(place):
             found[place.name] = files
     names = known or list(found)
-    if unknown := [name for name in found if name not in names]:
+    numbers = {name: number for number, name in enumerate(names)}
+    if unknown := [name for name in found if name not in numbers]:
         raise RequestError(
             f"--data image-folder: {folder / unknown[0]} is a class that train/ does not have",
             remedy=f"the classes are {', '.join(names[:10])}",
@@ -143,11 +144,14 @@ def _classes(folder: Path, known: list[str] | None = None) -> tuple[list[str], l
         raise RequestError(
             f"--data image-folder: {folder} holds images of {'a single' if found else 'no'} class", remedy=_LAYOUT
         )
-    return names, [(path, names.index(name)) for name, paths in found.items() for path in paths]
+    return names, [(path, numbers[name]) for name, paths in found.items() for path in paths]
 
 
 def _images_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES and path.is_file())
+    paths = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    return sorted(
+        (path for path in paths if path.suffix.lower() in IMAGES and path.is_file()), key=lambda path: path.parts
+    )
 
 
 def _images_of(folder: Path) -> list[Path]:
