@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from multigpu_cli.checkpoint import files, store
 from multigpu_cli.checkpoint.manifest import BEST
@@ -17,6 +18,7 @@ from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.store import BestWeights, Store, restore_file
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data import load as load_data
 from multigpu_cli.data.images import folder
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.language.chat.conversations import Conversation
@@ -145,3 +147,27 @@ def test_classes_of_images_are_not_searched_for_each_file(tmp_path: Path, monkey
         ("within/c.jpg", 7),
     ]
     assert compared <= 4 * 60, "a few times a class, and not for each file and class"
+
+
+def test_a_dataset_that_is_divided_keeps_eight_bytes_a_sample() -> None:
+    class Numbers(Dataset[tuple[torch.Tensor, float]]):
+        num_classes = 2
+
+        def __len__(self) -> int:
+            return 300_000
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
+            assert type(index) is int
+            return torch.tensor([float(index)]), 0.5
+
+    tracemalloc.start()
+    try:
+        source = load_data.infer_source  # loaded before
+        parts = load_data._split_by_seed(Numbers(), 0, lambda *found: found)  # type: ignore[arg-type, return-value]
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert callable(source)
+    assert [len(part) for part in parts] == [240_000, 30_000, 30_000]  # type: ignore[attr-defined]
+    assert parts[1][0][0].shape == (1,)  # type: ignore[index]
+    assert held < 12 * 300_000

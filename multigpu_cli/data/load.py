@@ -2,6 +2,7 @@
 
 import inspect
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -272,7 +273,9 @@ def _split_by_seed(dataset: Dataset[Any], seed: int, infer: Infer) -> DataSource
 def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
     if isinstance(dataset, TensorDataset):
         return TensorDataset(*(tensor[indices] for tensor in dataset.tensors))
-    return Subset(dataset, indices.tolist())
+    return Subset(
+        dataset, array("q", indices.numpy().tobytes())
+    )  # 8 bytes each, and numbers of Python as they are read
 
 
 def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
