@@ -1,12 +1,14 @@
 """How cost grows with the work, counted in calls and in bytes: times say little on a busy machine."""
 
+import json
 import random
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from multigpu_cli.checkpoint.manifest import BEST
 from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.store import BestWeights, Store, restore_file
 from multigpu_cli.checkpoint.weights import save_weights
+from multigpu_cli.commands import status
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data import load as load_data
 from multigpu_cli.data.images import folder
@@ -25,6 +28,9 @@ from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
 from multigpu_cli.language.chat.records import open_tokens
 from multigpu_cli.language.chat.samples import Chats
+from multigpu_cli.loggers import sender
+from multigpu_cli.monitor import journal as journal_module
+from tests.commands.runs import event, run_folder
 from tests.support.tiny_language_models import make_tokenizer
 
 
@@ -171,3 +177,38 @@ def test_a_dataset_that_is_divided_keeps_eight_bytes_a_sample() -> None:
     assert [len(part) for part in parts] == [240_000, 30_000, 30_000]  # type: ignore[attr-defined]
     assert parts[1][0][0].shape == (1,)  # type: ignore[index]
     assert held < 12 * 300_000
+
+
+def test_watching_reads_only_what_is_new_in_a_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_folder(tmp_path / "run", [event(0, "start", plan={"total_steps": 900})])
+    journal, looks = run / "journal.jsonl", []
+
+    def look_again(_: float) -> None:
+        looks.append(parsed.call_count)
+        with journal.open("a") as file:
+            file.write(json.dumps(event(len(looks), "train", step=len(looks), loss=1.0, step_ms=1.0)) + "\n")
+        if len(looks) == 100:
+            monkeypatch.setattr(status, "is_locked", lambda _: False)
+
+    parsed = Mock(wraps=sender.parse_event)
+    monkeypatch.setattr(status, "is_locked", lambda _: True)
+    monkeypatch.setattr(status.time, "sleep", look_again)
+    for module in (sender, journal_module):
+        monkeypatch.setattr(module, "parse_event", parsed)
+    status.watch_runs([str(run)], as_json=True, repeat=True)
+    assert len(looks) == 100
+    assert parsed.call_count == 101, "each line once"
+
+
+def test_runs_are_not_compared_with_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [run_folder(tmp_path / f"{at:03}", []) for at in range(120)]
+    compared = 0
+
+    def compare(one: PurePath, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return str(one) == str(other)
+
+    monkeypatch.setattr(PurePath, "__eq__", compare)
+    assert len(status.find_runs([str(run) for run in [*runs, tmp_path]])) == 120
+    assert compared < 10 * 120

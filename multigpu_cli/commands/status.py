@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from multigpu_cli.checkpoint.files import is_locked
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
-from multigpu_cli.loggers.sender import count_unsent_lines, explain_unsent, list_positions
+from multigpu_cli.loggers.sender import JournalTail, count_unsent_lines, explain_unsent, list_positions
 from multigpu_cli.mirror.follower import explain_missing, read_state
 from multigpu_cli.monitor.format import format_duration, format_metric, format_number
 from multigpu_cli.monitor.history import JOURNAL, Attempt, History, find_run_folders, load_history, load_summary
@@ -69,7 +70,7 @@ class Status:
 
 def find_runs(names: Sequence[str]) -> list[Path]:
     """The run folders at or below these paths; without names, those under checkpoints/."""
-    runs: list[Path] = []
+    runs: dict[Path, None] = {}
     for name in names or [HOME]:
         here = find_run_folders(Path(name))
         if not here:
@@ -77,13 +78,13 @@ def find_runs(names: Sequence[str]) -> list[Path]:
                 f"{name} has no run: there is no journal.jsonl in it or up to two levels below",
                 remedy="the --save-dir of a run, or a folder of runs",
             )
-        runs += [run for run in here if run not in runs]
-    return runs
+        runs |= dict.fromkeys(here)
+    return list(runs)
 
 
-def read_status(run: Path, now: float) -> Status:
-    """The state of a run at time `now` (Unix seconds), from its journal."""
-    history = load_history(run)
+def read_status(run: Path, now: float, history: History | None = None) -> Status:
+    """The state of a run at time `now` (Unix seconds), from its journal, or its history where that is known."""
+    history = history or load_history(run)
     begun = (run / JOURNAL).stat().st_mtime  # of a journal that has no line yet
     attempt = history.attempts[-1] if history.attempts else Attempt({"time": begun}, begun)
     plan, last = history.plan, history.last_train or {}
@@ -118,8 +119,9 @@ def read_status(run: Path, now: float) -> Status:
 
 def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool, sort_by: str | None = None) -> None:
     """Show the runs once, or again and again until none of them is at work; the best run by `sort_by` comes first."""
+    followed: dict[Path, tuple[JournalTail, History]] = {}
     while True:
-        statuses = [read_status(run, time.time()) for run in find_runs(names)]
+        statuses = [read_status(run, time.time(), _follow(run, followed)) for run in find_runs(names)]
         if sort_by is not None:
             statuses = sort_statuses(statuses, sort_by)
         if as_json:
@@ -130,6 +132,18 @@ def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool, sort_by: st
         if not repeat or not any(status.state in _RUNNING for status in statuses):
             return
         time.sleep(_REFRESH)
+
+
+def _follow(run: Path, followed: dict[Path, tuple[JournalTail, History]]) -> History:
+    """The history of a run, to which each call adds what is new in its journal."""
+    file = run / JOURNAL
+    if run not in followed or file.stat().st_size < followed[run][0].end:  # another journal is there
+        followed[run] = JournalTail(file), History()
+    tail, history = followed[run]
+    for line in tail.read():
+        if line.event:
+            history.add(line.event)
+    return history
 
 
 def sort_statuses(statuses: Sequence[Status], key: str) -> list[Status]:
@@ -200,7 +214,8 @@ def _judge_state(run: Path, history: History, attempt: Attempt) -> str:
 
 def _estimate_eta(history: History, attempt: Attempt, now: float) -> float | None:
     """Seconds to the planned end, at the pace of this attempt's last lines."""
-    recent = [event for _, event in sorted(history.train.items()) if event["time"] >= attempt.start["time"]][-20:]
+    steps = (step for step, event in history.train.items() if event["time"] >= attempt.start["time"])
+    recent = [history.train[step] for step in sorted(nlargest(20, steps))]
     total = history.plan.get("total_steps")
     if not recent or not total:
         return None
