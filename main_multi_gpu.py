@@ -27,7 +27,14 @@ except ModuleNotFoundError as missing:  # started with another python than the e
 
 from multigpu_cli.commands.cli import app
 from multigpu_cli.commands.options import list_given_flags, with_train_options
-from multigpu_cli.distributed import attempts
+from multigpu_cli.distributed.launch_env import (
+    AttemptRefused,
+    FinalVerdict,
+    find_binding_verdict,
+    record_failure,
+    record_verdict,
+    write_error,
+)
 from multigpu_cli.distributed.processes import die_with_parent
 from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
 from multigpu_cli.faults.explain import describe_error, describe_usage_error, is_peer_failure, shorten_message
@@ -98,12 +105,12 @@ def _format_version() -> str:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command line; returns the exit code."""
-    if verdict := attempts.find_binding_verdict(os.environ):
-        attempts.write_error(os.environ, verdict.code, verdict.message)
+    if verdict := find_binding_verdict(os.environ):
+        write_error(os.environ, verdict.code, verdict.message)
         return verdict.code
     code, message = _run_command(argv)
     if message and code in (WRONG_REQUEST, STOPPED):
-        attempts.record_verdict(os.environ, attempts.FinalVerdict(code, message))
+        record_verdict(os.environ, FinalVerdict(code, message))
     return code
 
 
@@ -115,8 +122,8 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
         code = (call() if callable(call) else call) or 0
     except _UsageError as error:
         return _report_error(WRONG_REQUEST, describe_usage_error(error), error, argv)
-    except attempts.AttemptRefused as over:  # the first attempt has reported it
-        attempts.write_error(os.environ, over.exit_code, over.problem)
+    except AttemptRefused as over:  # the first attempt has reported it
+        write_error(os.environ, over.exit_code, over.problem)
         return over.exit_code, ""
     except (KeyboardInterrupt, typer.Abort) as error:
         return _report_error(_INTERRUPTED, "interrupted", error, argv)
@@ -126,7 +133,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
         code = error.exit_code if isinstance(error, TrainingError) else FAILED
         return _report_error(code, describe_error(error), error, argv)
     if code == STOPPED:
-        attempts.write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
+        write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
     return code, "stopped by a signal" if code == STOPPED else ""
 
 
@@ -136,10 +143,10 @@ def _report_error(code: int, message: str, error: BaseException, argv: Sequence[
     follows = getattr(error, "caused_by_peer", False)
     lost = follows or ("RANK" in os.environ and is_peer_failure(error))
     if code == FAILED and not lost:
-        again = attempts.record_failure(os.environ, message, getattr(error, "failed_at", None))
+        again = record_failure(os.environ, message, getattr(error, "failed_at", None))
         message = "\n".join(filter(None, [message, again]))
     foreseen = isinstance(error, (TrainingError, _UsageError, KeyboardInterrupt, typer.Abort))
-    attempts.write_error(os.environ, code, message, message if foreseen or lost else whole)
+    write_error(os.environ, code, message, message if foreseen or lost else whole)
     rank = _read_rank()
     if not message or (rank and code == _INTERRUPTED):
         return code, message

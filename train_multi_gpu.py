@@ -21,8 +21,13 @@ import torch
 from multigpu_cli import engine
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.distributed import attempts
-from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
+from multigpu_cli.distributed.launch_env import (
+    LaunchEnv,
+    has_redirected_logs,
+    record_failure,
+    refuse_srun_copies,
+    write_error,
+)
 from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.distributed.processes import RankOutput
 from multigpu_cli.errors import RequestError, TrainingError
@@ -83,7 +88,7 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
     level = "silent" if launch_env and launch_env.rank else "normal" if screen == "json" else screen
     stream = reserve_stdout() if screen == "json" else None
     with ExitStack() as stack:
-        redirected = launch_env is not None and launch_env.rank > 0 and not attempts.has_redirected_logs(os.environ)
+        redirected = launch_env is not None and launch_env.rank > 0 and not has_redirected_logs(os.environ)
         rank_output = stack.enter_context(RankOutput(launch_env.rank)) if launch_env and redirected else None
         console = Console(level, stream, json=screen == "json", rank_output=rank_output)  # type: ignore[arg-type]
         if warning := _explain_unseen_gpus(placement, os.environ):
@@ -109,8 +114,6 @@ def _print_last_error(rank_output: RankOutput | None, error: TrainingError) -> N
     if rank_output:
         rank_output.stop()
     message = describe_error(error)
-    again = (
-        "" if error.caused_by_peer else attempts.record_failure(os.environ, message.splitlines()[0], error.failed_at)
-    )
-    attempts.write_error(os.environ, error.exit_code, message)
+    again = "" if error.caused_by_peer else record_failure(os.environ, message.splitlines()[0], error.failed_at)
+    write_error(os.environ, error.exit_code, message)
     Console("quiet", sys.stderr).error("\n".join(filter(None, [message, again])))

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from multigpu_cli.checkpoint.snapshot import Progress, TrainState
+from multigpu_cli.checkpoint.snapshot import Progress, TrainState, Writer
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers.build import build_optimizer
 from multigpu_cli.runtime.precision import Precision

@@ -79,11 +79,22 @@ STRATEGIES = {
     "single": "multigpu_cli.strategies.base:Single",
     "dp": "multigpu_cli.strategies.base:DataParallel",
     "ddp": "multigpu_cli.strategies.ddp:DDP",
-    "exact": "multigpu_cli.strategies.exact:ExactReduction",
     "fsdp": "multigpu_cli.strategies.fsdp.fsdp:FSDP2",
-    "fsdp exact": "multigpu_cli.strategies.fsdp.exact:ExactFSDP2",
 }
-"""A placement's strategy → a `Strategy`; with --exact "NAME exact", or else "exact" itself."""
+"""A placement's strategy → a `Strategy`."""
+
+EXACT_STRATEGIES = {
+    "single": "multigpu_cli.strategies.exact:ExactReduction",
+    "ddp": "multigpu_cli.strategies.exact:ExactReduction",
+    "fsdp": "multigpu_cli.strategies.fsdp.exact:ExactFSDP2",
+}
+"""The same with --exact."""
+
+MULTI_PROCESS = [name for name in STRATEGIES if name not in ("single", "dp")]
+"""Those with one process for each device."""
+
+SHARDING = "--multi-gpu fsdp"
+"""What divides weights, gradients and the optimizer's state over several devices."""
 
 STRATEGY_SETTINGS = {
     "ddp": ("find_unused_parameters", "grad_compression", "bucket_cap_mb"),

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.distributed.out_of_memory import is_out_of_memory
+from multigpu_cli.distributed.world import is_out_of_memory
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.assembly.components import StepResult
 from multigpu_cli.run.batch_size import recover_from_out_of_memory
@@ -57,8 +57,7 @@ def _few_collections() -> Iterator[None]:
 def fit(run: Run, *, until: int | None = None) -> str:
     """Train to the end of the plan, early stopping, or an agreed stop; "completed" or "stopped".
 
-    Args:
-        until: return at this step, the end of an epoch, to a caller that drives the epochs.
+    A caller that drives the epochs has it return after each, at step `until`.
     """
     progress, train = run.progress, run.loaders.train
     run.observer.timer.start()
@@ -106,10 +105,9 @@ def finish_step(run: Run, outcome: StepResult) -> str:
 def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResult:
     """One optimizer step on the mean loss of its global batch: over its samples, or its tokens.
 
-    Args:
-        layout, work: from the training loader; this worker may have no micro-batch.
+    This worker may have no micro-batch in it.
     """
-    observer, state, config, parameters = run.observer, run.state, run.config, run.trainable_parameters
+    observer, state, config, parameters = run.observer, run.state, run.config, run.strategy.local_parameters
     seed, devices = config.reproducibility.seed, run.spec.placement.devices
     divisor = run.loss_normalizer.divisor(layout.samples)
     losses: dict[int, Tensor] = {}

@@ -16,16 +16,16 @@ class TrainingError(Exception):
     Args:
         problem: what is wrong, naming the flag, key or file at fault.
         remedy: what the user can do about it.
+        shared: it is raised on every rank, so that one of them reports it for all.
+        caused_by_peer: it was caused by another rank's end: a retry may succeed.
     """
 
     exit_code = FAILED
-    shared = False  # raised on every rank, so that one of them reports it for all
-    caused_by_peer = False  # caused by another rank's end: a retry may succeed
     failed_at: int | None = None  # optimizer steps done; None before the first of this attempt
 
-    def __init__(self, problem: str, *, remedy: str = "") -> None:
+    def __init__(self, problem: str, *, remedy: str = "", shared: bool = False, caused_by_peer: bool = False) -> None:
         super().__init__(problem, remedy)
-        self.problem, self.remedy = problem, remedy
+        self.problem, self.remedy, self.shared, self.caused_by_peer = problem, remedy, shared, caused_by_peer
 
     def __str__(self) -> str:
         return f"{self.problem}\n  try: {self.remedy}" if self.remedy else self.problem

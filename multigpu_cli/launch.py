@@ -25,7 +25,7 @@ from multigpu_cli.checkpoint.run_folder import read_note, read_summary, resolve_
 from multigpu_cli.config.rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
-from multigpu_cli.distributed import attempts
+from multigpu_cli.distributed.launch_env import write_error
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.processes import check_spawned_script, die_with_parent, quote_last_lines
 from multigpu_cli.errors import FAILED, TrainingError
@@ -38,11 +38,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 
 
 class WorkersFailed(TrainingError):
-    """A worker ended with a non-zero exit code; the workers have told the user why.
-
-    Attributes:
-        killed: the rank that a signal ended, which could not report it.
-    """
+    """A worker ended with a non-zero exit code and told the user why; not so a rank that a signal `killed`."""
 
     def __init__(self, exit_code: int, problem: str = "", killed: int | None = None) -> None:
         again = "the same command again: it goes on from the last checkpoint"
@@ -81,27 +77,20 @@ def _run_until_done(config: Config, placement: Placement, screen: str, run_folde
     while True:
         before = read_note(run_folder)
         try:
-            return _run_training(config, placement, screen)
+            with tempfile.TemporaryDirectory(prefix="multigpu-") as folder:
+                request = Path(folder, "request.yaml")
+                request.write_text(yaml.safe_dump(explicit_dump(config) | {"from_files": config.from_files}))
+                argv = [str(_FRONT_DOOR), "--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
+                launch = _build_launch_config(placement, config.fault.max_restarts, folder)
+                _launch(launch, placement, sys.executable, *argv)
+                return
         except WorkersFailed:
             if read_note(run_folder) == before:
                 raise
 
 
-def _run_training(config: Config, placement: Placement, screen: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="multigpu-") as folder:
-        request = Path(folder, "request.yaml")
-        request.write_text(yaml.safe_dump(explicit_dump(config) | {"from_files": config.from_files}))
-        argv = [str(_FRONT_DOOR), "--config", str(request), *([] if screen == "normal" else [f"--{screen}"])]
-        launch = _build_launch_config(placement, config.fault.max_restarts, folder)
-        _launch(launch, placement, sys.executable, *argv)
-
-
 def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Run main_multi_gpu.py with these arguments in a process, and wait for it; returns what it printed.
-
-    Raises:
-        WorkersFailed: it ended with a non-zero exit code.
-    """
+    """Run main_multi_gpu.py with these arguments in a process; returns what it printed, or raises WorkersFailed."""
     command, pipe = [sys.executable, str(_FRONT_DOOR), *argv], subprocess.PIPE
     with subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True) as process:
         try:
@@ -149,7 +138,7 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
         code, message = FAILED, describe_unexpected_error(error)
         if isinstance(error, TrainingError):
             code, message = error.exit_code, str(error)
-        attempts.write_error(os.environ, code, message, traceback.format_exc())
+        write_error(os.environ, code, message, traceback.format_exc())
         raise SystemExit(code) from error
     if str(getattr(function, "__module__", "")).startswith("multigpu_cli."):
         # not for other functions, whose exit handlers must run
@@ -205,9 +194,6 @@ def _worker_error(failure: ChildFailedError, *, prints: bool) -> WorkersFailed:
     """The exit code of the first worker that failed, and its message if the workers did not print it.
 
     The agent ends the others with SIGTERM: they come last, whatever their clocks say.
-
-    Args:
-        prints: the workers have told the user themselves.
     """
     rank, first = min(
         failure.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp)

@@ -478,6 +478,6 @@ def test_no_step_waits_for_the_device(flags: dict[str, str]) -> None:
         with Waits() as waits:
             engine.train_step(run, *next(works))
             assert waits.found == []
-            float(run.trainable_parameters[0].detach().sum())
+            float(run.strategy.local_parameters[0].detach().sum())
             assert waits.found == ["_local_scalar_dense"], "it can see"
         run.state.precision.device = torch.device("cpu")

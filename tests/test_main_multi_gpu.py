@@ -16,7 +16,7 @@ import main_multi_gpu
 from multigpu_cli.commands.options import with_train_options
 from multigpu_cli.config.rules import OWN_RUN_ID
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.distributed.attempts import AttemptRefused, FinalVerdict
+from multigpu_cli.distributed.launch_env import AttemptRefused, FinalVerdict
 from multigpu_cli.errors import RequestError, TrainingError
 
 SCRIPT = Path(main_multi_gpu.__file__)

@@ -24,22 +24,14 @@ def ignore_progress() -> None:
 
 
 def publish(path: Path, content: bytes, moved: Moved = ignore_progress) -> None:
-    """Write `path` atomically: a reader sees the complete old or new content, even if this process is killed.
-
-    Args:
-        moved: called after each chunk is written to disk.
-    """
+    """Write `path` atomically: a reader sees the complete old or new content, even if this process is killed."""
     publish_stream(path, lambda file: file.write(content), len(content), moved)
 
 
 def publish_stream(
     path: Path, write: Callable[["ProgressFile"], object], size: int, moved: Moved = ignore_progress
 ) -> None:
-    """Like `publish`, for content that is written in chunks.
-
-    Args:
-        size: lower bound of the file's size in bytes; that much space is reserved first.
-    """
+    """Like `publish`, for content that is written in chunks; so much space is reserved before the first of them."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # several ranks may write the same file
     try:
         with open(draft, "wb") as file:
@@ -208,10 +200,7 @@ def read_owner(folder: Path) -> str:
 
 
 def check_owner(folder: Path, owner: str = "") -> None:
-    """Check that the run folder still belongs to this run: it may have been removed and used by another one.
-
-    Args:
-        owner: the process that holds the lock, if it is not this one.
+    """Check that the run folder still belongs to this run, or to `owner`: another one may have taken its place.
 
     Raises:
         OSError: the folder was removed, or another process holds its lock.
@@ -224,11 +213,7 @@ def check_owner(folder: Path, owner: str = "") -> None:
 
 @contextmanager
 def fail_on_write_error(folder: Path) -> Iterator[None]:
-    """Turn a failed write inside the context into the error that ends the run.
-
-    Raises:
-        TrainingError: the file system refused a write.
-    """
+    """Turn a failed write inside the context into the TrainingError that ends the run."""
     try:
         yield
     except OSError as error:
@@ -252,9 +237,8 @@ def locked_error(folder: Path) -> RequestError:
 
 def still_locked_error(folder: Path) -> TrainingError:
     """The error of a restarted run while a process of its previous attempt, perhaps on a lost node, holds the lock."""
-    error = TrainingError(
+    return TrainingError(
         f"a process of an earlier attempt is still using {folder}",
         remedy="end that process, which may be on a node that does not answer; torchrun --max-restarts=… tries again",
+        caused_by_peer=True,
     )
-    error.caused_by_peer = True
-    return error

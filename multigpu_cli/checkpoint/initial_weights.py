@@ -29,17 +29,11 @@ _LISTED = 4  # names in a line of the table; the journal has all
 
 
 class WeightMatch(NamedTuple):
-    """How the tensors of a file fall to those of a model.
+    """How the tensors of a file fall to those of a model."""
 
-    Attributes:
-        loaded: name in the model → name in the file.
-        initialised: name in the model that stays as it was initialised → how the file differs.
-        unused: names in the file that nothing in the model takes.
-    """
-
-    loaded: dict[str, str]
-    initialised: dict[str, str]
-    unused: list[str]
+    loaded: dict[str, str]  # name in the model → name in the file
+    initialised: dict[str, str]  # name in the model that stays as it was initialised → how the file differs
+    unused: list[str]  # names in the file that nothing in the model takes
 
     @property
     def differences(self) -> list[str]:
@@ -56,14 +50,10 @@ class WeightMatch(NamedTuple):
 
 
 def load_initial_weights(model: nn.Module, path: Path, *, partial: bool) -> WeightMatch:
-    """--init-from: load what fits the model by name and shape.
+    """--init-from: load what fits the model by name and shape; with `partial`, the rest stays as it is initialised.
 
     Weights that are to keep what is loaded into others are not looked for: a module's `initial_copies` has a part of
     their names → what stands there in the names of the others.
-
-    Args:
-        path: as `read_initial_weights` takes it.
-        partial: leave what does not fit as it is initialised (--init-partial).
 
     Raises:
         RequestError: no weights there, or some do not fit; with `partial`, none does.
@@ -121,18 +111,15 @@ def match_weights(own: Mapping[str, Any], found: Mapping[str, Any]) -> WeightMat
 def _pair_names(own: Iterable[str], found: Iterable[str]) -> dict[str, str]:
     """Name in the model → name in the file; a name that is not the only one of its kind has no pair."""
     pairs = {name: name for name in set(own) & set(found)}
-    free, offered = (_group_by_stem(name for name in names if name not in pairs) for names in (own, found))
-    for stem, names in free.items():
-        if len(names) == len(offered[stem]) == 1:
-            pairs[names[0]] = offered[stem][0]
+    free, offered = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+    for groups, names in ((free, own), (offered, found)):
+        for name in names:
+            if name not in pairs:
+                groups[_strip_prefixes(name)].append(name)
+    for stem, same in free.items():
+        if len(same) == len(offered[stem]) == 1:
+            pairs[same[0]] = offered[stem][0]
     return pairs
-
-
-def _group_by_stem(names: Iterable[str]) -> defaultdict[str, list[str]]:
-    groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name in names:
-        groups[_strip_prefixes(name)].append(name)
-    return groups
 
 
 def _strip_prefixes(name: str) -> str:
@@ -158,11 +145,7 @@ def _read_file(file: Path) -> dict[str, Any]:
 
 
 def _open_checkpoint(file: Path) -> Checkpoint | None:
-    """The checkpoint in pieces of which a file is one; None of any other file.
-
-    Raises:
-        RequestError: the file is of a checkpoint that is damaged.
-    """
+    """The checkpoint in pieces of which a file is one, unless it is damaged; None of any other file."""
     folder = file.parent
     if not (file.name in ("state.pt", BEST) or is_piece(file.name)) or not (folder / MANIFEST).is_file():
         return None

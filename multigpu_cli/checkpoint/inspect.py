@@ -19,34 +19,20 @@ _PLAIN = re.compile(
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One checkpoint, unfinished draft or file of weights.
+    """One checkpoint, unfinished draft or file of weights."""
 
-    Attributes:
-        name: relative to the run folder.
-        state: whole (intact), damaged, draft (unfinished) or aside (damaged or replaced, renamed by a later attempt).
-        reason: why it is not intact, "" where it is.
-        written: Unix seconds.
-        bytes: of all its files.
-        step, world_size: from the manifest, None where there is none.
-        resumes: a run would resume from this checkpoint.
-    """
-
-    name: str
-    state: str
-    reason: str
-    written: float
-    bytes: int
-    step: int | None = None
+    name: str  # relative to the run folder
+    state: str  # whole (intact), damaged, draft (unfinished) or aside (damaged or replaced, renamed by a later attempt)
+    reason: str  # why it is not intact, "" where it is
+    written: float  # Unix seconds
+    bytes: int  # of all its files
+    step: int | None = None  # of the manifest, as the next; None where there is none
     world_size: int | None = None
-    resumes: bool = False
+    resumes: bool = False  # a run would resume from this checkpoint
 
 
 def list_checkpoints(run: Path) -> list[CheckpointEntry]:
-    """Checkpoints from oldest to newest, then drafts and renamed ones, then best.pt and last.pt.
-
-    Raises:
-        RequestError: the folder is not a run folder.
-    """
+    """Checkpoints of a run folder, oldest first, then drafts and renamed ones, then best.pt and last.pt."""
     if not any((run / name).exists() for name in ("config.yaml", "journal.jsonl", "checkpoints")):
         raise RequestError(f"{run} is not a run folder", remedy="name the --save-dir of a run")
     running = is_locked(run)

@@ -53,11 +53,7 @@ def is_piece(name: str) -> bool:
 
 
 def find_damage(folder: Path, moved: Moved = ignore_progress) -> str | None:
-    """What is wrong with a checkpoint: a file that is missing, truncated or modified; None if it is intact.
-
-    Args:
-        moved: called after each chunk is read.
-    """
+    """What is wrong with a checkpoint: a file that is missing, truncated or modified; None if it is intact."""
     return find_quick_damage(folder, moved) or find_damaged_piece(folder, moved=moved)
 
 
@@ -90,11 +86,7 @@ def find_manifest_damage(folder: Path) -> str | None:
 
 
 def find_damaged_piece(folder: Path, share: int = 0, shares: int = 1, *, moved: Moved = ignore_progress) -> str | None:
-    """Whether a piece of a checkpoint was modified; each of `shares` readers looks at some of them.
-
-    Args:
-        share: number of this reader.
-    """
+    """Whether a piece of a checkpoint was modified; of `shares` readers this one, number `share`, looks at some."""
     manifest = read_manifest(folder)
     for name in list_pieces(manifest)[share::shares]:
         try:

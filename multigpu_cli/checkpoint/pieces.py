@@ -30,15 +30,10 @@ _FORMATS = {
 
 
 class Rows(NamedTuple):
-    """Rows of a tensor that are next to each other.
+    """Rows of a tensor that are next to each other."""
 
-    Attributes:
-        tensor: (rows, …), in host memory.
-        begin: the number of the first in the whole tensor.
-    """
-
-    tensor: Tensor
-    begin: int
+    tensor: Tensor  # (rows, …), in host memory
+    begin: int  # the number of the first in the whole tensor
 
 
 def write_piece(file: Path, rows: Mapping[str, Rows], moved: Moved = ignore_progress) -> dict[str, Any]:
@@ -87,14 +82,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Pieces:
-    """Reads tensors, or some rows of them, from the files of all ranks; nothing is read before it is asked for.
-
-    Args:
-        folder: of a checkpoint that `find_damage` has found intact.
-        names: its files with rows.
+    """Reads tensors, or some rows of them, from these files of an intact checkpoint, as they are asked for.
 
     Raises:
-        RequestError: a file has none, although its checksum is right.
+        RequestError: a file has no rows, although its checksum is right.
     """
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
@@ -109,10 +100,7 @@ class Pieces:
                     self._parts[tensor].append((begin, begin + rows.get_shape()[0], rows))
 
     def read(self, name: str, outline: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
-        """Rows `begin` to `end` of a tensor, or all of it.
-
-        Args:
-            outline: the whole tensor's shape and dtype.
+        """Rows `begin` to `end` of a tensor, or all of it; `outline` has the whole's shape and dtype.
 
         Raises:
             RequestError: rows are missing or there twice, or they are of another tensor.
@@ -214,8 +202,7 @@ class HashingFile:
 def deserialize(content: bytes | Path, origin: str) -> Any:
     """Load the state in a file's bytes; only tensors and plain values are accepted, so no code runs.
 
-    Args:
-        content: the bytes, or the file itself, whose tensors are then mapped into memory as far as torch can do that.
+    Of a file itself, tensors are mapped into memory as far as torch can do that.
 
     Raises:
         RequestError: the bytes are not such a file.

@@ -35,31 +35,22 @@ class ResumePoint:
     """Where a run begins, as plain values that rank 0 can broadcast.
 
     Attributes:
-        folder: the run folder; it may not exist yet.
-        checkpoint: the checkpoint folder to resume from, or None.
-        manifest: the manifest of that checkpoint.
-        summary: summary.json of the previous attempt in the folder, or None.
-        warnings: the checkpoints that were skipped, with reasons.
-        reason: the reason for the choice, which the plan shows.
-        rewind_from: the older checkpoint of the same folder that --resume names, or None.
         micro_batch_after_oom: the micro-batch to start with, if an attempt ran out of memory before its first
             checkpoint.
-        global_batch: the global batch of that attempt, which does not change.
         eval_batch_after_oom: the most samples of a batch, if an attempt ran out of memory in a sharded evaluation.
-        checkpoint_rank: the rank whose disk has the checkpoint.
     """
 
-    folder: str
-    checkpoint: str | None
-    manifest: dict[str, Any] | None
-    summary: dict[str, Any] | None
-    warnings: list[str]
-    reason: str
-    rewind_from: str | None = None
+    folder: str  # the run folder; it may not exist yet
+    checkpoint: str | None  # the checkpoint folder to resume from, or None
+    manifest: dict[str, Any] | None  # the manifest of that checkpoint
+    summary: dict[str, Any] | None  # summary.json of the previous attempt in the folder, or None
+    warnings: list[str]  # the checkpoints that were skipped, with reasons
+    reason: str  # the reason for the choice, which the plan shows
+    rewind_from: str | None = None  # the older checkpoint of the same folder that --resume names, or None
     micro_batch_after_oom: int | None = None
-    global_batch: int | None = None
+    global_batch: int | None = None  # the global batch of that attempt, which does not change
     eval_batch_after_oom: int | None = None
-    checkpoint_rank: int = 0
+    checkpoint_rank: int = 0  # the rank whose disk has the checkpoint
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,13 +61,9 @@ class CheckpointNotFound(RequestError):
 
 
 class NoIntactCheckpoint(CheckpointNotFound):
-    """All checkpoints in the run folder are damaged; a new run in it would overwrite the best weights.
+    """All checkpoints in the run folder are damaged; a new run in it would overwrite the best weights."""
 
-    Attributes:
-        folder: the run folder.
-    """
-
-    folder: Path
+    folder: Path  # the run folder
 
 
 def resume_exists(resume: str) -> bool:
@@ -128,11 +115,7 @@ def choose_resume_point(
 
 
 def resolve_folder(config: Config) -> Config:
-    """The config with its run folder resolved, for processes that a launcher starts, and may restart.
-
-    Raises:
-        RequestError: as `choose_resume_point`, or a check of BEFORE_LAUNCH.
-    """
+    """The config with its run folder resolved and checked, for processes that a launcher starts, and may restart."""
     for check in load_given(BEFORE_LAUNCH, config):
         check(config)
     folder, resume = choose_resume_point(config, attempt=0).folder, config.checkpoint.resume

@@ -1,10 +1,13 @@
-"""The state that a checkpoint holds: weights, optimizer, loss scale, averaged weights, progress."""
+"""The state that a checkpoint holds, its copy in host memory, and the thread that writes it while training goes on."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,42 +27,32 @@ class Progress:
     """How far a run is; data order and random numbers follow from `step`.
 
     Attributes:
-        step: the position in the schedule: optimizer steps done, and those that a task skipped (PPO's target_kl).
         best: metrics of the best evaluation so far, with its epoch; empty before the first.
-        score: the score of that evaluation; the task defines the order.
-        stale_epochs: evaluations since then without improvement.
         train_seconds, startup_seconds: totals over all attempts.
         last: metrics of the newest evaluation of each split, and train_loss, the mean over the newest epoch so far.
         line_losses: loss sum and units of the steps since the newest log line.
         epoch_losses: index of the newest epoch, and loss sum and units of its steps so far.
-        faults: the faults so far, as the journal records them.
-        stopped_early: early stopping ended the run before its last step.
-        scheduled: how often the user's own scheduler was stepped.
     """
 
-    step: int = 0
+    step: int = 0  # the position in the schedule: optimizer steps done, and those that a task skipped (PPO's target_kl)
     best: dict[str, float] = field(default_factory=dict)
-    score: list[float] = field(default_factory=list)
-    stale_epochs: int = 0
+    score: list[float] = field(default_factory=list)  # the score of that evaluation; the task defines the order
+    stale_epochs: int = 0  # evaluations since then without improvement
     train_seconds: float = 0.0
     startup_seconds: float = 0.0
     last: dict[str, float] = field(default_factory=dict)
     line_losses: list[float] = field(default_factory=lambda: [0.0, 0])
     epoch_losses: list[float] = field(default_factory=lambda: [0, 0.0, 0])
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    stopped_early: bool = False
-    scheduled: int = 0
+    faults: list[dict[str, Any]] = field(default_factory=list)  # the faults so far, as the journal records them
+    stopped_early: bool = False  # early stopping ended the run before its last step
+    scheduled: int = 0  # how often the user's own scheduler was stepped
 
 
 @dataclass
 class TrainState:
     """The objects that a checkpoint covers.
 
-    Attributes:
-        scheduler: the user's own, if any.
-        restore_warning: a message that names what the checkpoint could not restore.
-        initial_weights: what --init-from loaded, on the rank that read it.
-        part_states: of the checkpoint that was restored, what parts have not taken: state by name by entry.
+    `part_states` are those of the restored checkpoint that parts have not taken: state by name by entry.
     """
 
     model: nn.Module
@@ -67,9 +60,9 @@ class TrainState:
     precision: Precision
     average: EMAModel | None
     progress: Progress
-    scheduler: LRScheduler | None = None
-    restore_warning: str = ""
-    initial_weights: WeightMatch | None = None
+    scheduler: LRScheduler | None = None  # the user's own, if any
+    restore_warning: str = ""  # a message that names what the checkpoint could not restore
+    initial_weights: WeightMatch | None = None  # what --init-from loaded, on the rank that read it
     part_states: dict[str, dict[str, Any]] = field(default_factory=lambda: {entry: {} for entry in PART_STATES})
 
     def capture(self, into: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -77,11 +70,7 @@ class TrainState:
         return self.begin_capture(into).finish()
 
     def state_dict(self, task: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What a checkpoint holds; its tensors are not copies.
-
-        Args:
-            task: the task's own state.
-        """
+        """What a checkpoint holds, with the task's own state; its tensors are not copies."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -105,12 +94,8 @@ class TrainState:
     def begin_capture(self, into: dict[str, Any] | None = None, state: dict[str, Any] | None = None) -> "Snapshot":
         """Copy what may change at any time; tensors that only the optimizer changes are left to `Snapshot.finish`.
 
-        Outlines, on the meta device, stay as they are.
-
-        Args:
-            into: an earlier capture that is no longer read; reusing its memory is several times faster than allocating
-                new pages.
-            state: what `state_dict` returned.
+        Outlines, on the meta device, stay as they are. `into` is an earlier capture that is no longer read: reusing its
+        memory is several times faster than allocating new pages.
         """
         state = state or self.state_dict()
         extra = iterate_tensors(extra_state(state["model"]))
@@ -120,11 +105,7 @@ class TrainState:
         return Snapshot(captured, later, _create_copy_stream())
 
     def restore(self, state: dict[str, Any], origin: str) -> None:
-        """Load a captured state into the objects.
-
-        Raises:
-            RequestError: the state is of another model; the message names the parameters that differ.
-        """
+        """Load a captured state into the objects; if it is of another model, the RequestError names what differs."""
         check_fit(self.model, state["model"], origin)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -150,17 +131,12 @@ class TrainState:
 
 @dataclass
 class Snapshot:
-    """A state that is being copied to host memory.
+    """A state that is being copied to host memory."""
 
-    Attributes:
-        state: complete once `finish` has returned.
-        peers: the other ranks, if each writes its own rows.
-    """
-
-    state: dict[str, Any]
+    state: dict[str, Any]  # complete once `finish` has returned
     _later: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _copy_stream: torch.cuda.Stream | None = None
-    peers: Peers | None = None
+    peers: Peers | None = None  # the other ranks, if each writes its own rows
 
     def finish(self) -> dict[str, Any]:
         """Copy the rest, in any thread, before the optimizer changes it; on CUDA concurrently with computation."""
@@ -186,11 +162,7 @@ def _create_copy_stream() -> torch.cuda.Stream | None:
 
 
 def _on_host(value: Any, into: Any, volatile: set[int], later: list[tuple[Tensor, Tensor]]) -> Any:
-    """Host memory for a state, reused from `into` where shapes agree; `volatile` tensors are copied at once.
-
-    Args:
-        volatile: addresses of the tensors that are copied at once; the others are added to `later`.
-    """
+    """Host memory for a state, reused from `into` where shapes agree; copies wait in `later`, but for `volatile`."""
     if isinstance(value, Tensor):
         if value.is_meta:
             return value
@@ -208,3 +180,61 @@ def _on_host(value: Any, into: Any, volatile: set[int], later: list[tuple[Tensor
         old = into if isinstance(into, (list, tuple)) and len(into) == len(value) else [None] * len(value)
         return type(value)(_on_host(entry, was, volatile, later) for entry, was in zip(value, old, strict=True))
     return copy(value)
+
+
+class Writer:
+    """Runs jobs that only read copied state, so that the training loop can continue; at most one at a time."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._job: Future[None] | None = None
+        self._copied: threading.Event | None = None
+        self.waited = 0.0  # seconds that the last `wait_for_staging` took
+
+    def submit(self, copy: Callable[[], object], job: Callable[[], None]) -> None:
+        """Submit the next job, once `wait` has returned the result of the previous one.
+
+        What `copy` reads, which runs first, must not change until `wait_for_staging` returns.
+        """
+        assert self._job is None
+        copied = self._copied = threading.Event()
+        self.waited = 0.0
+
+        def work() -> None:
+            try:
+                copy()
+            finally:
+                copied.set()
+            job()
+
+        self._job = self._pool.submit(work)
+
+    def wait_for_staging(self) -> None:
+        """Wait until the state that is to be written has been copied."""
+        if self._copied is None:
+            return
+        began = time.perf_counter()
+        self._copied.wait()
+        self._copied, self.waited = None, time.perf_counter() - began
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a job has finished, so that `wait` returns at once."""
+        return self._job is not None and self._job.done()
+
+    def wait(self) -> OSError | None:
+        """Wait for the current job, if any; returns its OSError, or None; any other error of it is raised."""
+        job, self._job = self._job, None
+        if job is None:
+            return None
+        try:
+            job.result()
+        except OSError as error:  # a full or missing disk: the caller decides whether training continues
+            return error
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True)

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -36,32 +37,22 @@ from multigpu_cli.runtime.module_state import map_tensors, name_tensor
 
 
 class BestWeights(NamedTuple):
-    """The best weights of a run.
+    """The best weights of a run."""
 
-    Attributes:
-        file: best.pt.
-        sha256: the checksum of its expected content.
-    """
-
-    file: Path
-    sha256: str
+    file: Path  # best.pt
+    sha256: str  # the checksum of its expected content
 
 
 def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Moved = ignore_progress) -> bool:
     """Put the best weights into a checkpoint that is being written; False if they no longer exist.
 
-    They are a hard link to those of another checkpoint, or a copy, so that writing into best.pt does not change them.
-
-    Args:
-        others: checkpoints that may contain the same weights.
-        moved: called after each chunk is written to disk.
-
-    Raises:
-        OSError: the disk has no space for a copy.
+    They are a hard link to those of one of the others, or a copy, so that writing into best.pt does not change them.
     """
     for other in others:
-        if _read_sum(other) == best.sha256 and _try_hard_link(other / BEST, draft / BEST):
-            return True
+        if _read_sum(other) == best.sha256:
+            with suppress(OSError):  # the file system may have no hard links
+                os.link(other / BEST, draft / BEST)
+                return True
     found = find_file([best.file], best.sha256)
     if found:
         _copy_file(found, draft / BEST, moved)
@@ -103,7 +94,10 @@ def read_best(checkpoint: Path, manifest: dict[str, Any], step: int) -> bytes | 
     if "best" in manifest:
         return find_content([checkpoint / BEST, published], manifest["best"]["sha256"])
     content = published.read_bytes() if published.is_file() else b""
-    return content if _read_step(content) == step else None
+    try:
+        return content if int(deserialize(content, "best.pt")["metrics"]["step"]) == step else None
+    except (RequestError, KeyError, TypeError):
+        return None
 
 
 def _read_sum(checkpoint: Path) -> str | None:
@@ -111,24 +105,6 @@ def _read_sum(checkpoint: Path) -> str | None:
     try:
         return str(read_manifest(checkpoint)["best"]["sha256"])
     except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _try_hard_link(there: Path, here: Path) -> bool:
-    """Create a hard link; False where the file system does not support it."""
-    try:
-        os.link(there, here)
-    except OSError:
-        return False
-    return True
-
-
-def _read_step(content: bytes) -> int | None:
-    """The step at which the weights in a best.pt were evaluated; None if the content is not a best.pt."""
-    try:
-        found = deserialize(content, "best.pt")
-        return int(found["metrics"]["step"])
-    except (RequestError, KeyError, TypeError):
         return None
 
 
@@ -180,11 +156,9 @@ class Peers(Protocol):
 
 
 class Store:
-    """Writes and finds checkpoints in a folder.
+    """Writes and finds checkpoints in RUN/checkpoints, and keeps so many of the newest.
 
     Args:
-        folder: RUN/checkpoints.
-        keep: how many of the newest are kept.
         moved: called after each chunk that is written, or read to verify an old checkpoint before it is removed.
     """
 
@@ -199,12 +173,7 @@ class Store:
         best: BestWeights | None = None,
         peers: Peers | None = None,
     ) -> int:
-        """Write one checkpoint and remove the oldest; returns the size of its state in bytes.
-
-        Args:
-            facts: further entries of the manifest (pins, world size, versions).
-            best: the best weights so far, which are stored with it.
-            peers: the other ranks, if each writes its own rows.
+        """Write one checkpoint, its manifest with these facts, and remove the oldest; returns the bytes of its state.
 
         Raises:
             OSError: it could not be written; the other checkpoints are unchanged.
@@ -252,11 +221,7 @@ class Store:
         return past[self.keep - 1 :]
 
     def _set_aside_damaged(self, folder: Path, damaged_pieces: dict[str, str] | None = None) -> bool:
-        """Rename a checkpoint if it is damaged, so that it can be examined.
-
-        Args:
-            damaged_pieces: what ranks that share the work have found, by the folder's name; None: nobody has looked.
-        """
+        """Rename a checkpoint if it is damaged, so that it can be examined; others may have looked at its pieces."""
         damage = find_quick_damage(folder, self.moved) or (
             find_damaged_piece(folder, moved=self.moved) if damaged_pieces is None else damaged_pieces.get(folder.name)
         )

@@ -147,11 +147,7 @@ def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
 
 
 def check_fit(model: nn.Module, state: dict[str, Any], origin: str) -> None:
-    """Compare names and shapes before anything is loaded.
-
-    Raises:
-        RequestError: lists the first few that differ.
-    """
+    """Compare names and shapes before anything is loaded; a RequestError lists the first few that differ."""
     own = model.state_dict()
     wrong = [f"{name} is missing" for name in own if name not in state]
     wrong += [f"{name} is not in the model" for name in state if name not in own]
@@ -182,18 +178,14 @@ class TrainedWeights:
     """The trained weights of a run, with the settings of that run.
 
     Attributes:
-        origin: the file that they are in, or the folder of a checkpoint where several files hold them.
         outline: names → tensors; the averaged weights if the run used --ema. Those in pieces are on the meta device.
-        settings: of the run, by key.
-        model: name of the model, None where it follows from the settings.
-        read_piece: the tensor in pieces of a name and an outline.
     """
 
-    origin: Path
+    origin: Path  # the file that they are in, or the folder of a checkpoint where several files hold them
     outline: dict[str, Any]
-    settings: dict[str, Any]
-    model: str | None = None
-    read_piece: Callable[[str, Tensor], Tensor] | None = None
+    settings: dict[str, Any]  # of the run, by key
+    model: str | None = None  # name of the model, None where it follows from the settings
+    read_piece: Callable[[str, Tensor], Tensor] | None = None  # the tensor in pieces of a name and an outline
 
     @property
     def state(self) -> dict[str, Any]:
@@ -206,11 +198,7 @@ class TrainedWeights:
         return self.read_piece(name, found) if self.read_piece and _is_outline(found) else found
 
     def load_into(self, model: nn.Module) -> None:
-        """Give a model these weights; of what is in pieces, one tensor at a time is in memory beside the model.
-
-        Raises:
-            RequestError: they do not fit it.
-        """
+        """Give a model these weights, if they fit; of those in pieces, one tensor at a time is in memory beside it."""
         check_fit(model, self.outline, str(self.origin))
         own = model.state_dict()
         pieces = [name for name, found in self.outline.items() if _is_outline(found) and not is_lazy(own[name])]

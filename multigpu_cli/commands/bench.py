@@ -13,6 +13,7 @@ import yaml
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from multigpu_cli.capabilities import MULTI_PROCESS
 from multigpu_cli.commands.bench_overlap import Overlap, measure_overlap, median_overlap
 from multigpu_cli.commands.options import writing_to
 from multigpu_cli.commands.plan.measure import measure_worker
@@ -21,7 +22,7 @@ from multigpu_cli.commands.requests import parse_worker_counts
 from multigpu_cli.config.resume_rules import replace_settings, without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
-from multigpu_cli.distributed.placement import MULTI_PROCESS, count_cores, usable_gpus
+from multigpu_cli.distributed.placement import count_cores, usable_gpus
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.launch import run_cli

@@ -104,7 +104,7 @@ def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, 
         components.strategy.after_backward(components.world.rank)
         components.strategy.reduce_gradients(idle=False)
         _, skipped = state.precision.clip_and_step(
-            state.optimizer, components.trainable_parameters, 1.0, components.strategy.total_norm
+            state.optimizer, components.strategy.local_parameters, 1.0, components.strategy.total_norm
         )
         components.strategy.rollback_buffers(skipped)
         if number >= _WARM_UP:
@@ -116,7 +116,7 @@ def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, 
 def _reduce_gradients(components: TrainComponents, wait: Callable[[], None]) -> tuple[float, float]:
     """Average all gradients over the workers; seconds of the whole call, and of the all-reduce alone."""
     began = time.perf_counter()
-    gradients = [p.grad for p in components.trainable_parameters if p.grad is not None]
+    gradients = [p.grad for p in components.strategy.local_parameters if p.grad is not None]
     flat = _flatten_dense_tensors(gradients)
     wait()
     ready = time.perf_counter()

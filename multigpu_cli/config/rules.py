@@ -179,8 +179,8 @@ def _devices(config: Config) -> Iterator[RequestError]:
             f"--gpu-ids {ids} together with --multi-gpu none: that mode uses one device",
             remedy="give one id, or use --multi-gpu ddp",
         )
-    if device.nproc_per_node not in (None, len(device.gpu_ids)) and device.multi_gpu in ("auto", "ddp", "fsdp"):
-        mode = "fsdp" if device.multi_gpu == "fsdp" else "ddp"
+    if device.nproc_per_node not in (None, len(device.gpu_ids)) and device.multi_gpu not in ("dp", "none"):
+        mode = "ddp" if device.multi_gpu == "auto" else device.multi_gpu
         yield RequestError(
             f"--nproc-per-node {device.nproc_per_node} disagrees with --gpu-ids {ids}: {mode} uses one process per GPU",
             remedy="leave out --nproc-per-node",
@@ -272,7 +272,7 @@ def _find_conflicts(config: Config, environ: Mapping[str, str]) -> Iterator[Requ
             f"--multi-gpu none under torchrun: {size} processes would each train alone in the same folder",
             remedy="use torchrun … --multi-gpu ddp, or python main_multi_gpu.py --multi-gpu none",
         )
-    if device.gpu_ids is not None and device.multi_gpu in ("auto", "ddp", "fsdp"):
+    if device.gpu_ids is not None and device.multi_gpu not in ("dp", "none"):
         ids = ",".join(map(str, device.gpu_ids))
         yield RequestError(
             f"--gpu-ids {ids} under torchrun: every process uses the GPU of its local rank",

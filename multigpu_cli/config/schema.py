@@ -18,9 +18,7 @@ class DeviceConfig:
     """Strategy, GPUs and processes."""
 
     PANEL = "Devices"
-    multi_gpu: str = setting(
-        "multi_gpu", "auto", choice("auto", "ddp", "fsdp", "dp", "none"), "how several GPUs share the work", free=True
-    )
+    multi_gpu: str = setting("multi_gpu", "auto", types.multi_gpu, "how several GPUs share the work", free=True)
     gpu_ids: tuple[int, ...] | None = setting(
         "gpu_ids", None, types.gpu_ids, "which GPUs, for dp and self-launched ddp or fsdp", free=True
     )

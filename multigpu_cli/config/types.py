@@ -8,9 +8,9 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from multigpu_cli.capabilities import MULTI_PROCESS
 from multigpu_cli.errors import did_you_mean
-from multigpu_cli.planning.optimizer_names import OPTIMIZERS, REFUSED
-from multigpu_cli.planning.schedule import SHAPES
+from multigpu_cli.planning.schedule import OPTIMIZERS, REFUSED, SHAPES
 
 OWN_CODE = re.compile(r"[^\W\d]\w*(\.(?!py:)[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """'module:name', as settings name the user's own code; no file.py:name."""
@@ -293,6 +293,7 @@ loggers = ValueType("NAME", _loggers)
 args = ValueType("", _args)
 rates = ValueType("{PATTERN: X}", _rates)
 sources = ValueType("[{data: NAME, …}, …]", _sources)
+multi_gpu = choice("auto", *MULTI_PROCESS, "dp", "none")
 optimizer = choice_or_code(*OPTIMIZERS, own="module:Class", refused=REFUSED)
 schedule = choice_or_code(*SHAPES, own="module:function")
 groups = ValueType("[{match: PATTERN, …}]", _groups)

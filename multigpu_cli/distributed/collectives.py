@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way; torchtitan uses it as well
 
-from multigpu_cli.distributed.out_of_memory import is_out_of_memory
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, is_out_of_memory
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 
 
@@ -32,11 +31,7 @@ def all_reduce_max(world: World, values: Sequence[float]) -> list[float]:
 
 
 def disable_collective_timeout(world: World, groups: Sequence[dist.ProcessGroup] = ()) -> None:
-    """Let collectives wait without limit: the watchdog knows whether the rank they wait for makes progress.
-
-    Args:
-        groups: some ranks' own, beside the one of all.
-    """
+    """Let collectives, also those in some ranks' own groups, wait without limit: the watchdog knows of progress."""
     for group in (None, *groups) if world.size > 1 else ():
         _set_pg_timeout(timedelta(days=7), group)
 
@@ -122,12 +117,10 @@ def run_on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
     kind = max(number for number, each in enumerate(_KINDS) if isinstance(error, each)) if error else 0
     own = [error.problem, error.remedy, kind, error.caused_by_peer] if error else None
     problem, remedy, kind, caused_by_peer = broadcast_object(world, own, source=failed)
-    shared = _KINDS[kind](problem, remedy=remedy)
-    shared.shared, shared.caused_by_peer = True, caused_by_peer
-    raise shared from error
+    raise _KINDS[kind](problem, remedy=remedy, shared=True, caused_by_peer=caused_by_peer) from error
 
 
-def run_without_vote(world: World, work: Callable[[], Result]) -> Result:
+def run_in_step(world: World, work: Callable[[], Result]) -> Result:
     """Run work in which all ranks communicate: an error on one rank can't be raised on others, which wait for it.
 
     Raises:

@@ -6,33 +6,22 @@ from typing import NamedTuple
 
 import torch
 
+from multigpu_cli.capabilities import MULTI_PROCESS
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, pluralize
 
-MULTI_PROCESS = ("ddp", "fsdp")
-"""The strategies with one process for each device."""
-
 
 class Placement(NamedTuple):
-    """Strategy, devices and processes of a run.
+    """Strategy, devices and processes of a run."""
 
-    Attributes:
-        strategy: single, dp, ddp or fsdp.
-        devices: the device of each local worker; a single CPU process has one.
-        num_processes_to_launch: processes that we start ourselves; 0 if this process trains.
-        reason: the reason for the choice, which the plan shows.
-        backend: of the process group; None uses the default for the device.
-        timeout: timeout of its collectives in seconds; None uses what the watchdog needs.
-    """
-
-    strategy: str
-    devices: tuple[torch.device, ...]
-    num_processes_to_launch: int
-    reason: str
-    backend: str | None = None
-    timeout: float | None = None
+    strategy: str  # single, dp, ddp or fsdp
+    devices: tuple[torch.device, ...]  # the device of each local worker; a single CPU process has one
+    num_processes_to_launch: int  # processes that we start ourselves; 0 if this process trains
+    reason: str  # the reason for the choice, which the plan shows
+    backend: str | None = None  # of the process group; None uses the default for the device
+    timeout: float | None = None  # timeout of its collectives in seconds; None uses what the watchdog needs
 
 
 def count_visible_gpus() -> int:
@@ -41,14 +30,7 @@ def count_visible_gpus() -> int:
 
 
 def usable_gpus(wanted: DeviceConfig, gpus: int | None = None) -> tuple[int, ...]:
-    """The GPUs that --gpu-ids names, or all visible ones; none on CPU.
-
-    Args:
-        gpus: number of visible GPUs; None queries CUDA.
-
-    Raises:
-        RequestError: --gpu-ids names a GPU that does not exist.
-    """
+    """The GPUs that --gpu-ids names, which must exist, or all visible ones, by default as CUDA counts; none on CPU."""
     gpus = count_visible_gpus() if gpus is None else gpus
     check_gpus_exist("--gpu-ids", wanted.gpu_ids or (), gpus)
     return wanted.gpu_ids or tuple(range(gpus))
@@ -98,12 +80,9 @@ def _name_strategy(wanted: DeviceConfig) -> str:
 
 
 def find_own_gpu(launch_env: LaunchEnv, gpus: int) -> int:
-    """The GPU of a process that a launcher started: that of its local rank, or the only visible one.
+    """The GPU of a launcher's process, never one for several: that of its local rank, or the only visible one.
 
     The only visible GPU may be a different one for each process or the same; check_own_gpus finds out after rendezvous.
-
-    Raises:
-        RequestError: more processes than GPUs.
     """
     if gpus == 1:
         return 0
@@ -139,14 +118,7 @@ def _place_single(ids: tuple[int, ...], reason: str) -> Placement:
 
 
 def check_gpus_exist(name: str, ids: Sequence[int], gpus: int) -> None:
-    """Check that GPUs exist.
-
-    Args:
-        name: the flag or argument that gives them, for the message.
-
-    Raises:
-        RequestError: at least one does not exist.
-    """
+    """Raise a RequestError unless all GPUs exist that the flag or argument of this name gives."""
     if absent := [number for number in ids if not 0 <= number < gpus]:
         visible = f"visible: {_join_ids(range(gpus))}" if gpus else "no GPU is visible"
         raise RequestError(
@@ -156,7 +128,6 @@ def check_gpus_exist(name: str, ids: Sequence[int], gpus: int) -> None:
 
 
 def cuda_devices(ids: tuple[int, ...]) -> tuple[torch.device, ...]:
-    """The CUDA devices with these indices."""
     return tuple(torch.device("cuda", number) for number in ids)
 
 
@@ -169,12 +140,7 @@ def gpu_models(placement: Placement, world: World) -> dict[int, str]:
 
 
 def describe_unlike_gpus(models: Mapping[int, str], whose: str) -> str:
-    """A warning that names GPUs of different models; "" if all are of the same model.
-
-    Args:
-        models: the result of `gpu_models`.
-        whose: the noun for its keys: rank, or GPU.
-    """
+    """A warning that names GPUs of different models, from `gpu_models`, by rank or "GPU"; "" if all are alike."""
     if len(kinds := dict.fromkeys(models.values())) < 2:
         return ""
     places = {kind: [str(number) for number, model in models.items() if model == kind] for kind in kinds}

@@ -14,8 +14,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group  # for a run that has failed
 
 from multigpu_cli.config.schema import DeviceConfig
-from multigpu_cli.distributed import attempts
-from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.launch_env import (
+    AttemptRefused,
+    LaunchEnv,
+    attempt_number,
+    find_agent_dir,
+    node_name,
+    read_last_verdict,
+    read_previous_attempt,
+    record_attempt,
+)
 from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.distributed.processes import die_with_parent
 from multigpu_cli.distributed.world import World
@@ -30,9 +38,8 @@ def process_group(
 ) -> Iterator[World]:
     """Form the process group for the duration of the context; without a launcher, a world of size 1.
 
-    Args:
-        timeout: timeout of collectives, in seconds.
-        backend: None uses nccl for CUDA and gloo otherwise (with nccl, two processes can't share a GPU).
+    The timeout of collectives is in seconds; by default the backend is nccl for CUDA, with which two processes can't
+    share a GPU, else gloo.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -114,43 +121,35 @@ def check_own_gpus(world: World) -> None:
         return
     host, ranks = shared
     gpus = sum(where == host for where, _ in users)
-    error = RequestError(
+    raise RequestError(
         f"ranks {','.join(map(str, ranks))} share a GPU of {host}, and NCCL needs one GPU per rank",
         remedy=f"use --nproc_per_node={gpus}, or one GPU per process, or set CUDA_VISIBLE_DEVICES= to train on CPU",
+        shared=True,
     )
-    error.shared = True
-    raise error
 
 
 def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
-    """Rendezvous with all ranks and agree on this attempt.
-
-    Args:
-        client: another connection to the store.
-
-    Raises:
-        AttemptRefused: an earlier attempt ended with an error that must not be repeated.
-    """
+    """Rendezvous with all ranks and agree on this attempt; `client` is another connection to the store."""
     from multigpu_cli.distributed.rendezvous import RankGpu, RankInfo, agree_on_roster
 
     environ = launch_env.environ
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    hello = RankInfo(
+    own = RankInfo(
         rank=launch_env.rank,
         size=launch_env.size,
         nonce=uuid4().hex,
         host=os.uname().nodename,
-        node=attempts.node_name(environ),
-        attempt=attempts.attempt_number(environ) if environ else launch_env.attempt,
+        node=node_name(environ),
+        attempt=attempt_number(environ) if environ else launch_env.attempt,
         restarts_left=launch_env.restarts_left,
-        verdict=attempts.read_last_verdict(environ),
-        previous_attempt=attempts.read_previous_attempt(environ),
+        verdict=read_last_verdict(environ),
+        previous_attempt=read_previous_attempt(environ),
         gpu=RankGpu(str(gpu.uuid), gpu.name) if gpu else None,
     )
-    agreed = agree_on_roster(store, hello, patience=_PATIENCE)
+    agreed = agree_on_roster(store, own, patience=_PATIENCE)
     if agreed.verdict:
-        raise attempts.AttemptRefused(agreed.verdict)
-    attempts.record_attempt(environ, agreed.attempt, agreed.agent_ids)
+        raise AttemptRefused(agreed.verdict)
+    record_attempt(environ, agreed.attempt, agreed.agent_ids)
     return World(
         device,
         launch_env.rank,
@@ -163,7 +162,7 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
         agent_ids=agreed.agent_ids,
         restarts_left=agreed.restarts_left,
         previous_attempt=agreed.previous_attempt,
-        agent_dir=attempts.find_agent_dir(environ),
+        agent_dir=find_agent_dir(environ),
         store_prefix=agreed.store_prefix,
         gpus=agreed.gpus,
     )
@@ -194,9 +193,8 @@ def _missing_store_error(launch_env: LaunchEnv) -> TrainingError:
     problem = f"no answer from {launch_env.address}:{launch_env.port}, where rank 0's store should be"
     if launch_env.agent_store and launch_env.size > launch_env.local_size:
         problem += "; if rank 0 has moved to another node, torchrun still uses the address of the first one"
-    error = TrainingError(problem, remedy="use TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun … on every node")
-    error.caused_by_peer = True
-    return error
+    remedy = "use TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun … on every node"
+    return TrainingError(problem, remedy=remedy, caused_by_peer=True)
 
 
 def place_on_machine(device: DeviceConfig, launch_env: LaunchEnv | None = None) -> Placement:
@@ -211,11 +209,7 @@ def place_on_one_device(device: DeviceConfig) -> Placement:
 
 @contextmanager
 def join_workers(device: DeviceConfig, timeout: float) -> Iterator[tuple[Placement, World]]:
-    """Join the process group of the workers that a launcher has started.
-
-    Args:
-        timeout: seconds after which a collective that lacks a rank fails.
-    """
+    """Join the workers that a launcher has started; a collective that lacks a rank fails after so many seconds."""
     launch_env = LaunchEnv.current()
     placement = place_on_machine(device, launch_env)
     with process_group(launch_env, placement.devices[0], timeout=timeout, backend=placement.backend) as world:

@@ -33,8 +33,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent ends (Linux); exit at once if it has ended already.
 
-    Args:
-        parent: the parent's pid, if known; without it, a parent that ended before this call is not noticed.
+    Without the parent's pid, a parent that ended before this call is not noticed.
     """
     if sys.platform != "linux":
         return
@@ -56,7 +55,7 @@ class Companion:
     """The process, seen from rank 0; nothing here waits for it.
 
     Args:
-        module: its `main(arguments)` calls `accompany` first. The working directory stays that of the run, and no
+        module: its `main(arguments)` calls `serve` first. The working directory stays that of the run, and no
             module is searched there.
         hear: gets each line that it writes, from `relay`.
         errors: where its stderr goes, and what libraries print.
@@ -96,8 +95,7 @@ class Companion:
     def end(self, waits: Callable[[], bool], *, kill: bool = False) -> None:
         """The run has ended: the process sends the rest, and ends; wait for that, asking `waits` again and again.
 
-        Args:
-            kill: if it is still at work then; else it goes on alone, for as long as it gives itself.
+        If it is still at work then it is killed, or goes on alone, for as long as it gives itself.
         """
         with suppress(BrokenPipeError):  # it is gone already
             self._pipe.write(b"\n")  # closing alone is not seen while a loader process, a fork, holds the pipe too
@@ -115,16 +113,16 @@ class Companion:
             threading.Thread(target=self.process.wait, name="companion's end", daemon=True).start()
 
 
-def accompany() -> tuple[threading.Event, Callable[[str], None]]:
+def serve() -> tuple[threading.Event, Callable[[str], None]]:
     """Become a companion: no signal ends this process, and it yields to the training.
 
-    Returns:
-        an event that is set when the run has ended or rank 0 is gone, and what writes a line to rank 0.
+    Returns an event that is set when the run has ended or rank 0 is gone, and what writes a line to rank 0.
     """
     for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(each, _ignore)  # a job's manager may signal all processes; the run's end decides
+        # a job's manager may signal all processes; the run's end decides. SIG_IGN would be a library's processes' too
+        signal.signal(each, lambda *_: None)
     os.nice(_NICE)
-    pipe, notes, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
+    pipe, notes, null, parent = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR), os.getppid()
     os.dup2(null, 0)
     os.dup2(2, 1)  # a library may print
     os.set_blocking(notes, False)
@@ -134,21 +132,14 @@ def accompany() -> tuple[threading.Event, Callable[[str], None]]:
         with suppress(OSError):  # a reader that is gone, or does not read
             os.write(notes, (" ".join(text.splitlines()) + "\n").encode())
 
-    threading.Thread(target=_wait_for_end, args=(pipe, os.getppid(), ended), daemon=True).start()
+    def wait_for_end() -> None:
+        """Something is in the pipe, its other end is closed, or this process has lost its parent."""
+        while os.getppid() == parent and not select.select([pipe], [], [], 1.0)[0]:
+            pass
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
     return ended, note
-
-
-def _wait_for_end(pipe: int, parent: int, ended: threading.Event) -> None:
-    """Wait until something is in the pipe, its other end is closed, or this process has lost its parent."""
-    while os.getppid() == parent:
-        readable, _, _ = select.select([pipe], [], [], 1.0)
-        if readable:
-            break
-    ended.set()
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """Nothing: a handler, for one that is ignored would be ignored in a library's own processes too."""
 
 
 _GUARDS = {"__name__", "current_process", "parent_process"}  # names in a test that is false in a spawned process
@@ -156,9 +147,6 @@ _GUARDS = {"__name__", "current_process", "parent_process"}  # names in a test t
 
 def check_spawned_script(*objects: Any) -> None:
     """Refuse a script that would start processes again in each process, and objects that they could not import.
-
-    Args:
-        objects: the objects that are sent to the processes.
 
     Raises:
         RequestError: the script starts processes outside of `if __name__ == "__main__":`, or it comes from stdin,
@@ -169,10 +157,13 @@ def check_spawned_script(*objects: Any) -> None:
     if frame and (script := Path(frame.f_globals["__file__"])).exists():
         _check_guard(script, frame.f_lineno)
         return
-    name = "" if file else _find_name_in_main(objects)
-    if name or file == "<stdin>":
+    pickler = _NamePickler(io.BytesIO())
+    if not file:
+        pickler.dump(objects)
+    if pickler.found or file == "<stdin>":
         raise RequestError(
-            f"{name or 'the script'} comes from stdin, python -c or a notebook: worker processes can't import it",
+            f"{pickler.found or 'the script'} comes from stdin, python -c or a notebook: worker processes can't import "
+            "it",
             remedy="put it into a .py file, or train in one process with world_size=1",
         )
 
@@ -187,8 +178,10 @@ def _find_script_frame() -> FrameType | None:
 
 def _check_guard(script: Path, line: int) -> None:
     for node in ast.walk(ast.parse(script.read_bytes())):
-        if isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or line) and _is_guard(node.test):
-            return
+        if isinstance(node, ast.If) and node.lineno <= line <= (node.end_lineno or line):
+            names = {getattr(inner, "id", getattr(inner, "attr", None)) for inner in ast.walk(node.test)}
+            if names & _GUARDS:
+                return
     raise RequestError(
         f"{script.name}, line {line}: this starts processes, each of which imports the script and would start them "
         "again",
@@ -198,18 +191,9 @@ def _check_guard(script: Path, line: int) -> None:
     )
 
 
-def _is_guard(test: ast.expr) -> bool:
-    return any(getattr(node, "id", getattr(node, "attr", None)) in _GUARDS for node in ast.walk(test))
-
-
-def _find_name_in_main(objects: Any) -> str:
-    """The first class or function of `__main__` that a pickle of these objects refers to; "" if there is none."""
-    pickler = _NamePickler(io.BytesIO())
-    pickler.dump(objects)
-    return pickler.found
-
-
 class _NamePickler(ForkingPickler):
+    """Finds the first class or function of `__main__` that a pickle refers to."""
+
     found = ""
 
     def reducer_override(self, thing: Any) -> Any:
@@ -269,7 +253,6 @@ class RankOutput:
 
 
 def log_path(logs: Path, rank: int) -> Path:
-    """The output file of a rank."""
     return logs / f"rank_{rank}.log"
 
 

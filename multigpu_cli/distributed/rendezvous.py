@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from multigpu_cli.distributed.attempts import FinalVerdict, PreviousAttempt
+from multigpu_cli.distributed.launch_env import FinalVerdict, PreviousAttempt
 from multigpu_cli.errors import TrainingError
 
 _GO = "multigpu/go"
@@ -31,28 +31,18 @@ class RankGpu(NamedTuple):
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A rank's description of itself and its node.
-
-    Attributes:
-        nonce: unique to this process.
-        host, node: its machine, and its agent.
-        attempt: the number of this attempt, from the agent's records.
-        restarts_left: how often the agent would still restart its workers.
-        verdict: the final verdict of an earlier attempt under that agent, if any.
-        previous_attempt: how the previous attempt under that agent ended, if known.
-        gpu: the rank's GPU; None on CPU.
-    """
+    """A rank's description of itself, its machine (host) and its agent (node)."""
 
     rank: int
     size: int
-    nonce: str
+    nonce: str  # unique to this process
     host: str
     node: str
-    attempt: int = 0
-    restarts_left: int = 0
-    verdict: FinalVerdict | None = None
-    previous_attempt: PreviousAttempt | None = None
-    gpu: RankGpu | None = None
+    attempt: int = 0  # the number of this attempt, from the agent's records
+    restarts_left: int = 0  # how often the agent would still restart its workers
+    verdict: FinalVerdict | None = None  # the final verdict of an earlier attempt under that agent, if any
+    previous_attempt: PreviousAttempt | None = None  # how the previous attempt under that agent ended, if known
+    gpu: RankGpu | None = None  # the rank's GPU; None on CPU
 
     def as_text(self) -> str:
         return json.dumps(asdict(self))
@@ -68,55 +58,41 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Roster:
-    """The result of the handshake, equal on all ranks.
+    """The result of the handshake, equal on all ranks; `hosts` and `agent_ids` are those of each rank."""
 
-    Attributes:
-        store_prefix: the prefix of this attempt's keys in the store.
-        attempt: how often the job was started before: the largest number that any agent has recorded.
-        hosts, agent_ids: machine and agent of each rank.
-        restarts_left: the smallest number of any agent.
-        verdict: the final verdict of an earlier attempt that forbids this one, or None.
-        previous_attempt: how the previous attempt ended, or None.
-        gpus: the GPU of each rank.
-    """
-
-    store_prefix: str
-    attempt: int
+    store_prefix: str  # the prefix of this attempt's keys in the store
+    attempt: int  # how often the job was started before: the largest number that any agent has recorded
     hosts: tuple[str, ...]
     agent_ids: tuple[str, ...]
-    restarts_left: int
-    verdict: FinalVerdict | None
-    previous_attempt: PreviousAttempt | None
-    gpus: tuple[RankGpu | None, ...]
+    restarts_left: int  # the smallest number of any agent
+    verdict: FinalVerdict | None  # the final verdict of an earlier attempt that forbids this one, or None
+    previous_attempt: PreviousAttempt | None  # how the previous attempt ended, or None
+    gpus: tuple[RankGpu | None, ...]  # the GPU of each rank
 
 
-def merge_rank_infos(hellos: Sequence[RankInfo], generation: str) -> Roster:
+def merge_rank_infos(infos: Sequence[RankInfo], generation: str) -> Roster:
     """The roster that follows from the infos of all ranks, in rank order."""
-    nodes = tuple(hello.node for hello in hellos)
-    number = max(hello.attempt for hello in hellos)
-    verdicts = [hello.verdict for hello in hellos if hello.verdict and hello.verdict.applies_to(nodes)]
-    ends = [hello.previous_attempt for hello in hellos if hello.previous_attempt and hello.attempt == number]
+    nodes = tuple(info.node for info in infos)
+    number = max(info.attempt for info in infos)
+    verdicts = [info.verdict for info in infos if info.verdict and info.verdict.applies_to(nodes)]
+    ends = [info.previous_attempt for info in infos if info.previous_attempt and info.attempt == number]
     return Roster(
         store_prefix=generation,
         attempt=number,
-        hosts=tuple(hello.host for hello in hellos),
+        hosts=tuple(info.host for info in infos),
         agent_ids=nodes,
-        restarts_left=min(hello.restarts_left for hello in hellos),
+        restarts_left=min(info.restarts_left for info in infos),
         verdict=next(iter(verdicts), None),
         previous_attempt=min(ends, key=lambda end: -end.last_progress_time, default=None),
-        gpus=tuple(hello.gpu for hello in hellos),
+        gpus=tuple(info.gpu for info in infos),
     )
 
 
 def agree_on_roster(store: dist.Store, own: RankInfo, *, patience: float) -> Roster:
-    """Run the handshake with all other ranks.
-
-    Args:
-        store: shared by all ranks; it may still have entries of earlier attempts.
-        patience: seconds to wait for all ranks.
+    """Run the handshake with all other ranks over their store, which may still have entries of earlier attempts.
 
     Raises:
-        TrainingError: a rank did not arrive; the message names it.
+        TrainingError: a rank did not arrive within so many seconds; the message names it.
     """
     until = time.monotonic() + patience
     return _lead(store, own, until) if own.rank == 0 else _follow(store, own, until)
@@ -127,12 +103,12 @@ def _lead(store: dist.Store, own: RankInfo, until: float) -> Roster:
     now = merge_rank_infos([own], uuid4().hex)
     while own.size > 1:
         texts = [_read_key(store, f"multigpu/hello-{rank}") for rank in range(1, own.size)]
-        hellos = [RankInfo.from_text(text) for text in texts if text]
-        if len(hellos) < own.size - 1 or any(hello.size != own.size for hello in hellos):
+        infos = [RankInfo.from_text(text) for text in texts if text]
+        if len(infos) < own.size - 1 or any(info.size != own.size for info in infos):
             seen = []  # an earlier attempt had another size
         elif texts != seen:
-            seen, now = [text for text in texts if text], merge_rank_infos([own, *hellos], uuid4().hex)
-            store.set(_GO, json.dumps({hello.rank: hello.nonce for hello in hellos} | {"generation": now.store_prefix}))
+            seen, now = [text for text in texts if text], merge_rank_infos([own, *infos], uuid4().hex)
+            store.set(_GO, json.dumps({info.rank: info.nonce for info in infos} | {"generation": now.store_prefix}))
         elif store.check([f"{now.store_prefix}/here-{rank}" for rank in range(1, own.size)]):
             break
         if time.monotonic() > until:
@@ -153,8 +129,8 @@ def _follow(store: dist.Store, own: RankInfo, until: float) -> Roster:
         if time.monotonic() > until:
             _give_up(store, own, generation)
         time.sleep(_PAUSE)
-    hellos = [RankInfo.from_text(text.encode()) for text in json.loads(store.get(f"{generation}/sealed"))]
-    return merge_rank_infos(hellos, generation)
+    infos = [RankInfo.from_text(text.encode()) for text in json.loads(store.get(f"{generation}/sealed"))]
+    return merge_rank_infos(infos, generation)
 
 
 def _read_key(store: dist.Store, key: str) -> bytes | None:
@@ -167,10 +143,9 @@ def _give_up(store: dist.Store, own: RankInfo, generation: str) -> NoReturn:
     silent = [rank for rank in ranks if not store.check([f"multigpu/hello-{rank}"])]
     missing = silent or [rank for rank in ranks if not store.check([f"{generation}/here-{rank}"])]
     who = f"rank {', '.join(map(str, missing[:8]))}{' …' if missing[8:] else ''}" if own.rank == 0 else "rank 0"
-    error = TrainingError(
+    raise TrainingError(
         f"{who} of {own.size} did not arrive: its node may have failed while it started",
         remedy="use multigpu doctor under the same torchrun to test the connections; torchrun --max-restarts=… tries "
         "again",
+        caused_by_peer=True,
     )
-    error.caused_by_peer = True
-    raise error

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
-from multigpu_cli.distributed.attempts import read_exit_codes
+from multigpu_cli.distributed.launch_env import read_exit_codes
 from multigpu_cli.errors import STOPPED
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the signals that workers handle
@@ -23,10 +23,7 @@ _TORCHS_OWN = "SIGHUP,SIGQUIT"
 
 
 def run_agent(words: Sequence[str]) -> int:
-    """Run torchrun with these arguments.
-
-    Returns:
-        The exit code: 75 if the workers stopped with a checkpoint, 128 + N if signal N ended them without one.
+    """Run torchrun with these arguments; returns 75 if the workers stopped with a checkpoint, 128 + N after signal N.
 
     Raises:
         ChildFailedError: a worker failed.

@@ -66,11 +66,7 @@ def describe_unexpected_error(error: Exception) -> str:
 
 
 def name_unused_parameters(error: BaseException, trained: Sequence[str]) -> None:
-    """Add the names of the parameters that DDP's error lists by index, because they took no part in the loss.
-
-    Args:
-        trained: names of the parameters that take a gradient, in order.
-    """
+    """Add to DDP's error the names of the parameters that it lists by index among those that take a gradient."""
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     if names := [trained[int(index)] for index in found[1].split() if int(index) < len(trained)] if found else []:
         error.add_note(f"no gradient for: {', '.join(names[:8])}")
@@ -151,11 +147,7 @@ def describe_error(error: Exception) -> str:
 
 
 def shorten_message(message: str, columns: int | None = None) -> str:
-    """The message in at most 15 lines.
-
-    Args:
-        columns: width of the terminal, at which lines are folded between words; None without a terminal.
-    """
+    """The message in at most 15 lines, folded between words at so many columns; None: there is no terminal."""
     lines = message.splitlines()
     if len(lines) >= _LONGEST:
         lines = [*lines[: _LONGEST - 2], f"  … and {len(lines) - _LONGEST + 2} more lines: --debug shows all"]

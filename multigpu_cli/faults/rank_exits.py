@@ -1,19 +1,78 @@
-"""What ranks publish in the launcher's store (progress, a hang, how each ended), and how long they wait for it."""
+"""Where a rank is in its run, and what ranks publish in the launcher's store: progress, a hang, how each ended."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
-from multigpu_cli.distributed.attempts import PreviousAttempt, record_end
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import FAILED
+
+PHASES = (
+    "starting",
+    "logging",
+    "evaluating",
+    "agreeing",
+    "saving",
+    "fetching data",
+    "forward",
+    "backward",
+    "last backward",
+    "reduction",
+    "optimizer",
+)
+"""In the order of a step, from the end of the step before: a rank in a later phase waits for those in earlier ones."""
+
+
+@dataclass(frozen=True)
+class RankPosition:
+    """The position of a rank, as it is sent to the others."""
+
+    rank: int
+    steps: int  # optimizer steps done
+    phase: str  # one of PHASES
+    line: str  # the innermost line of code outside of Python and installed packages
+    arrivals: int = 0  # how often it came, since the last step, to where all workers wait for each other
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return self.steps, self.arrivals, PHASES.index(self.phase)
+
+    def __str__(self) -> str:
+        return f"{self.phase}, {self.steps} steps done" + (f", at {self.line}" if self.line else "")
+
+
+class OwnProgress:
+    """The position of this rank, updated by the training loop and read by the watchdog's thread."""
+
+    def __init__(self) -> None:
+        self.steps, self.phase, self.arrivals = 0, PHASES[0], 0
+        self.samples: Tensor | None = None  # sample numbers of the present micro-batch
+        self.moves, self.last_move = 0, time.time()  # how often progress was marked, and when last, in Unix seconds
+        self.logs: Path | None = None  # the folder for reports, once training begins
+        self.first_step: int | None = None
+
+    def mark(self) -> None:
+        self.moves += 1
+        self.last_move = time.time()
+
+    def steps_done(self) -> int | None:
+        """Optimizer steps done in the run, or None before the first one of this attempt."""
+        return None if self.first_step is None or self.steps == self.first_step else self.steps
+
+    def open_report(self, name: str) -> TextIO:
+        """A new file in the folder for reports; before training begins, what is written to it is lost."""
+        return open(os.devnull if self.logs is None else self.logs / name, "w")
+
 
 Answer = TypeVar("Answer")
 
@@ -71,32 +130,19 @@ _LONGEST = 20_000  # characters of a stack
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended.
-
-    Attributes:
-        place: its position in the run, as text.
-        problem: the exception's type and message.
-        stack: its traceback.
-        caused_by_peer: it only lost its peers.
-        exit_code: of its process.
-        samples: sample numbers of the micro-batch that it worked on.
-    """
+    """How one rank ended."""
 
     rank: int
-    place: str
-    problem: str
-    stack: str
-    caused_by_peer: bool
-    exit_code: int = FAILED
-    samples: Sequence[int] = ()
+    place: str  # its position in the run, as text
+    problem: str  # the exception's type and message
+    stack: str  # its traceback
+    caused_by_peer: bool  # it only lost its peers
+    exit_code: int = FAILED  # of its process
+    samples: Sequence[int] = ()  # sample numbers of the micro-batch that it worked on
 
 
 class RankExits:
-    """Publishes how this rank ended, and reads how the others did; in a world of one it only keeps its own.
-
-    Attributes:
-        store: the launcher's store, None in a world of one.
-    """
+    """Publishes how this rank ended, and reads how the others did; in a world of one it keeps its own."""
 
     def __init__(self, world: World) -> None:
         self._world, self.store = world, DeadlineStore(world.store) if world.store is not None else None
@@ -163,15 +209,6 @@ class RankExits:
             return self.store is not None and self.store.check([name])
         except RuntimeError:  # the agent is gone with its store, and will end this process
             return False
-
-    def record_cause(self, text: str, step: int | None, moved: float) -> None:
-        """Record the cause for the next attempt.
-
-        Args:
-            step: optimizer steps done, None before the first.
-            moved: when this rank last made progress, in Unix seconds.
-        """
-        record_end(self._world.agent_dir, self._world.attempt, PreviousAttempt(text, step, moved))
 
 
 def read_previous_cause(world: World) -> str | None:

@@ -26,7 +26,6 @@ def check_replicas(
     """Compare all ranks by one checksum per tensor; costs one pass over the state, and one small collective.
 
     Args:
-        model: its weights and buffers are compared.
         optimizer: its state per parameter, which affects the weights only later.
         num_shards, find_parameter: see `Strategy`. Each shard of weights and of the optimizer's state is compared.
 

@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from multigpu_cli.distributed.launch_env import PreviousAttempt, record_end
 from multigpu_cli.distributed.processes import quote_last_lines
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.faults.explain import (
-    describe_innermost_line,
-    format_main_thread_stack,
-    is_peer_failure,
-    remedy_for,
-)
-from multigpu_cli.faults.rank_exits import RankExit, RankExits
-from multigpu_cli.faults.rank_position import OwnProgress, RankPosition
+from multigpu_cli.faults.explain import describe_innermost_line, format_main_thread_stack, is_peer_failure, remedy_for
+from multigpu_cli.faults.rank_exits import OwnProgress, RankExit, RankExits, RankPosition
 
 PATIENCE = 0.5  # seconds for the exits of other ranks, which are published before their connections close
 _LONGER = 2.0  # seconds more if none of them is at fault: a rank that waits in a collective looks once a second
@@ -24,15 +19,11 @@ _BUSY = 5.0  # seconds for the other thread to find the cause
 
 
 class RootCauseFinder:
-    """Publishes how this rank failed, and looks among the exits of all ranks for the first failure.
-
-    Attributes:
-        found: the root cause, once it was looked for.
-    """
+    """Publishes how this rank failed, and looks among the exits of all ranks for the first failure."""
 
     def __init__(self, world: World, exits: RankExits, progress: OwnProgress) -> None:
         self._world, self._exits, self._progress = world, exits, progress
-        self.found: BaseException | None = None
+        self.found: BaseException | None = None  # the root cause, once it was looked for
         self._lock = threading.Lock()  # one thread reports: the main thread, or the watchdog's, which ends the process
 
     def find(self, error: BaseException) -> BaseException:
@@ -75,7 +66,8 @@ class RootCauseFinder:
         self.record_text(summary_line(error))
 
     def record_text(self, text: str) -> None:
-        self._exits.record_cause(text, self._progress.steps_done(), self._progress.last_move)
+        done, moved = self._progress.steps_done(), self._progress.last_move
+        record_end(self._world.agent_dir, self._world.attempt, PreviousAttempt(text, done, moved))
 
     def _publish_and_find(self, error: BaseException) -> BaseException:
         only_request = isinstance(error, RequestError) and self._world.size == 1
@@ -125,11 +117,7 @@ class RootCauseFinder:
 def lost_peer_error(exits: Sequence[RankExit], size: int, done: int | None, logs: Path | None = None) -> TrainingError:
     """The error of a rank that only lost its peers: the first root failure, or the ranks that vanished.
 
-    Args:
-        exits: how ranks ended, in the order in which they published it.
-        size: the world size.
-        done: steps done, None before the first of this attempt.
-        logs: the folder of the ranks' log files, once training has begun.
+    The exits are in the order in which they were published; before the first step of this attempt `done` is None.
     """
     cause = next((end for end in exits if not end.caused_by_peer), None)
     if cause is not None:

@@ -18,8 +18,7 @@ from torch import Tensor
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.explain import describe_main_thread_line
-from multigpu_cli.faults.rank_exits import RankExits
-from multigpu_cli.faults.rank_position import OwnProgress, RankPosition
+from multigpu_cli.faults.rank_exits import OwnProgress, RankExits, RankPosition
 from multigpu_cli.faults.root_cause import PATIENCE, RootCauseFinder, hang_error
 
 STARTUP_TIMEOUT = 1800.0  # seconds; loading, compiling and the first step may take long

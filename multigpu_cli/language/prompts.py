@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from multigpu_cli.data.files import JsonLines
-from multigpu_cli.distributed.collectives import all_gather_object, broadcast_object, run_on_all_ranks, run_without_vote
+from multigpu_cli.distributed.collectives import all_gather_object, broadcast_object, run_in_step, run_on_all_ranks
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.conversations import FORMS, Conversation
@@ -162,7 +162,7 @@ class PromptSamples(Part):
         world = run.world
         with run.observer.timer.pause(), use_published_weights(run) as model, eval_mode(model), preserve_buffers(model):
             if run.strategy.sharded:
-                answers = run_without_vote(world, lambda: [self._answer(run, model, each) for each in self.prompts])
+                answers = run_in_step(world, lambda: [self._answer(run, model, each) for each in self.prompts])
             else:
                 mine = self.prompts[world.rank :: world.size]
                 own = run_on_all_ranks(world, lambda: [self._answer(run, model, each) for each in mine])

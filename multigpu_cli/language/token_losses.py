@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from multigpu_cli.distributed.out_of_memory import is_out_of_memory
+from multigpu_cli.distributed.world import is_out_of_memory
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.model_call import IGNORED
 from multigpu_cli.runtime.module_state import eval_mode

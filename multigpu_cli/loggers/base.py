@@ -11,55 +11,32 @@ from multigpu_cli.runtime.factories import find_factory
 
 
 class RunIdentity(NamedTuple):
-    """What a logger is told of a run, once.
+    """What a logger is told of a run, once."""
 
-    Attributes:
-        id: 16 hexadecimal digits, the same in every attempt of the run, on any number of workers.
-        name: that of the run folder.
-        folder: the run folder, as an absolute path.
-        project: the recipe's name, or the dataset's.
-        config: every setting by its key, passwords in addresses left out.
-        began: Unix time of the first attempt.
-    """
-
-    id: str
-    name: str
-    folder: str
-    project: str
-    config: Mapping[str, Any]
-    began: float
+    id: str  # 16 hexadecimal digits, the same in every attempt of the run, on any number of workers
+    name: str  # that of the run folder
+    folder: str  # the run folder, as an absolute path
+    project: str  # the recipe's name, or the dataset's
+    config: Mapping[str, Any]  # every setting by its key, passwords in addresses left out
+    began: float  # Unix time of the first attempt
 
 
 class Row(NamedTuple):
-    """The numbers of one line of the journal.
+    """The numbers of one line of the journal."""
 
-    Attributes:
-        line: its number in the journal, counted from 1.
-        step: the optimizer step.
-        time: Unix time.
-        numbers: name → value, such as train/loss, val/accuracy, system/samples_per_second.
-    """
-
-    line: int
-    step: int
-    time: float
-    numbers: dict[str, float]
+    line: int  # its number in the journal, counted from 1
+    step: int  # the optimizer step
+    time: float  # Unix time
+    numbers: dict[str, float]  # name → value, such as train/loss, val/accuracy, system/samples_per_second
 
 
 class Ending(NamedTuple):
-    """What a logger is told when an attempt has ended.
+    """What a logger is told when an attempt has ended."""
 
-    Attributes:
-        status: completed, stopped or failed; killed if the journal has no end.
-        fingerprint: SHA-256 of the final weights of a completed run, or "".
-        checkpoint: the newest checkpoint, as a path within the run folder, or "".
-        files: path within the run folder → SHA-256, of that checkpoint's files and the best weights.
-    """
-
-    status: str
-    fingerprint: str
-    checkpoint: str
-    files: Mapping[str, str]
+    status: str  # completed, stopped or failed; killed if the journal has no end
+    fingerprint: str  # SHA-256 of the final weights of a completed run, or ""
+    checkpoint: str  # the newest checkpoint, as a path within the run folder, or ""
+    files: Mapping[str, str]  # path within the run folder → SHA-256, of that checkpoint's files and the best weights
 
 
 class Logger(Protocol):
@@ -79,22 +56,15 @@ class Logger(Protocol):
 
 
 class Destination(Protocol):
-    """One logger, as the sender sees it. Any method may raise any error: the sender tries again, from `open`.
+    """One logger, as the sender sees it. Any method may raise any error: the sender tries again, from `open`."""
 
-    Attributes:
-        confirms_each: what `send` was given has arrived when it returns; otherwise, when `finish` returns.
-    """
-
-    confirms_each: bool
+    confirms_each: bool  # what `send` was given has arrived when it returns; otherwise, when `finish` returns
 
     def open(self, run: RunIdentity, sent: int) -> int:
         """Find the run, or create it.
 
-        Args:
-            sent: bytes of the journal that have arrived, as far as is known here.
-
-        Returns:
-            From which byte on the journal is wanted: 0 if the run is not there.
+        Of the journal so many bytes have been `sent`, as far as is known here. Returns from which byte on it is wanted:
+        0 if the run is not there.
         """
 
     def send(self, rows: Sequence[Row]) -> None:
@@ -105,11 +75,7 @@ class Destination(Protocol):
 
 
 def find_logger(name: str) -> Callable[[], Destination]:
-    """What makes the destination of a built-in logger, or of the user's own class.
-
-    Raises:
-        RequestError: there is no such class, or it lacks a method.
-    """
+    """What makes the destination of a built-in logger, or of the user's own class; which must have the methods."""
     found = find_factory(name, LOGGERS, flag="--logger")
     if name in LOGGERS:
         return found
@@ -142,11 +108,7 @@ class OwnLogger:
 
 
 def check_loggers(config: Config) -> None:
-    """Look for the packages of the built-in loggers, and import the user's own classes.
-
-    Raises:
-        RequestError: some logger can't be used; all of them are named.
-    """
+    """Look for the packages of the built-in loggers, and import the user's own classes; the error names all lacks."""
     if errors := rules.find_rule_errors(config, only="logger"):
         raise combine_errors(errors)
     for name in config.log.loggers:

@@ -54,11 +54,7 @@ _PATIENCE = 120.0  # seconds without progress; importing a logger may take half 
 
 
 def send_journal(run: str, to: Sequence[str], *, again: bool) -> dict[str, Any]:
-    """Send what has not arrived; returns the run, the loggers, and the bytes of the journal that each has.
-
-    Args:
-        to: names of loggers, or module:Class.
-        again: send from the beginning.
+    """Send what has not arrived, or all again; returns the run, and the bytes of the journal that each logger has.
 
     Raises:
         RequestError: there is no such run or logger, the run has a link in it, or another process is sending it.
@@ -90,11 +86,7 @@ def format_sent(sent: dict[str, Any]) -> list[str]:
 
 
 def _parse_names(to: Sequence[str]) -> tuple[str, ...]:
-    """The loggers of --to.
-
-    Raises:
-        RequestError: one is unknown, or can't be used.
-    """
+    """The loggers of --to, each known and fit for use."""
     try:
         names = logger_names.parse(list(to))
     except ValueError as error:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from multigpu_cli.distributed.processes import Companion, accompany
+from multigpu_cli.distributed.processes import Companion, serve
 from multigpu_cli.loggers.sender import FOLDER, Position, Sender, count_unsent_lines, explain_unsent, read_position
 from multigpu_cli.monitor.journal import Event, Warn
 
@@ -21,18 +21,15 @@ _MARGIN = 1.0  # seconds for the process to end by itself when its time is up
 
 
 class LoggerProcess:
-    """The process that sends a journal to the loggers; a listener of the journal on rank 0.
+    """The process that sends a journal, which may not exist yet, to the loggers; a listener of the journal on rank 0.
 
-    Nothing here waits for it before `close`.
+    Nothing here waits for it before `close`, which calls `alive` again and again.
 
     Args:
-        run: the run folder; its journal may not exist yet.
         loggers: names of the registry, or module:Class.
         wait: seconds that it may still send after the run has completed.
-        warn: shows a line to the user.
         again: send from the beginning.
         replay: the run is over: send what is in the journal, and give up after an error or `wait` without progress.
-        alive: called while `close` waits.
     """
 
     def __init__(
@@ -92,12 +89,9 @@ _LOOK = 0.1  # seconds
 
 
 def follow(request: dict[str, Any], ended: threading.Event, note: Callable[[str], None]) -> None:
-    """Send the journal to all loggers, each in a thread, until everything has arrived or time is up.
+    """Send the journal to all loggers, each in a thread, until all has arrived or time is up, as `LoggerProcess` asks.
 
-    Args:
-        request: run, loggers, wait, again, replay: as `LoggerProcess` writes it.
-        ended: the run has.
-        note: takes lines to the user; the position file has the errors too.
+    What `note` takes goes to the user; the position file has the errors too.
     """
     replay = bool(request["replay"])
     if replay:
@@ -119,5 +113,5 @@ def follow(request: dict[str, Any], ended: threading.Event, note: Callable[[str]
 
 def main(arguments: Sequence[str]) -> NoReturn:
     """Follow the journal that the request, JSON in the first argument, names."""
-    follow(json.loads(arguments[0]), *accompany())
+    follow(json.loads(arguments[0]), *serve())
     os._exit(0)  # past a library's exit handlers, which may wait for a server

@@ -29,25 +29,15 @@ _ROUNDING = 1e-3  # by which a step that was trained again, perhaps on more work
 
 
 class Line(NamedTuple):
-    """One line of a journal.
+    """One line of a journal."""
 
-    Attributes:
-        number: counted from 1.
-        end: bytes of the journal up to its end.
-        event: None if the line is no event.
-    """
-
-    number: int
-    end: int
-    event: Event | None
+    number: int  # counted from 1
+    end: int  # bytes of the journal up to its end
+    event: Event | None  # None if the line is no event
 
 
 class JournalTail:
-    """Reads the whole lines of a journal; what is added later comes with the next call.
-
-    Attributes:
-        end: bytes that were read.
-    """
+    """Reads the whole lines of a journal, `end` bytes so far; what is added later comes with the next call."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.end, self._lines = path, 0, 0
@@ -101,17 +91,12 @@ class Sender(threading.Thread):
     """Follows the journal until the run has ended and everything has arrived.
 
     Args:
-        run: the run folder.
         logger: a name of the registry, or module:Class.
         ended: set when nothing is added to the journal any more.
         note: gets a line for the user when the logger fails in another way than before.
         again: send from the beginning, whatever has arrived.
         tries: once the run has ended, give up after so many errors.
         waits: also then, for a process that sends the run, as that of a killed attempt still may.
-
-    Attributes:
-        moved: time.monotonic of the last progress.
-        arrived: everything has.
     """
 
     def __init__(
@@ -129,7 +114,7 @@ class Sender(threading.Thread):
         self._run, self._logger, self._ended, self._note, self._tries = run, logger, ended, note, tries
         self._again, self._waits, self._said_waiting = again, waits, False
         self._position = read_position(run, logger)
-        self.moved, self.arrived = time.monotonic(), False
+        self.moved, self.arrived = time.monotonic(), False  # time of the last progress; whether everything has
 
     def run(self) -> None:
         """Send, and try again after an error, ever less often."""
@@ -178,11 +163,7 @@ class Sender(threading.Thread):
         self.arrived = True
 
     def _send_new(self, destination: Destination, tail: JournalTail, rows: RowFilter, begin: int) -> Event | None:
-        """Send what was added to the journal; returns its last `end` or `start`, if any.
-
-        Args:
-            begin: bytes of the journal that the logger has.
-        """
+        """Send what was added to the journal beyond `begin`, which has arrived; returns its last `end` or `start`."""
         batch: list[Row] = []
         last: Event | None = None
 
@@ -247,11 +228,7 @@ def identify_run(run: Path) -> RunIdentity | None:
 
 
 def describe_ending(run: Path, end: Event | None) -> Ending:
-    """How the last attempt ended, and which files it left.
-
-    Args:
-        end: its `end` event, if there is one.
-    """
+    """How the last attempt ended, by its `end` event if there is one, and which files it left."""
     checkpoints = sorted(run.glob("checkpoints/step_*/manifest.json"))
     manifest = read_json(checkpoints[-1]) if checkpoints else {}
     place = f"checkpoints/{checkpoints[-1].parent.name}" if checkpoints else ""
@@ -275,17 +252,11 @@ FOLDER = "loggers"  # in the run folder
 
 @dataclass
 class Position:
-    """How far the journal has been sent to one logger.
+    """How far the journal has been sent to one logger."""
 
-    Attributes:
-        logger: its name, as --logger gives it.
-        sent: bytes of the journal that have arrived.
-        error: why the last try failed, without passwords; "" if it did not.
-    """
-
-    logger: str
-    sent: int = 0
-    error: str = ""
+    logger: str  # its name, as --logger gives it
+    sent: int = 0  # bytes of the journal that have arrived
+    error: str = ""  # why the last try failed, without passwords; "" if it did not
 
 
 def read_position(run: Path, logger: str) -> Position:

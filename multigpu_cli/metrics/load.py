@@ -11,7 +11,7 @@ from multigpu_cli.config.code_names import NamedCode, parse_metric
 from multigpu_cli.config.schema import MetricConfig
 from multigpu_cli.data.loader import first_batch
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.distributed.collectives import run_on_all_ranks, run_without_vote
+from multigpu_cli.distributed.collectives import run_in_step, run_on_all_ranks
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
 from multigpu_cli.metrics.kinds import OrderedMetric, PerSampleMetric, SummedMetric
@@ -150,7 +150,7 @@ def _try_metrics(components: TrainComponents) -> list[str]:
     """The names of the numbers that an evaluation gives."""
     task, model, world = components.task, components.state.model, components.world
     meter, batch = MetricMeter(task.own_metrics, 1, world), first_batch(components.loaders.train, 2)
-    run = run_without_vote if components.strategy.sharded else run_on_all_ranks
+    run = run_in_step if components.strategy.sharded else run_on_all_ranks
 
     def measure() -> BatchMetrics:
         with eval_mode(model), preserve_buffers(model), components.state.precision.autocast(), meter.record(model):

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.checkpoint.manifest import find_damage, list_checkpoint_folders, parse_step, read_manifest
-from multigpu_cli.distributed.processes import accompany
+from multigpu_cli.distributed.processes import serve
 from multigpu_cli.mirror.remote import FINAL_FILES, SMALL_FILES, Mirror, MirrorError
 from multigpu_cli.monitor.history import read_json
 
@@ -29,11 +29,9 @@ _LONGEST_PAUSE = 30.0  # seconds between tries while the mirror refuses
 
 
 class Follower:
-    """Uploads each new checkpoint of a run, the newest first, and remembers in the run folder how far it came.
+    """Uploads each new checkpoint of a run, the newest first, keeps so many there, and notes how far it is.
 
-    Args:
-        keep: how many of the newest checkpoints stay in the mirror.
-        note: takes a line to rank 0; "" says that it is at work.
+    `note` takes a line to rank 0; "" says that it is at work.
     """
 
     def __init__(self, run: Path, mirror: Mirror, keep: int, note: Callable[[str], None] = lambda text: None) -> None:
@@ -45,11 +43,7 @@ class Follower:
         self._damaged: set[str] = set()
 
     def follow(self, ended: threading.Event, patience: float = PATIENCE) -> bool:
-        """Keep the mirror up to date until the run has ended; whether all is there then.
-
-        Args:
-            patience: seconds for which it tries again what fails after that.
-        """
+        """Keep the mirror up to date until the run has ended, then try for so long what fails; whether all arrived."""
         pause, failed_at = _INTERVAL, inf
         with suppress(OSError):  # as below
             self._record(complete=False)
@@ -147,11 +141,7 @@ class Follower:
 def lock_mirror(run: Path, is_over: Callable[[str], bool] = lambda busy: False) -> Iterator[None]:
     """Be the one process that sends this run; wait for another, as that of a killed attempt, until `is_over`.
 
-    Args:
-        is_over: gets what names the process that holds the lock, which says by the file's time that it is at work.
-
-    Raises:
-        BlockingIOError: it is over; names that process.
+    That gets what names the other, which says by the file's time that it is at work; so does the BlockingIOError then.
     """
     with open(run / _LOCK, "a+") as lock:
 
@@ -173,7 +163,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     It exits with 1 if something is missing in the mirror.
     """
     run, url, keep, hangs = Path(arguments[0]), arguments[1], int(arguments[2]), float(arguments[3])
-    ended, note = accompany()
+    ended, note = serve()
     seen, since = 0, time.monotonic()
 
     def say_at_work(text: str) -> None:
@@ -201,23 +191,14 @@ STATE_FILE = "mirror.json"
 
 @dataclass(frozen=True)
 class MirrorState:
-    """What mirror.json holds.
+    """What mirror.json holds."""
 
-    Attributes:
-        id: of the run, which its mirror holds too; "" before the first contact.
-        url: of the mirror.
-        step: of the newest checkpoint in the mirror.
-        content: checksum of that checkpoint's manifest.
-        complete: all files of the ended run are there.
-        error: why the last try failed; "" after one that did not.
-    """
-
-    id: str = ""
-    url: str = ""
-    step: int | None = None
-    content: str = ""
-    complete: bool = False
-    error: str = ""
+    id: str = ""  # of the run, which its mirror holds too; "" before the first contact
+    url: str = ""  # of the mirror
+    step: int | None = None  # of the newest checkpoint in the mirror
+    content: str = ""  # checksum of that checkpoint's manifest
+    complete: bool = False  # all files of the ended run are there
+    error: str = ""  # why the last try failed; "" after one that did not
 
 
 def read_state(run: Path) -> MirrorState:

@@ -28,12 +28,7 @@ _SILENT = 2.0  # seconds until the user is told what the end waits for
 
 
 class MirrorProcess:
-    """The process that follows a run folder, seen from rank 0.
-
-    Args:
-        run: the run folder, whose lock is held.
-        keep: how many of the newest checkpoints stay in the mirror.
-    """
+    """The process that follows a run folder, and keeps so many checkpoints in the mirror, seen from rank 0."""
 
     def __init__(self, run: Path, url: str, keep: int) -> None:
         self._run, self.url = run.absolute(), make_absolute(url)

@@ -48,10 +48,7 @@ class DamagedMirror(MirrorError):
 
 
 class Mirror:
-    """The remote folder of one run.
-
-    Args:
-        url: s3://…, gs://… or file:…, checked by mirror/rules.py; drivers find their credentials themselves.
+    """The remote folder of one run: s3://…, gs://… or file:…, checked by rules.py; drivers find credentials themselves.
 
     Raises:
         MirrorError: the driver can't begin, for instance for want of credentials.
@@ -141,11 +138,7 @@ class Mirror:
             self._remove_file(file.name)
 
     def read_manifest(self, step: int) -> dict[str, Any]:
-        """The manifest of a checkpoint, not verified.
-
-        Raises:
-            DamagedMirror: it is none.
-        """
+        """The manifest of a checkpoint, not verified; DamagedMirror if it is none."""
         name = f"step_{step:08d}"
         try:
             return dict(json.loads(self._read("checkpoints", name, MANIFEST) or b""))

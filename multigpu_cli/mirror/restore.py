@@ -30,20 +30,15 @@ def restore_from_mirror(
 
     A mirror that can't be reached does not keep a run from going on from its own folder.
 
-    Args:
-        attempt: as for `choose_resume_point`.
-        begun: likewise.
-        note: shows what is copied, and that the mirror does not answer.
+    `attempt` and `begun` are as for `choose_resume_point`; `note` shows what is copied, and that there is no answer.
 
-    Returns:
-        the run folder, if a checkpoint was copied there, else ""; and what was skipped because it is damaged.
+    Returns the run folder, if a checkpoint was copied there, else ""; and what was skipped because it is damaged.
 
     Raises:
         RequestError: the mirror can't be used by a run that has no checkpoint of its own, or holds another run, or
             breaks off while it sends a checkpoint that is newer: to go on without it would remove it there.
     """
-    if config.checkpoint.mirror is None:
-        return "", []
+    url = str(config.checkpoint.mirror)
     if not begun:
         check_mirror_is_new(config)
     try:
@@ -52,8 +47,8 @@ def restore_from_mirror(
     except NoIntactCheckpoint as error:
         folder, own = error.folder, None
     try:
-        with _note_when_slow(config.checkpoint.mirror, note):
-            mirror = Mirror(config.checkpoint.mirror)
+        with _note_when_slow(url, note):
+            mirror = Mirror(url)
             steps, owner = mirror.list_steps(), mirror.read_owner()
             if not owner:
                 mirror.write_owner("")  # shows now, and not after hours, that it can be written to
@@ -79,15 +74,11 @@ def _note_when_slow(url: str, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def check_mirror_is_new(config: Config) -> None:
-    """With --resume never, check that --mirror holds no run, before a launcher chooses the run folder.
-
-    Raises:
-        RequestError: it holds one, or can't be reached.
-    """
-    if config.checkpoint.mirror is None or config.checkpoint.resume != "never":
+    """With --resume never, check that --mirror is there and holds no run, before a launcher chooses the run folder."""
+    if config.checkpoint.resume != "never":
         return
     try:
-        mirror = Mirror(config.checkpoint.mirror)
+        mirror = Mirror(str(config.checkpoint.mirror))
         steps = mirror.list_steps()
     except MirrorError as error:
         raise _unusable(error) from error
@@ -103,11 +94,7 @@ def _unusable(error: MirrorError) -> RequestError:
 
 
 def _check_owner(config: Config, mirror: Mirror, folder: Path, owner: str) -> None:
-    """Check that checkpoints in the mirror are those of this run.
-
-    Args:
-        owner: id of the run that has checkpoints in the mirror; "" where there are none.
-    """
+    """Check that checkpoints in the mirror, if there are any, and so an owner, are those of this run."""
     known = read_state(folder).id
     has_own = bool(list_checkpoint_folders(folder / "checkpoints"))
     elsewhere = config.checkpoint.resume not in ("auto", "never")
@@ -130,8 +117,7 @@ def _download_newest(
 ) -> tuple[str, list[str]]:
     """Download the newest checkpoint that is intact and newer than the run folder's own, with the run's other files.
 
-    Returns:
-        the run folder, "" if none was newer; and what was skipped.
+    Returns the run folder, "" if none was newer; and what was skipped.
     """
     damages: list[str] = []
     for step in steps:

@@ -11,9 +11,8 @@ from multigpu_cli.config.code_names import match_names
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
-from multigpu_cli.optimizers.fused import SGD, AdamW, avoid_compiler
-from multigpu_cli.optimizers.muon import Muon, find_hidden_matrices
-from multigpu_cli.planning.optimizer_names import OPTIMIZERS
+from multigpu_cli.optimizers.fused import SGD, AdamW, Muon, avoid_compiler, find_hidden_matrices
+from multigpu_cli.planning.schedule import OPTIMIZERS
 from multigpu_cli.runtime import factories
 from multigpu_cli.runtime.module_state import TensorPath, map_tensors
 
@@ -61,11 +60,7 @@ def build_optimizer(
 def construct_optimizer(
     config: OptimizerConfig, groups: Sequence[dict[str, Any]], rate: float = 0.0
 ) -> torch.optim.Optimizer:
-    """The optimizer over these groups, with a state of its own.
-
-    Raises:
-        RequestError: there is no such class, or it does not accept optimizer.args.
-    """
+    """The optimizer over these groups, with a state of its own; a RequestError if it does not take optimizer.args."""
     kind, defaults = _find_kind(config.name)
     args = {name: value for name, value in config.args.items() if (config.name, name) != ("muon", "adamw")}
     if taken := sorted(args.keys() & {"lr", "params", "weight_decay"}):
@@ -73,7 +68,9 @@ def construct_optimizer(
     offered = {"params": groups, "lr": rate, **defaults}
     if config.name in _FUSED and not args.keys() & _OTHER_KERNELS:
         members = [parameter for group in groups for parameter in group["params"]]
-        offered["fused"] = kind is not SGD or not any(map(_has_no_fused_sgd, members))
+        # torch's fused SGD would silently leave 16 bits on CPU unchanged (torch 2.13)
+        short = [p for p in members if p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16)]
+        offered["fused"] = kind is not SGD or not short
     avoid_compiler()
     optimizer = factories.call_factory(kind, offered, args, where="optimizer")
     _check_is_usable(optimizer, config)
@@ -84,11 +81,7 @@ def construct_optimizer(
 
 
 def _find_kind(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The class, and arguments that are not its own defaults.
-
-    Raises:
-        RequestError: the module or the class is not there, or its step needs a closure.
-    """
+    """The class, and arguments that are not its own defaults."""
     if name in _OURS:
         return _OURS[name]
     if name in OPTIMIZERS:
@@ -103,11 +96,7 @@ def _find_kind(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def _check_is_usable(optimizer: Any, config: OptimizerConfig) -> None:
-    """Whether the user's own class made something that schedule and weight decay can reach.
-
-    Raises:
-        RequestError: it did not.
-    """
+    """Whether the user's own class made something that schedule and weight decay can reach."""
     flag = f"--optimizer {config.name}"
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RequestError(f"{flag}: a {type(optimizer).__name__} is not a torch.optim.Optimizer")
@@ -133,11 +122,6 @@ def _list_spared(config: OptimizerConfig) -> list[str]:
     return patterns
 
 
-def _has_no_fused_sgd(parameter: Tensor) -> bool:
-    """Whether torch's fused SGD would silently leave the parameter unchanged: 16 bits on CPU (torch 2.13)."""
-    return parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)
-
-
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every group the schedule's rate, or its share of it."""
     for group in optimizer.param_groups:
@@ -151,19 +135,12 @@ def base_rate(optimizer: torch.optim.Optimizer) -> float:
 
 
 class GroupKey(NamedTuple):
-    """What the parameters of a group have in common.
+    """What the parameters of a group have in common."""
 
-    Attributes:
-        factor: their share of the schedule's rate.
-        is_matrix: they have two dimensions or more.
-        weight_decay: of each step.
-        hidden: Muon moves them; None where there is one algorithm for all.
-    """
-
-    factor: float
-    is_matrix: bool
-    weight_decay: float
-    hidden: bool | None
+    factor: float  # their share of the schedule's rate
+    is_matrix: bool  # they have two dimensions or more
+    weight_decay: float  # of each step
+    hidden: bool | None  # Muon moves them; None where there is one algorithm for all
 
 
 def group_parameters(
@@ -177,9 +154,7 @@ def group_parameters(
     Matrices and kernels decay, biases and norms do not, unless optimizer.groups says otherwise. Checkpoints hold the
     optimizer's state in this order.
 
-    Args:
-        factors: name of a parameter → what its rate is multiplied by, where that is not 1.
-        hidden: the names of what Muon moves; None: one algorithm moves all.
+    Muon moves what is `hidden`, and AdamW the rest; None: one algorithm moves all.
 
     Raises:
         RequestError: a pattern matches nothing that learns.

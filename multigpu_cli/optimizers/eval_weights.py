@@ -19,10 +19,7 @@ class EMAModel(AveragedModel):
 
     Without that, a short run would be averaged with its random start (Adam's bias, seen in weights). What modules hold
     beside tensors has no average: the newest is adopted. The state is torch's own; unlike torch's, the update does not
-    wait for the device.
-
-    Args:
-        shared: parameters that never change: the average has the same ones, and no copy of them.
+    wait for the device. `shared` parameters, which never change, are the average's too: there is no copy of them.
     """
 
     def __init__(self, model: nn.Module, decay: float, shared: Iterable[Tensor] = ()) -> None:

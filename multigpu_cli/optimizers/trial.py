@@ -47,17 +47,14 @@ def check_optimizer(
 ) -> None:
     """Try a copy of the optimizer on small weights; the optimizer itself and torch's generators stay as they are.
 
-    Args:
-        optimizer: of the run, before its first step.
-        construct: makes another like it.
-        exact: its steps must have the same bits each time.
-        workers: where there are several, the bits must be the same on each.
+    With `exact` its steps must have the same bits each time; with several workers, the same on each of them.
 
     Raises:
         RequestError: a step fails; two steps from the same state differ, with `exact` or on several workers; or a
             state that was saved and loaded leads to other bits.
     """
-    with torch.random.fork_rng(devices=_list_gpus(optimizer)):
+    devices = {p.device for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=[device.index or 0 for device in devices]):
         try:
             _check(optimizer, construct, name, exact=exact, workers=workers)
         except RequestError:
@@ -139,20 +136,11 @@ def _to_bytes(value: Tensor) -> tuple[tuple[int, ...], bytes]:
     return tuple(value.shape), value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _list_gpus(optimizer: torch.optim.Optimizer) -> list[int]:
-    devices = {p.device for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"}
-    return [device.index or 0 for device in devices]
-
-
 _LENGTHS = (3, 5, 7, 11, 13, 17, 19, 23)  # of a small weight's dimensions: primes, so that products tell them too
 
 
 def measure_state_bytes(model: nn.Module, config: OptimizerConfig) -> int:
-    """Bytes of the optimizer's state after its first step on the model; single numbers are not counted.
-
-    Raises:
-        RequestError: the optimizer can't be built.
-    """
+    """Bytes of the optimizer's state after its first step on the model; single numbers are not counted."""
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     small = [nn.Parameter(torch.ones(_LENGTHS[: parameter.ndim], dtype=parameter.dtype)) for parameter in learning]
     optimizer = build_optimizer(model, config, moved=small, rate=1e-3)

@@ -15,31 +15,20 @@ from multigpu_cli.errors import RequestError
 
 
 class MicroBatch(NamedTuple):
-    """A slice of an epoch's order: the samples at positions start … stop-1.
+    """A slice of an epoch's order: the samples at positions start … stop-1."""
 
-    Attributes:
-        number: index of the micro-batch in its optimizer step, counted over all workers.
-    """
-
-    number: int
+    number: int  # index of the micro-batch in its optimizer step, counted over all workers
     start: int
     stop: int
 
 
 class StepLayout(NamedTuple):
-    """The division of one optimizer step, for one worker.
+    """The division of one optimizer step, for one worker."""
 
-    Attributes:
-        step: counted from 0 over the whole run.
-        samples: samples in its global batch.
-        micro_batches: forward passes of all workers together.
-        passes: forward passes of this worker; may be empty.
-    """
-
-    step: int
-    samples: int
-    micro_batches: int
-    passes: list[MicroBatch]
+    step: int  # counted from 0 over the whole run
+    samples: int  # samples in its global batch
+    micro_batches: int  # forward passes of all workers together
+    passes: list[MicroBatch]  # forward passes of this worker; may be empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +36,15 @@ class BatchPlan:
     """The batches of one run.
 
     Attributes:
-        samples: size of the training set.
-        micro_batch: B, samples per forward/backward pass.
-        global_batch: G, samples per optimizer step.
-        workers: number of workers that share a step.
-        drop_last: leave out an epoch's last short global batch.
         interleaved: worker r has the micro-batches r, r + workers, …, so that a pass of all workers takes successive
             ones; otherwise each has a contiguous block.
     """
 
-    samples: int
-    micro_batch: int
-    global_batch: int
-    workers: int
-    drop_last: bool = False
+    samples: int  # size of the training set
+    micro_batch: int  # B, samples per forward/backward pass
+    global_batch: int  # G, samples per optimizer step
+    workers: int  # number of workers that share a step
+    drop_last: bool = False  # leave out an epoch's last short global batch
     interleaved: bool = False
 
     @property
@@ -194,11 +178,7 @@ def plan_batches(
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers that sum up to `total` and are as near to the weights' shares as that allows (largest remainders).
-
-    Args:
-        weights: positive; their sum need not be 1.
-    """
+    """Whole numbers that sum up to `total`, as near as can be to shares by positive weights (largest remainders)."""
     whole = sum(weights)
     shares = [total * weight / whole for weight in weights]
     counts = [int(share) for share in shares]

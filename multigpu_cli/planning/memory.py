@@ -20,7 +20,6 @@ class Memory:
         weights, gradients, optimizer: the parts that do not depend on the micro-batch.
         fixed, per_sample: activations, which are fixed + per_sample × micro-batch.
         unsharded: whole weights, gathered for a pass, and whole gradients that wait for their reduction, at one time.
-        in_turn: the gradients come as the activations go; otherwise both are there at one time.
     """
 
     weights: int
@@ -29,7 +28,7 @@ class Memory:
     fixed: float
     per_sample: float
     unsharded: int = 0
-    in_turn: bool = False
+    in_turn: bool = False  # the gradients come as the activations go; otherwise both are there at one time
 
     def activations(self, micro_batch: int) -> float:
         return self.fixed + self.per_sample * micro_batch
@@ -55,21 +54,13 @@ def fit_line(one: tuple[int, float], other: tuple[int, float]) -> tuple[float, f
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """How a model is sharded.
+    """How a model is sharded."""
 
-    Attributes:
-        blocks: bytes of the weights of each.
-        rest: bytes of the weights in no block.
-        keeps_weights: gathered weights stay to the end of the step (--reshard step).
-        group_size: workers that share the weights, where other groups replicate these (--shard-size); None: all.
-        exact: each pass reduces, in the order of --exact.
-    """
-
-    blocks: Sequence[int]
-    rest: int
-    keeps_weights: bool = False
-    group_size: int | None = None
-    exact: bool = False
+    blocks: Sequence[int]  # bytes of the weights of each
+    rest: int  # bytes of the weights in no block
+    keeps_weights: bool = False  # gathered weights stay to the end of the step (--reshard step)
+    group_size: int | None = None  # workers that share the weights, which other groups replicate (--shard-size)
+    exact: bool = False  # each pass reduces, in the order of --exact
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -98,28 +89,17 @@ class Sharding:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedRow:
-    """The forecast for one number of workers.
-
-    Attributes:
-        passes: micro-batches of a step on each worker.
-        memory: on each of them.
-        sent: bytes that each worker sends in a step. sent_by_ddp: the same with --multi-gpu ddp.
-    """
+    """The forecast for one number of workers."""
 
     workers: int
-    passes: int
-    memory: Memory
-    sent: float
+    passes: int  # micro-batches of a step on each worker
+    memory: Memory  # on each of them
+    sent: float  # bytes that each worker sends in a step. sent_by_ddp: the same with --multi-gpu ddp
     sent_by_ddp: float
 
 
 def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: int) -> ShardedRow:
-    """The memory and the traffic of each of so many workers.
-
-    Args:
-        memory: of one worker with the whole model.
-        passes: micro-batches of a step on each worker.
-    """
+    """The memory and the traffic of each of so many workers, from the memory of one with the whole model."""
     share = (workers - 1) / workers
     size, replicas = sharding.split_workers(workers)
     gradients = sharding.reductions(passes) * memory.gradients

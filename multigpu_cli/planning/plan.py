@@ -15,25 +15,12 @@ class Plan:
     """The resolved values of a run, with reasons.
 
     Attributes:
-        placement_reason: strategy and device, with the reason.
-        strategy, device: strategy and device as single words, for the journal.
-        batches, rate, schedule: batches, learning rate and schedule.
-        scheduler_every: optimizer steps for each step of the user's own scheduler; 0 without one.
+        strategy, device: single words, for the journal.
         base_lr, base_batch_size: the rate and batch that the learning rate was scaled from.
-        precision: number format, with the reason.
-        description: data, model and task.
-        data: what a language model's samples are made of, where that is too long for the description.
-        resume_reason: what the run starts or resumes from.
-        save_dir: the run folder.
-        epochs: passes over the data, as requested.
-        threads: CPU threads of each worker.
-        unused_flags: flags that were given and have no effect in this run.
-        batch_size_reason: the reason for the micro-batch, if --batch-size did not give it.
         notes: what not every run has, by the keys of `capabilities.PLAN_NOTES`; some are known once the model is built.
-        optimizer: the optimizer, where it is neither AdamW nor SGD; empty otherwise, and before it is built.
     """
 
-    placement_reason: str
+    placement_reason: str  # strategy and device, with the reason
     strategy: str
     device: str
     batches: BatchPlan
@@ -41,19 +28,19 @@ class Plan:
     schedule: Schedule
     base_lr: float | None
     base_batch_size: int
-    precision: str
+    precision: str  # number format, with the reason
     precision_reason: str
-    description: str
-    resume_reason: str
-    save_dir: str
-    epochs: int
-    threads: int
-    unused_flags: list[str]
-    scheduler_every: int = 0
-    batch_size_reason: str = ""
+    description: str  # data, model and task
+    resume_reason: str  # what the run starts or resumes from
+    save_dir: str  # the run folder
+    epochs: int  # passes over the data, as requested
+    threads: int  # CPU threads of each worker
+    unused_flags: list[str]  # flags that were given and have no effect in this run
+    scheduler_every: int = 0  # optimizer steps for each step of the user's own scheduler; 0 without one
+    batch_size_reason: str = ""  # the reason for the micro-batch, if --batch-size did not give it
     notes: Mapping[str, str | list[str]] = field(default_factory=dict)
-    data: str = ""
-    optimizer: str = ""
+    data: str = ""  # what a language model's samples are made of, where that is too long for the description
+    optimizer: str = ""  # the optimizer, where it is neither AdamW nor SGD; empty otherwise, and before it is built
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""

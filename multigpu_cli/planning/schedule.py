@@ -1,4 +1,8 @@
-"""The learning rate: scaling with the batch size, and the schedule over the run."""
+"""The learning rate: the rate and scaling that suit each optimizer, by name, and the schedule over the run.
+
+Optimizers are those of torch.optim that take a step from gradients alone. Their `rate` is for one batch of 32 samples
+(--base-lr).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,7 +10,52 @@ from math import cos, isfinite, pi, sqrt
 from typing import Any, NamedTuple
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.optimizer_names import find_rate, find_scaling
+
+
+class KnownOptimizer(NamedTuple):
+    """What is known of an optimizer."""
+
+    class_name: str  # in torch.optim
+    rate: float  # the learning rate that suits the base batch
+    scaling: str  # how the rate grows with the global batch: linear, sqrt or none
+    needs_whole_weights: bool = False  # its step on some rows of a weight is not that of its step on the whole
+
+
+OPTIMIZERS: dict[str, KnownOptimizer] = {
+    "adamw": KnownOptimizer("AdamW", 1e-3, "sqrt"),
+    "sgd": KnownOptimizer("SGD", 0.1, "linear"),
+    "adam": KnownOptimizer("Adam", 1e-3, "sqrt"),
+    "nadam": KnownOptimizer("NAdam", 2e-3, "sqrt"),
+    "radam": KnownOptimizer("RAdam", 1e-3, "sqrt"),
+    "adamax": KnownOptimizer("Adamax", 2e-3, "sqrt"),
+    "rmsprop": KnownOptimizer("RMSprop", 1e-3, "sqrt"),
+    "adagrad": KnownOptimizer("Adagrad", 0.01, "none"),
+    "adadelta": KnownOptimizer("Adadelta", 1.0, "none"),
+    "adafactor": KnownOptimizer("Adafactor", 0.01, "none", needs_whole_weights=True),
+    "muon": KnownOptimizer("Muon", 1e-3, "sqrt", needs_whole_weights=True),
+}
+"""Rates: Goyal et al. 2017 for sgd (0.1 for 256 samples there), Hinton's lecture 6e for rmsprop, torch's own defaults
+for the others; muon's steps are as large as AdamW's (Liu et al. 2025). Scaling: linear by Goyal et al. 2017; square
+root by Malladi et al. 2022, who derive it for Adam and RMSprop; none where no rule is published."""
+
+REFUSED = {
+    "lbfgs": "it evaluates the loss several times in a step (a closure), and a step here has one gradient",
+    "sparseadam": "it takes sparse gradients only, and gradients here are dense",
+    "rprop": "it takes the learning rate in its first step only, so that no schedule reaches it; try rmsprop",
+    "asgd": "torch evaluates nothing with its averaged weights; try sgd with --ema",
+}
+"""Names of torch.optim that are no choice here, each with the reason."""
+
+
+def find_rate(name: str) -> float | None:
+    """The learning rate that suits the base batch; None for an optimizer of the user's own."""
+    return OPTIMIZERS[name].rate if name in OPTIMIZERS else None
+
+
+def find_scaling(name: str) -> str:
+    """How the rate scales with the batch: linear, sqrt, or none where no rule is known."""
+    return OPTIMIZERS[name].scaling if name in OPTIMIZERS else "none"
+
 
 SHAPES = ("cosine", "linear", "constant", "step", "wsd")
 _ARGUMENTS = {"floor": 0.0, "decay": 0.2}
@@ -17,26 +66,17 @@ ScheduleFunction = Callable[[int, int], float]
 
 
 class Rate(NamedTuple):
-    """The rate at the end of warm-up, with its reason.
+    """The rate at the end of warm-up, with its reason."""
 
-    Attributes:
-        value: the learning rate.
-        rule: given, none, linear or sqrt.
-        reason: how it was computed, which the plan shows.
-    """
-
-    value: float
-    rule: str
-    reason: str
+    value: float  # the learning rate
+    rule: str  # given, none, linear or sqrt
+    reason: str  # how it was computed, which the plan shows
 
 
 def resolve_learning_rate(
     *, given: float | None, base: float | None, base_batch: int, global_batch: int, rule: str, optimizer: str
 ) -> Rate:
     """The given rate unchanged, or the base rate scaled to the global batch.
-
-    Args:
-        optimizer: its name; planning/optimizer_names.py has the rates and rules that are known.
 
     Raises:
         RequestError: no rate is given, and none is known to suit the optimizer.
@@ -67,25 +107,20 @@ class Schedule:
     """The learning rate of every optimizer step.
 
     Attributes:
-        peak: the rate at the end of warm-up.
-        total_steps: length of the run in optimizer steps.
-        warmup_steps: linear warm-up from near zero; step `warmup_steps` is the first at the peak.
         shape: cosine and linear fall to zero, step divides by ten after one half and three quarters, constant does not
             change; wsd stays at the peak until its decay; or the name of `function`.
-        floor: share of the peak at which cosine, linear and wsd end, and below which step does not fall.
         decay: share of the run in which wsd falls, by 1 - sqrt of what of it is done (Hägele et al. 2024, "Scaling Laws
             and Compute-Optimal Training Beyond Fixed Training Durations"; the schedule is that of Hu et al. 2024,
             "MiniCPM").
-        function: the user's own.
     """
 
-    peak: float
-    total_steps: int
-    warmup_steps: int
+    peak: float  # the rate at the end of warm-up
+    total_steps: int  # length of the run in optimizer steps
+    warmup_steps: int  # linear warm-up from near zero; step `warmup_steps` is the first at the peak
     shape: str
-    floor: float = 0.0
+    floor: float = 0.0  # share of the peak at which cosine, linear and wsd end, and below which step does not fall
     decay: float = _ARGUMENTS["decay"]
-    function: ScheduleFunction | None = None
+    function: ScheduleFunction | None = None  # the user's own
 
     def rate_at(self, step: int) -> float:
         """The rate of optimizer step `step`, counted from 0.
@@ -196,11 +231,8 @@ def _parse_shares(shape: str, args: Mapping[str, Any]) -> dict[str, float]:
 
 
 def decay_by_depth(decay: float, depth: int, deepest: int) -> float:
-    """The share of the rate at some depth of a network: 1 at the deepest, `decay` times as much a block before it.
+    """The share of the rate at a depth from 0, before the first block: 1 at the deepest, `decay` of the next before it.
 
     Clark et al. 2020, "ELECTRA"; Bao et al. 2022, "BEiT".
-
-    Args:
-        depth: 0 for what comes before the first block, to `deepest`.
     """
     return float(decay ** (deepest - depth))

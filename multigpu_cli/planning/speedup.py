@@ -1,14 +1,10 @@
-"""Forecasts the speed-up by more workers from one worker's times, a model of the interconnect, and GPUs' peak rates.
+"""Forecasts the speed-up by more workers from one worker's times and a model of the interconnect.
 
 The reduction: DDP's buckets become ready one after the other during the last backward pass and are reduced in that
 order, so only the part that remains after backward delays the step (Li et al., "PyTorch Distributed", VLDB 2020). A
 ring all-reduce of S bytes among n workers takes 2 (n-1) latencies and sends 2 (n-1)/n · S bytes over each connection
 (Patarasuk and Yuan 2009). Across machines: reduce-scatter within each, all-reduce of the parts between them, and
 all-gather within.
-
-Peak rates of known GPUs are those of dense 16-bit matrix products with 32-bit accumulation, without sparsity. Source:
-NVIDIA's published rates, where "with sparsity" is twice the dense rate. Those of A100, A10, A40, H100 (SXM and PCIe),
-H200, L4, L40S and V100 agree with published tables; the others were entered without a data sheet at hand.
 """
 
 from collections.abc import Sequence
@@ -24,20 +20,13 @@ _FIRST_BUCKET, _BUCKET = 1, 25  # MiB, DDP's defaults
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between workers.
-
-    Attributes:
-        latency: seconds of one hop.
-        bandwidth: bytes per second and direction, while the link sends and receives.
-        rests_on: the source of the two values.
-        overlaps: communication runs while the workers compute. Not on a CPU, whose cores do both.
-    """
+    """A connection between workers."""
 
     name: str
-    latency: float
-    bandwidth: float
-    rests_on: str
-    overlaps: bool = True
+    latency: float  # seconds of one hop
+    bandwidth: float  # bytes per second and direction, while the link sends and receives
+    rests_on: str  # the source of the two values
+    overlaps: bool = True  # communication runs while the workers compute. Not on a CPU, whose cores do both
 
     @classmethod
     def from_measurements(
@@ -71,15 +60,11 @@ BETWEEN_MACHINES = {"ethernet-25", "ethernet-100", "infiniband-400"}
 
 @dataclass(frozen=True)
 class Interconnect:
-    """The link within a machine, and the one between machines.
-
-    Attributes:
-        per_machine: workers per machine.
-    """
+    """The link within a machine, and the one between machines."""
 
     inside: Link
     between: Link | None = None
-    per_machine: int = 8
+    per_machine: int = 8  # workers per machine
 
     def all_reduce(self, size: float, workers: int) -> float:
         """Seconds for a tensor of `size` bytes; hierarchical for several machines."""
@@ -99,25 +84,21 @@ class StepTimes:
     """The times of a single worker, in seconds.
 
     Attributes:
-        data: time to fetch a micro-batch.
         forward, backward: times of a micro-batch.
-        commit: clipping and optimizer, once per step.
-        messages: sizes in bytes of the buckets that are reduced during backward.
-        after: bytes that are reduced after backward.
         reduction: measured seconds of both, if the steps of that many workers were measured; else None.
         gather: measured seconds of one gather of all weights, where such steps were sharded; `reduction` is then that
             of one reduction of all gradients, and `commit` that of one worker's part.
-        sharding: with --multi-gpu fsdp, whose groups of weights are the messages: each is gathered in passes, and its
+        sharding: with divided weights, whose groups are the messages: each is gathered in passes, and its
             gradient scattered in the last one, or with --exact in each. Where this was not measured, gathering and
             scattering take as long as one all-reduce.
     """
 
-    data: float
+    data: float  # time to fetch a micro-batch
     forward: float
     backward: float
-    commit: float
-    messages: tuple[float, ...]
-    after: float = 0.0
+    commit: float  # clipping and optimizer, once per step
+    messages: tuple[float, ...]  # sizes in bytes of the buckets that are reduced during backward
+    after: float = 0.0  # bytes that are reduced after backward
     reduction: float | None = None
     gather: float | None = None
     sharding: Sharding | None = None
@@ -133,11 +114,7 @@ def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
 
 
 def exposed_seconds(work: StepTimes, network: Interconnect, workers: int, passes: int = 1) -> float:
-    """Seconds of communication that do not overlap with the passes of a step.
-
-    Args:
-        passes: micro-batches of a step on each worker.
-    """
+    """Seconds of communication that do not overlap with each worker's passes of a step."""
     if workers == 1:
         return 0.0
     after = network.all_reduce(work.after, workers) if work.after else 0.0
@@ -178,26 +155,18 @@ def step_seconds(work: StepTimes, network: Interconnect, workers: int, accumulat
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastRow:
-    """The forecast for one number of workers.
-
-    Attributes:
-        passes: micro-batches of a step on each worker.
-        step: seconds of an optimizer step. waiting: its exposed communication in seconds.
-        speedup: samples per second relative to one worker. efficiency: speedup / workers.
-        steps: optimizer steps of the run; if the global batch grows, each has more samples.
-        seconds: duration of the run. cost: cost of the run, if a price is given.
-    """
+    """The forecast for one number of workers."""
 
     workers: int
     global_batch: int
-    passes: int
-    step: float
+    passes: int  # micro-batches of a step on each worker
+    step: float  # seconds of an optimizer step. waiting: its exposed communication in seconds
     waiting: float
     samples_per_second: float
-    speedup: float
+    speedup: float  # samples per second relative to one worker. efficiency: speedup / workers
     efficiency: float
-    steps: int
-    seconds: float
+    steps: int  # optimizer steps of the run; if the global batch grows, each has more samples
+    seconds: float  # duration of the run. cost: cost of the run, if a price is given
     cost: float | None
 
 
@@ -215,18 +184,17 @@ def forecast(
     noise_scale: float | None = None,
     price: float | None = None,
 ) -> list[ForecastRow]:
-    """Compute a row for each number of workers.
+    """Compute a row for each number of workers, from the times of one: on a CPU they share the cores.
 
     With a noise scale 𝓑, a run at global batch B takes (1 + 𝓑/B) / (1 + 𝓑/B₁) times the steps that it takes at B₁
     (McCandlish et al. 2018, eq. 2.11, at equal final loss), and so more samples: the row's time is that of the same
     result, not of the same number of samples.
 
     Args:
-        works: the times of one worker, for each number of workers, since on a CPU they share the cores.
         global_batch: fixed for any number of workers; None makes it grow with them.
         samples, epochs: the length of the run on one worker; a step has at most all samples.
         accumulation: micro-batches of a step on each worker, if the global batch grows with them.
-        price: price of one hour of one worker.
+        price: of one hour of one worker.
     """
     rows: list[ForecastRow] = []
     least = global_batch or micro_batch * accumulation
@@ -287,55 +255,3 @@ def fit_ring_model(points: Sequence[tuple[float, float]], workers: int) -> tuple
     if inverse <= 0 or determinant <= 1e-12 * s00 * s11:
         return t0 / s00, inf
     return (latency / determinant, determinant / inverse) if latency > 0 else (0.0, s11 / t1)
-
-
-_TERA = 1e12
-_BF16 = {  # TFLOP/s by CUDA's name of the device, without "NVIDIA"
-    "GB200": 2500,
-    "B200": 2250,
-    "GH200 480GB": 989,
-    "GH200 144G HBM3e": 989,
-    "H200": 989,
-    "H200 NVL": 835,
-    "H100 80GB HBM3": 989,
-    "H100 NVL": 835,
-    "H100 PCIe": 756,
-    "A100-SXM4-40GB": 312,
-    "A100-SXM4-80GB": 312,
-    "A100-PCIE-40GB": 312,
-    "A100 80GB PCIe": 312,
-    "A30": 165,
-    "A40": 149.7,
-    "A10": 125,
-    "A10G": 70,
-    "L40S": 362,
-    "L40": 181,
-    "L4": 121,
-    "RTX 6000 Ada Generation": 364.2,
-    "RTX A6000": 154.8,
-    "RTX A5000": 111.1,
-    "RTX A4000": 76.7,
-    "GeForce RTX 5090": 209.5,
-    "GeForce RTX 4090": 165.2,
-    "GeForce RTX 4080": 97.5,
-    "GeForce RTX 3090": 71,
-}
-_FP16 = {
-    "Tesla V100-SXM2-16GB": 125,
-    "Tesla V100-SXM2-32GB": 125,
-    "Tesla V100-PCIE-16GB": 112,
-    "Tesla V100-PCIE-32GB": 112,
-    "Tesla T4": 65,
-}
-
-
-def peak_flops(device: str, precision: str) -> float | None:
-    """FLOP/s of a device by its name; None if it is unknown, or in full precision, where it depends on TF32.
-
-    The whole name must match: the names of laptop GPUs, MIG slices and virtual GPUs contain that of a faster GPU.
-    """
-    if precision not in ("bf16", "fp16"):
-        return None
-    table = _BF16 | (_FP16 if precision == "fp16" else {})
-    rate = table.get(device.removeprefix("NVIDIA "))
-    return None if rate is None else rate * _TERA

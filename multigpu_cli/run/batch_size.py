@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from multigpu_cli.capabilities import MULTI_PROCESS, SHARDING
 from multigpu_cli.checkpoint.files import fail_on_write_error
 from multigpu_cli.checkpoint.run_folder import read_note, write_note
 from multigpu_cli.data.loader import first_batch
-from multigpu_cli.distributed.out_of_memory import free_memory, is_out_of_memory
-from multigpu_cli.distributed.placement import MULTI_PROCESS
+from multigpu_cli.distributed.world import free_memory, is_out_of_memory
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.assembly.model import smoke_test_batch
@@ -50,13 +50,10 @@ def fit_batch_sizes_to_memory(components: TrainComponents) -> list[str]:
 
 
 def try_micro_batch(components: TrainComponents) -> tuple[int, list[str]]:
-    """For a dry run: on a CPU, where memory sets no clear limit, two samples in place of all that fit.
+    """Try a micro-batch for a dry run; returns its number of samples, and a warning for each halving.
 
-    Returns:
-        The number of samples, and a warning for each halving.
-
-    Raises:
-        RequestError, TrainingError: as `fit_batch_sizes_to_memory` would.
+    On a CPU, where memory sets no clear limit, two samples stand for all that fit. Raises what
+    `fit_batch_sizes_to_memory` would.
     """
     if components.world.device.type == "cuda":
         warnings = fit_batch_sizes_to_memory(components)
@@ -116,9 +113,6 @@ def _try_evaluation(components: TrainComponents, size: int | None = None) -> Ite
     """Try each split's first batch and its last one, whose samples may be padded, before there is training.
 
     A task with its own `evaluate` has no batches to try.
-
-    Args:
-        size: of these batches; None: as the run has them.
     """
     components.loaders.max_eval_batch_size = components.spec.resume_point.eval_batch_after_oom
     splits = {"validation": components.loaders.val, "test": components.loaders.test}
@@ -181,10 +175,12 @@ def _find_largest_micro_batch(components: TrainComponents) -> None:
 
 def _fits_in_memory(components: TrainComponents, size: int) -> bool:
     """Whether forward and backward of so many samples, and the optimizer's state, fit into every rank's memory."""
-    model = components.state.model
+    model, batches, settings = components.state.model, components.plan.batches, components.config.batch
+    if settings.size != "auto" or settings.global_size:  # else the global batch follows the micro-batch
+        batches = replace(batches, micro_batch=size)
+    work = partial(_run_micro_batch, components, size)
     with preserve_buffers(model):
-        accumulates = _accumulates(components, size)
-        fits = _fits_on_all_ranks(components, lambda: _run_micro_batch(components, size), accumulates=accumulates)
+        fits = _fits_on_all_ranks(components, work, accumulates=batches.accumulation > 1)
         if fits and components.strategy.sharded:  # whose probe leaves no gradients
             _run_micro_batch(components, min(2, size))
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] if fits else []
@@ -201,18 +197,13 @@ def _fits_in_memory(components: TrainComponents, size: int) -> bool:
     return fits
 
 
-def _accumulates(components: TrainComponents, size: int) -> bool:
-    """Whether a worker has more than one micro-batch of that size in a step."""
-    batches, settings = components.plan.batches, components.config.batch
-    follows = settings.size == "auto" and settings.global_size is None  # the global batch, from the micro-batch
-    return (batches if follows else replace(batches, micro_batch=size)).accumulation > 1
-
-
 def _fits_on_all_ranks(components: TrainComponents, work: Callable[[], None], *, accumulates: bool = False) -> bool:
     """Whether no rank runs out of memory in it, with the optimizer's future state reserved."""
 
     def work_beside_the_state() -> None:
-        _reserved = _reserve_optimizer_state(components)
+        device, state = components.world.device, components.state.optimizer.state
+        copies = 2 if device.type == "cuda" and not state else 0  # of each parameter: what Adam's first step allocates
+        _reserved = [torch.empty_like(p) for p in components.strategy.local_parameters for _ in range(copies)]
         work()
 
     try:
@@ -222,13 +213,6 @@ def _fits_on_all_ranks(components: TrainComponents, work: Callable[[], None], *,
     finally:
         free_memory(components.world.device)
     return True
-
-
-def _reserve_optimizer_state(components: TrainComponents) -> list[Tensor]:
-    """What the optimizer will allocate in its first step on a GPU: two tensors for each parameter (Adam)."""
-    if components.world.device.type != "cuda" or components.state.optimizer.state:
-        return []
-    return [torch.empty_like(p) for p in components.trainable_parameters for _ in range(2)]
 
 
 def _run_micro_batch(components: TrainComponents, size: int) -> None:
@@ -248,16 +232,12 @@ def _run_micro_batch(components: TrainComponents, size: int) -> None:
 
 REMEDY = (
     "a smaller --batch-size (with the same --global-batch-size), --grad-checkpointing, --amp bf16, or, if the weights "
-    "and the optimizer's state are too large for one of several devices, --multi-gpu fsdp"
+    f"and the optimizer's state are too large for one of several devices, {SHARDING}"
 )
 
 
 def halve_micro_batch(components: TrainComponents) -> str:
-    """Halve the micro-batch; the global batch, and so the gradient, stay as they are.
-
-    Raises:
-        TrainingError: it can't be halved, or must not be.
-    """
+    """Halve the micro-batch, or raise a TrainingError; the global batch, and so the gradient, stay as they are."""
     size = components.plan.batches.micro_batch
     groups = {"whole groups of environments": components.spec.source.fixed_batch_sizes is not None}
     _check_may_halve(components, size, f"with micro-batches of {size}", groups)
@@ -268,11 +248,7 @@ def halve_micro_batch(components: TrainComponents) -> str:
 
 
 def halve_eval_batch(components: TrainComponents) -> str:
-    """Halve the batches of evaluations, whose metrics are sums over samples and change by rounding only.
-
-    Raises:
-        TrainingError: they can't be halved, or must not be.
-    """
+    """Halve the batches of evaluations, whose metrics change by rounding only, or raise a TrainingError."""
     size = components.eval_batch_size
     own = {"the task's own evaluation": not components.evaluates_in_batches}
     _check_may_halve(components, size, f"in an evaluation with batches of {size}", own)
@@ -298,16 +274,13 @@ def recover_from_out_of_memory(run: Run, error: RuntimeError) -> None:
     With several processes the others are in the middle of a reduction, and in the optimizer's phase some weights may
     have moved already. Then the run has to start again: the next attempt reads the note that is left in the folder.
 
-    Args:
-        error: its traceback holds the step's tensors, and releases them here.
-
     Raises:
         TrainingError: the run has to start again, or the micro-batch can't be halved.
     """
     moved = run.observer.watchdog.phase == "optimizer"
     run.strategy.abort_step()
     run.state.optimizer.zero_grad(set_to_none=True)
-    traceback.clear_frames(error.__traceback__)
+    traceback.clear_frames(error.__traceback__)  # which hold the step's tensors
     free_memory(run.world.device)
     text = halve_micro_batch(run)
     if run.world.size == 1 and not moved:
@@ -319,11 +292,7 @@ def recover_from_out_of_memory(run: Run, error: RuntimeError) -> None:
 
 
 def end_evaluation_without_memory(run: Run) -> NoReturn:
-    """Have the next attempt evaluate in batches of half the size: the other ranks wait in the middle of a pass.
-
-    Raises:
-        TrainingError: always.
-    """
+    """Have the next attempt evaluate in batches of half the size: the other ranks wait in the middle of a pass."""
     text = halve_eval_batch(run)
     _end_attempt(run, "in an evaluation ", {"eval_batch_size": run.eval_batch_size}, text)
 

@@ -7,7 +7,7 @@ from math import isnan
 from torch import nn
 
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.distributed.out_of_memory import free_memory, is_out_of_memory
+from multigpu_cli.distributed.world import free_memory, is_out_of_memory
 from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.run.batch_size import end_evaluation_without_memory, halve_eval_batch
 from multigpu_cli.run.run import Run, use_published_weights
@@ -36,11 +36,7 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
 
 
 def _evaluate_in_batches(run: Run, model: nn.Module, split: str, loader: Loader) -> Evaluation:
-    """Evaluate, with smaller batches after each out-of-memory error.
-
-    Raises:
-        TrainingError: out of memory where others wait for this rank, or where batches must not be smaller.
-    """
+    """Evaluate, with smaller batches after each out-of-memory error, unless others wait for this rank."""
     while True:
         try:
             with _show_progress(run, split, loader):

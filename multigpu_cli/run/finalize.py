@@ -78,11 +78,7 @@ def _publish_weights(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, Any]:
-    """The content of summary.json: every rank computes it, rank 0 writes it.
-
-    Args:
-        ending: more entries: fingerprint and details of a completed run, or the error of a failed one.
-    """
+    """The content of summary.json, which every rank computes; `ending` has more entries: of its end, or its error."""
     progress, batches, train, timer = run.progress, run.plan.batches, run.loaders.train, run.observer.timer
     names = ("train_loss", "val_loss", "val_accuracy", "test_loss", "test_accuracy")
     return {
@@ -143,8 +139,7 @@ def _write_summary(run: Run, summary: dict[str, Any]) -> None:
 def restore_best_file(run: Run) -> str:
     """Restore the best.pt that belongs to the checkpoint: the file in the folder may be of a later step, or missing.
 
-    Returns:
-        A warning if the best weights are lost, and the next evaluation is taken as the best; else "".
+    Returns a warning if it is lost, and the next evaluation is taken as the best; else "".
     """
     point, best, file = run.spec.resume_point, run.progress.best, run.folder / "best.pt"
     if not point.checkpoint:

@@ -6,24 +6,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from multigpu_cli.capabilities import PART_STATES
 from multigpu_cli.checkpoint.files import check_unlocked, fail_on_write_error, lock_folder, publish, remove_drafts
 from multigpu_cli.checkpoint.run_folder import rewind_run
+from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import Config
-from multigpu_cli.distributed.attempts import record_run
 from multigpu_cli.distributed.collectives import (
     all_reduce_max,
     disable_collective_timeout,
     run_on_all_ranks,
     run_on_main_rank,
 )
-from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.launch_env import LaunchEnv, record_run
 from multigpu_cli.distributed.placement import Placement, describe_unlike_gpus, gpu_models
 from multigpu_cli.distributed.process_group import process_group
 from multigpu_cli.distributed.processes import log_path
@@ -31,13 +30,12 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.faults.explain import name_unused_parameters
 from multigpu_cli.faults.rank_exits import read_previous_cause
-from multigpu_cli.faults.skipped_steps import SkippedStepLimit
-from multigpu_cli.faults.stop import StopConsensus, StopRequest
+from multigpu_cli.faults.stop import SkippedStepLimit, StopConsensus, StopRequest
 from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.gpu import Sampler, peak_flops
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import NoiseMeter, SampleTrace, StepTimer
-from multigpu_cli.planning.speedup import peak_flops
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents, describe_groups
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_batch
@@ -47,19 +45,13 @@ from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.run.run import Checkpointer, CheckpointSchedule, LossMeter, Run, RunControl, RunLog, StepObserver
+from multigpu_cli.run.step import count_flops_per_sample
 from multigpu_cli.run.train_log import compiler_fields
 from multigpu_cli.runtime.seeding import enable_determinism, enable_fast_kernels
 
-if TYPE_CHECKING:
-    from multigpu_cli.monitor.gpu import Sampler
-
 
 class ResolvedRequest(NamedTuple):
-    """A request that all ranks have resolved, with the signal handler and the watchdog that are active.
-
-    Attributes:
-        began: time.perf_counter at the beginning.
-    """
+    """A request that all ranks have resolved at `began`, with the signal handler and the watchdog that are active."""
 
     spec: RunSpec
     world: World
@@ -105,8 +97,7 @@ def resolve_request(
 def try_request(request: ResolvedRequest) -> dict[str, Any]:
     """Build the components as `open_run` does, try a micro-batch, and show the plan; nothing is written.
 
-    Returns:
-        The plan, and what was tried.
+    Returns the plan, and what was tried.
 
     Raises:
         RequestError: the run would refuse the same.
@@ -209,12 +200,7 @@ def assemble_run(
     stack: ExitStack,
     parts: Sequence[Part] = (),
 ) -> Run:
-    """Open journal, TensorBoard and the rest in the run folder, which this process group has locked.
-
-    Args:
-        stack: closes what is opened here.
-        parts: see what happens in the run.
-    """
+    """Open what the run writes to in its folder, which this process group has locked; `stack` closes it."""
     world, config, plan, progress = components.world, components.config, components.plan, components.progress
     folder = Path(components.spec.resume_point.folder)
     board = None
@@ -243,6 +229,9 @@ def assemble_run(
     saver = components.strategy.create_saver(store, writer)
     if saver.note:
         console.note(saver.note)
+    gpu = None
+    if world.device.type == "cuda":
+        gpu = stack.enter_context(closing(Sampler(str(torch.cuda.get_device_properties(world.device).uuid))))
     return Run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
         observer=StepObserver(
@@ -254,19 +243,10 @@ def assemble_run(
             trace,
         ),
         checkpointer=Checkpointer(store, writer, saver, CheckpointSchedule(config.checkpoint), progress.step),
-        log=RunLog(journal, board, console, progress_bar, _watch_gpu(world.device, stack), _count_flops(components)),
+        log=RunLog(journal, board, console, progress_bar, gpu, _count_flops(components)),
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
         moments=bind_moments(parts),
     )
-
-
-def _watch_gpu(device: torch.device, stack: ExitStack) -> "Sampler | None":
-    """Start sampling this rank's GPU, if it has one."""
-    if device.type != "cuda":
-        return None
-    from multigpu_cli.monitor.gpu import Sampler
-
-    return stack.enter_context(closing(Sampler(str(torch.cuda.get_device_properties(device).uuid))))
 
 
 def _count_flops(components: TrainComponents) -> float | None:
@@ -274,17 +254,11 @@ def _count_flops(components: TrainComponents) -> float | None:
     known = peak_flops(components.plan.device, components.state.precision.name) is not None
     if not all_reduce_max(components.world, [known])[0]:  # all ranks count or none, since the passes may communicate
         return None
-    from multigpu_cli.run.step import count_flops_per_sample  # late: it loads torch's counter
-
     return count_flops_per_sample(components, components.plan.batches.micro_batch)
 
 
 def start_run(run: Run, memory_warnings: list[str]) -> None:
-    """Write the settings and the first lines of this attempt, with the faults that came before it.
-
-    Args:
-        memory_warnings: from `fit_batch_sizes_to_memory`.
-    """
+    """Write the settings and the first lines of this attempt, with the faults that came before it."""
     world, start, log, logs = run.world, run.spec.resume_point, run.log, run.folder / "logs"
     if world.local_rank == 0:
         record_run(world.agent_dir, world.attempt, str(run.folder))

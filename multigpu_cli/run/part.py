@@ -84,11 +84,7 @@ class Part:
 
 
 def load_parts(spec: RunSpec, world: World) -> list[Part]:
-    """The parts whose settings are given; all ranks call it together.
-
-    Raises:
-        RequestError: a setting of theirs is wrong; the same on every rank.
-    """
+    """The parts whose settings are given, and right; all ranks call it together, and raise the same."""
     return [part(spec, world) for part in load_given(PARTS, spec.config)]
 
 

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint.snapshot import Progress
+from multigpu_cli.checkpoint.snapshot import Progress, Writer
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.distributed.attempts import PreviousAttempt
 from multigpu_cli.distributed.collectives import all_reduce_sum
+from multigpu_cli.distributed.launch_env import PreviousAttempt
 from multigpu_cli.distributed.world import World
-from multigpu_cli.faults.skipped_steps import SkippedStepLimit
-from multigpu_cli.faults.stop import StopConsensus, StopRequest
+from multigpu_cli.faults.stop import SkippedStepLimit, StopConsensus, StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console, ProgressDisplay
+from multigpu_cli.monitor.gpu import Sampler
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import NoiseMeter, SampleTrace, StepTimer
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
@@ -32,7 +31,6 @@ from multigpu_cli.run.assembly.components import StepResult, TrainComponents
 from multigpu_cli.strategies.base import Saver
 
 if TYPE_CHECKING:
-    from multigpu_cli.monitor.gpu import Sampler
     from multigpu_cli.monitor.tensorboard import TensorBoard
 
 
@@ -45,11 +43,8 @@ class LossMeter:
     A step's micro-batches are added without rounding, and the steps in their order, so that the means depend neither on
     the number of workers nor on when losses are reduced. A step whose loss is not finite was skipped: it is left out.
 
-    Args:
-        progress: the sums are in its `line_losses` and `epoch_losses`, and so in checkpoints.
-
-    Attributes:
-        last: mean loss of the last step that was reduced.
+    The sums are in the `line_losses` and `epoch_losses` of the progress, and so in checkpoints; `last` is the mean loss
+    of the last step that was reduced.
     """
 
     def __init__(self, world: World, progress: Progress, steps_per_epoch: int) -> None:
@@ -66,11 +61,7 @@ class LossMeter:
         self._count = 0
 
     def add(self, step: int, micro_batches: int, losses: Mapping[int, Tensor], units: Tensor | int) -> None:
-        """Add a step: its number from 0, the micro-batches and units of all workers, and this worker's loss sums.
-
-        Args:
-            losses: () each, by the number of the micro-batch in the step.
-        """
+        """Add a step (from 0): micro-batches and units of all workers, this worker's loss sums () by micro-batch."""
         self._steps.append((step, micro_batches))
         self._units.append(units)
         self._places += [self._count + number for number in losses]
@@ -205,72 +196,47 @@ class CheckpointSchedule:
 
 @dataclass
 class Checkpointer:
-    """Writes checkpoints, and holds what goes into the next one.
-
-    Attributes:
-        saved_step: that of the newest checkpoint.
-        best: host copy of the best weights, until they are written with a checkpoint.
-        best_in_flight: the best weights that are being written.
-        best_sha256: of the best weights that were written, on rank 0.
-        in_flight: step of the checkpoint that is being written, or was last, on rank 0.
-        written: step of the last one that is on disk, as far as rank 0 knows; -1 before that of this attempt.
-    """
+    """Writes checkpoints, and holds what goes into the next one."""
 
     store: Store
     writer: Writer
     saver: Saver
     schedule: CheckpointSchedule
-    saved_step: int
-    best: dict[str, Tensor] | None = None
-    best_in_flight: dict[str, Tensor] | None = None
-    best_sha256: str = ""
-    in_flight: int = -1
-    written: int = -1
+    saved_step: int  # that of the newest checkpoint
+    best: dict[str, Tensor] | None = None  # host copy of the best weights, until they are written with a checkpoint
+    best_in_flight: dict[str, Tensor] | None = None  # the best weights that are being written
+    best_sha256: str = ""  # of the best weights that were written, on rank 0
+    in_flight: int = -1  # step of the checkpoint that is being written, or was last, on rank 0
+    written: int = -1  # step of the last one that is on disk, as far as rank 0 knows; -1 before that of this attempt
 
 
 @dataclass
 class RunLog:
-    """The outputs of a run: journal, TensorBoard, console, and what only its log lines need.
-
-    Attributes:
-        gpu_monitor: watches this rank's GPU.
-        flops_per_sample: where the device's peak rate is known.
-        unknown_gpu_fields: GPU metrics, by rank, that the user knows to be missing.
-    """
+    """The outputs of a run: journal, TensorBoard, console, and what only its log lines need."""
 
     journal: Journal
     tensorboard: "TensorBoard | None"
     console: Console
     progress_bar: ProgressDisplay
-    gpu_monitor: "Sampler | None"
-    flops_per_sample: float | None
-    unknown_gpu_fields: frozenset[tuple[str, int]] = frozenset()
+    gpu_monitor: Sampler | None  # watches this rank's GPU
+    flops_per_sample: float | None  # where the device's peak rate is known
+    unknown_gpu_fields: frozenset[tuple[str, int]] = frozenset()  # by rank: the user knows that they are missing
 
 
 @dataclass
 class RunControl:
-    """What ends a run early, and how the attempt before it ended.
+    """What ends a run early, and how the attempt before it ended."""
 
-    Attributes:
-        stop: a signal to this rank.
-        consensus: of all ranks, on a stop and on overdue checkpoints.
-        previous_attempt: how it ended; None after the first step.
-    """
-
-    stop: StopRequest
-    consensus: StopConsensus
-    previous_attempt: PreviousAttempt | None = None
+    stop: StopRequest  # a signal to this rank
+    consensus: StopConsensus  # of all ranks, on a stop and on overdue checkpoints
+    previous_attempt: PreviousAttempt | None = None  # how it ended; None after the first step
     summary_written: bool = False
 
 
 class StepEnd(NamedTuple):
-    """What ends with a step.
+    """What ends with a step, and the position in the schedule before and after it.
 
-    Attributes:
-        previous_step, step: the position in the schedule before and after the step.
-        at_log_interval: a log interval.
-        at_epoch_end: an epoch, or the run.
-        savable: the run can be resumed from here.
+    `at_epoch_end`: of an epoch, or of the run; `savable`: the run can be resumed from here.
     """
 
     previous_step: int

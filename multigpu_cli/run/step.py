@@ -54,15 +54,13 @@ class MicroBatchProfile:
     """FLOPs and memory of one micro-batch.
 
     Attributes:
-        samples: in the micro-batch.
         flops: of forward and backward, in matrix products, convolutions and attention; a multiply-add counts as two.
             The second forward pass of checkpointed blocks is not counted.
-        activations: bytes that forward saves for backward, beside parameters, buffers and inputs.
     """
 
-    samples: int
+    samples: int  # in the micro-batch
     flops: int
-    activations: int
+    activations: int  # bytes that forward saves for backward, beside parameters, buffers and inputs
 
     @property
     def flops_per_sample(self) -> float:

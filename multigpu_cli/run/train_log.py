@@ -12,9 +12,9 @@ from torch import Tensor
 
 from multigpu_cli.distributed.collectives import all_gather
 from multigpu_cli.errors import TrainingError, pluralize
+from multigpu_cli.monitor.gpu import peak_flops
 from multigpu_cli.monitor.meters import Norms
 from multigpu_cli.optimizers.build import base_rate
-from multigpu_cli.planning.speedup import peak_flops
 from multigpu_cli.run.assembly.components import StepResult
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.run import Run
@@ -54,11 +54,7 @@ def log_step(run: Run, outcome: StepResult) -> None:
 
 
 def measure_rank(run: Run, peak: int) -> Tensor:
-    """(k,) float64 on this rank's device: memory, waits, gradient norm, CPU, tokens, and its GPU; NaN: unknown.
-
-    Args:
-        peak: bytes.
-    """
+    """(k,) float64 on this rank's device: memory, waits, gradient norm, CPU, tokens, and its GPU; NaN: unknown."""
     wait, small, timer = run.strategy.read_comm_wait(), run.observer.noise.take_small_norm(), run.observer.timer
     values = [
         float(peak),
@@ -75,11 +71,7 @@ def measure_rank(run: Run, peak: int) -> Tensor:
 
 
 def gradient_fields(run: Run, rows: Sequence[Sequence[float]], norm: float) -> dict[str, Any]:
-    """The gradient's norm, and its noise scale so far.
-
-    Args:
-        norm: of the global batch's gradient.
-    """
+    """The norm of the global batch's gradient, and the noise scale so far."""
     small = [row[3] for row in rows if not math.isnan(row[3])]
     if small:
         run.observer.noise.add(_pair_norms(run, small, norm))
@@ -89,13 +81,10 @@ def gradient_fields(run: Run, rows: Sequence[Sequence[float]], norm: float) -> d
 
 
 def _pair_norms(run: Run, small: Sequence[float], large: float) -> Norms:
-    """The norms of the step just done, as means over samples; the same on every rank.
+    """The norms of the step just done, of first micro-batches and the global batch, as means over samples.
 
     A first micro-batch of several is never short. Its loss was divided by the step's expected number of units; it holds
     its share of the real number.
-
-    Args:
-        small, large: norms of the gradients of first micro-batches, and of the global batch.
     """
     batches = run.plan.batches
     samples = batches.num_samples((run.progress.step - 1) % batches.steps_per_epoch)
@@ -105,15 +94,10 @@ def _pair_norms(run: Run, small: Sequence[float], large: float) -> Norms:
 
 
 def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], steps: int) -> dict[str, Any]:
-    """The fields of a `train` line.
+    """The fields of a `train` line, from each rank's `measure_rank`, and from rank 0's rates of so many steps.
 
     A step takes all workers equally long, so a worker's own time is the step's time less its wait for the others. The
     shortest wait of all is exposed communication; longer waits are due to stragglers.
-
-    Args:
-        rows: what `measure_rank` returned, rank by rank.
-        rates: of the window, from rank 0's timer.
-        steps: in the window.
     """
     peaks, data, waits, _, cpu, real, places, *more = zip(*rows, strict=True)
     seconds = rates["step_ms"] / 1e3
@@ -137,11 +121,7 @@ def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], step
 
 
 def describe_missing_gpu_metrics(run: Run, fields: Mapping[str, Any]) -> str:
-    """Which GPU metrics NVML has stopped reporting since the last call, and on which ranks; "" if there are none.
-
-    Args:
-        fields: of a `train` line.
-    """
+    """The GPU metrics of a `train` line that NVML has stopped reporting since the last call, with ranks; "" if none."""
     unknown = {(name, rank) for name in _GPU_FIELDS for rank, value in enumerate(fields.get(name, ())) if value is None}
     new, run.log.unknown_gpu_fields = unknown - run.log.unknown_gpu_fields, run.log.unknown_gpu_fields | unknown
     if not new:

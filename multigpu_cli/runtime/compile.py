@@ -29,11 +29,6 @@ class CompiledModel(nn.Module):
         mode: of torch.compile; with reduce-overhead a pass runs as CUDA graphs, whose memory the next pass reuses.
         blocks: parts of the model that are compiled each by itself, in place, rather than the whole; for weights that
             are gathered block by block, by hooks around `forward`.
-        backend: of torch.compile.
-
-    Attributes:
-        full_batch_size: returns the number of samples of a full micro-batch.
-        seconds: duration of the compilation; None before the first full micro-batch.
     """
 
     def __init__(
@@ -41,8 +36,8 @@ class CompiledModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.full_batch_size: Callable[[], int] = lambda: 0
-        self.seconds: float | None = None
+        self.full_batch_size: Callable[[], int] = lambda: 0  # the samples of a full micro-batch
+        self.seconds: float | None = None  # of the compilation, after the first full micro-batch
         compiled = partial(torch.compile, mode=mode, backend=backend, dynamic=False)
         self._is_full = False
         for module in model.modules():
@@ -105,10 +100,7 @@ class CompiledModel(nn.Module):
 def compile_model(
     model: nn.Module, config: Config, device: torch.device, blocks: Sequence[nn.Module] = ()
 ) -> nn.Module:
-    """Wrap the model as --compile requests.
-
-    Args:
-        blocks: see `CompiledModel`.
+    """Wrap the model, or these blocks of it, as --compile requests.
 
     Raises:
         RequestError: no compiler is installed, or the mode is not supported with --exact.
@@ -143,8 +135,7 @@ def _replace_forward(block: nn.Module, wrap: Callable[[Callable[..., Any]], Call
 
 
 def _length(inputs: tuple[Any, ...]) -> int:
-    """Number of samples in a model's inputs: the first dimension of the first tensor, or the length of the first list;
-    -1 if there is neither."""
+    """Number of samples in a model's inputs, by the first tensor or list; -1 if there is neither."""
     for value in inputs:
         if isinstance(value, list) or (isinstance(value, Tensor) and value.ndim):
             return len(value)

@@ -87,7 +87,6 @@ def call_factory(
     """Call a factory with the offered values that it names, and with all of the user's own arguments.
 
     Args:
-        factory: the callable; its parameter names select the offered values.
         offered: values for any factory (input_shape, num_classes, seed, …).
         args: the user's `--set WHERE.args.NAME=value`, which override offered values.
         where: their section (data, model, task), for messages.
@@ -128,14 +127,10 @@ def call_factory(
 def bind_call(
     function: Callable[..., Any], given: int, args: Mapping[str, Any], *, problem: str, remedy: str
 ) -> Callable[..., Any]:
-    """The function with the user's own arguments.
-
-    Args:
-        given: how many values it will be called with beside them.
-        problem: what is said where it can't be called so, before the reason.
+    """The function with the user's own arguments, beside which it will be called with `given` values.
 
     Raises:
-        RequestError: it does not take that many values, or not these arguments.
+        RequestError: it does not take that many values, or not these arguments: the problem, and the reason.
     """
     try:
         inspect.signature(function).bind(*range(given), **args)
@@ -195,20 +190,13 @@ def _name(factory: Callable[..., Any]) -> str:
 
 @contextmanager
 def name_own_code(call: str) -> Iterator[None]:
-    """Report an error inside as one of the user's own code; out of memory stays what it is.
-
-    Args:
-        call: the flag with its value, and what was called.
-
-    Raises:
-        TrainingError: says what was raised, and where.
-    """
+    """Report an error inside as a TrainingError of the user's own code in this call; out of memory stays what it is."""
     try:
         yield
     except TrainingError:
         raise
     except (Exception, SystemExit) as error:  # the user's own code may raise anything, and sets no exit code
-        from multigpu_cli.distributed.out_of_memory import is_out_of_memory  # late: torch, which the front door lacks
+        from multigpu_cli.distributed.world import is_out_of_memory  # late: torch, which the front door lacks
 
         if is_out_of_memory(error):
             raise

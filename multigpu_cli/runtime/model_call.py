@@ -37,21 +37,14 @@ class ModelCall:
     - `forward(batch)` with one parameter gets a tuple or a mapping whole; so does a first parameter that is annotated
       as one. A parameter with a default other than None is an option, and no input.
     - A mapping that has none of the parameters' names is one argument, where one will do.
-
-    Attributes:
-        inputs: parameters that an input may be for, in order.
-        required: those of them without a default.
-        names: all that may be given by name.
-        takes_more: there is an *args; `takes_any`: there is a **kwargs.
-        takes_whole: the first parameter is annotated as a tuple or a mapping.
     """
 
-    inputs: tuple[str, ...]
-    required: tuple[str, ...]
-    names: tuple[str, ...]
-    takes_more: bool
+    inputs: tuple[str, ...]  # parameters that an input may be for, in order
+    required: tuple[str, ...]  # those of them without a default
+    names: tuple[str, ...]  # all that may be given by name
+    takes_more: bool  # there is an *args; `takes_any`: there is a **kwargs
     takes_any: bool
-    takes_whole: bool
+    takes_whole: bool  # the first parameter is annotated as a tuple or a mapping
 
     @classmethod
     def of(cls, model: nn.Module) -> "ModelCall":
@@ -81,11 +74,7 @@ class ModelCall:
         return self.arguments(args[0])
 
     def arguments(self, inputs: Any) -> Arguments:
-        """Positional and named arguments.
-
-        Raises:
-            RequestError: `forward` does not take an input, or misses one; says which.
-        """
+        """Positional and named arguments; the RequestError says which input `forward` does not take, or misses."""
         if isinstance(inputs, Labelled):
             return self._with_targets(*inputs)
         if type(inputs) is tuple:
@@ -183,18 +172,13 @@ def bind_arguments(model: nn.Module, inputs: Any) -> Arguments:
 
 
 class CallRecorder:
-    """Notes how a network is called, and what it returns, as long as the context lasts.
-
-    Attributes:
-        calls: positional and named arguments of each call.
-        outputs: what each returned; a call that failed has none.
-    """
+    """Notes how a network is called, and what it returns, as long as the context lasts."""
 
     def __init__(self, model: nn.Module) -> None:
         self._callees: tuple[nn.Module, ...] = getattr(model, "callees", (model,))
         self._called: nn.Module | None = None  # the outer one of them
         self.calls: list[Arguments] = []
-        self.outputs: list[Any] = []
+        self.outputs: list[Any] = []  # a call that failed has none
 
     def __enter__(self) -> "CallRecorder":
         self._hooks = [

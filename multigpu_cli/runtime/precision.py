@@ -45,14 +45,7 @@ def choose_precision(wanted: str, device: torch.device) -> PrecisionChoice:
 
 
 def agree_on_precision(wanted: str, world: World, devices: Sequence[torch.device]) -> PrecisionChoice:
-    """Choose the same format on every rank: fp16 if one of several GPUs does not support bf16.
-
-    Args:
-        devices: the devices of this process.
-
-    Raises:
-        RequestError: fp16 on CPU.
-    """
+    """Choose the same format on every rank: fp16 if one of all GPUs, also of this process's, does not support bf16."""
     own = choose_precision(wanted, world.device)
     if wanted != "auto":
         return own

@@ -28,8 +28,7 @@ def seed_host(number: int) -> None:
 def seed_weights(seed: int, *, late: bool = False) -> None:
     """Seed all generators for building the model, equally on every rank.
 
-    Args:
-        late: for weights that are created at the first forward pass, after data loading has drawn random numbers.
+    `late` is for weights that are created at the first forward pass, after data loading has drawn random numbers.
     """
     seed_everything(make_key(seed, _INIT, 1) if late else make_key(seed, _INIT))
 

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from multigpu_cli.capabilities import STRATEGIES, load
-from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState
+from multigpu_cli.capabilities import EXACT_STRATEGIES, SHARDING, STRATEGIES, load
+from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState, Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import copy_to_host
-from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import Config
 from multigpu_cli.distributed.collectives import all_reduce_sum, broadcast_object, run_on_all_ranks
 from multigpu_cli.distributed.placement import Placement
@@ -74,43 +73,28 @@ class Strategy(ABC):
     `after_backward`, then `reduce_gradients`. If each loss was multiplied by `loss_factor`, `.grad` then holds on every
     rank the sum of all workers' gradients: that of the global batch.
 
-    Args:
-        world: the processes that share a step; None: this one.
-        always: see `StepBuffers`.
-
     Attributes:
-        name: single, dp, ddp, exact or fsdp.
-        replicas_per_process: micro-batches that one forward pass takes in (dp: one for each device).
-        loss_factor: what each loss is multiplied by before backward, to undo an average over workers.
-        reduces_first: no backward pass without communication may come before `warm_up`.
         sharded: each process holds a part of weights, gradients and optimizer state; every pass of the model, also in
             an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
         num_shards: workers that share weights, gradients and optimizer state: rank r has the same as rank
             r + num_shards.
-        keeps_casts: see `Precision`.
         local_parameters: the tensors that the optimizer of this process moves.
         on_gather: called when a pass comes to where it waits for all workers.
-        groups: process groups of its own, beside the one of all workers.
-        min_workers: with fewer, one process trains as `single` does.
-        interleaved: see `BatchPlan`.
-        compile_note: what the plan says of --compile.
         memory_remedy: where weights, gradients and the optimizer's state do not fit one device.
     """
 
     name: str
-    replicas_per_process: int = 1
-    loss_factor: float = 1.0
-    reduces_first: bool = False
+    replicas_per_process: int = 1  # micro-batches that one forward pass takes in (dp: one for each device)
+    loss_factor: float = 1.0  # what each loss is multiplied by before backward, to undo an average over workers
+    reduces_first: bool = False  # no backward pass without communication may come before `warm_up`
     sharded: bool = False
     num_shards: int = 1
-    groups: Sequence[dist.ProcessGroup] = ()
-    keeps_casts: bool = True
-    min_workers: int = 1
-    interleaved: bool = False
-    compile_note: str = ""
-    memory_remedy: str = (
-        "--multi-gpu fsdp, which divides weights, gradients and the optimizer's state over several GPUs"
-    )
+    groups: Sequence[dist.ProcessGroup] = ()  # process groups of its own, beside the one of all workers
+    keeps_casts: bool = True  # see `Precision`
+    min_workers: int = 1  # with fewer, one process trains as `single` does
+    interleaved: bool = False  # see `BatchPlan`
+    compile_note: str = ""  # what the plan says of --compile
+    memory_remedy: str = f"{SHARDING}, which divides weights, gradients and the optimizer's state over several GPUs"
 
     def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model
@@ -136,11 +120,7 @@ class Strategy(ABC):
 
     @classmethod
     def describe(cls, model: nn.Module, config: Config, workers: int) -> dict[str, str]:
-        """What the plan says of it, by the keys of `capabilities.PLAN_NOTES`.
-
-        Raises:
-            RequestError: settings that do not fit the model.
-        """
+        """What the plan says of it, by the keys of PLAN_NOTES; refuses settings that do not fit the model."""
         return {}
 
     @classmethod
@@ -153,18 +133,13 @@ class Strategy(ABC):
         return Saver(self, self._world, store, writer)
 
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 - most strategies keep no state
-        """Get to know the optimizer, which moves `local_parameters`, before its state is gathered or scattered.
-
-        Raises:
-            RequestError: it can't be used.
-        """
+        """Get to know the optimizer of `local_parameters`, or refuse it, before its state is gathered or scattered."""
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:  # noqa: B027 - most strategies have nothing to do
         """Do what is needed before the first step so that a resumed run continues with the same bits.
 
-        Args:
-            loss: forward pass of a few samples, the same on every rank and at every start of the run; the caller
-                restores the buffers. Once called, it may be called again in any step.
+        `loss` is a forward pass of a few samples, the same on every rank and at every start of the run; the caller
+        restores the buffers. Once called, it may be called again in any step.
         """
 
     def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
@@ -211,23 +186,16 @@ class Strategy(ABC):
         return local
 
     def check_passes(self) -> None:  # noqa: B027 - most strategies run no pass together
-        """Whether the passes of all workers went together; all ranks call it together.
-
-        Raises:
-            TrainingError: workers ran different blocks of the model; on all ranks.
-        """
+        """Raise a TrainingError on all ranks if they ran different blocks of the model; all ranks call it together."""
 
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state as one process would have it; all ranks call it together.
 
-        Args:
-            state: "model", and perhaps "average", "optimizer" and others, as in a checkpoint.
+        It has "model", and perhaps "average", "optimizer" and others, as in a checkpoint. Returns the same tensors, on
+        every rank; or, where the strategy is sharded, copies in host memory, on rank 0 only.
 
         Raises:
             TrainingError: see `check_passes`.
-
-        Returns:
-            The same tensors, on every rank; or, where the strategy is sharded, copies in host memory, on rank 0 only.
         """
         return state
 
@@ -243,9 +211,8 @@ class Strategy(ABC):
     def sharded_state_dict(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
         """A state as files of several ranks hold it; all ranks call it together, and nothing is copied.
 
-        Returns:
-            the state, with an outline (of the whole's shape, on the meta device) of each tensor that is divided; and by
-            name the rows of these that this rank writes, with the number of the first. Of replicas one alone has any.
+        Returns the state, with an outline (of the whole's shape, on the meta device) of each divided tensor; and
+        by name the rows of these that this rank writes, with the first one's number. Of replicas one alone has any.
         """
         return state, {}
 
@@ -301,8 +268,8 @@ def find_strategy(name: str, *, exact: bool = False) -> type[Strategy]:
     """The class of a placement's strategy, or of the one that --multi-gpu names; a RequestError without its room."""
     if name not in (*STRATEGIES, "auto", "none"):
         raise RequestError(f"--multi-gpu {name}: this program comes without it", remedy="--multi-gpu ddp")
-    usual = STRATEGIES["exact" if exact else "single"]
-    strategy: type[Strategy] = load(STRATEGIES.get(f"{name} exact" if exact else name, usual))
+    table = EXACT_STRATEGIES if exact else STRATEGIES
+    strategy: type[Strategy] = load(table.get(name, table["single"]))
     return strategy
 
 

@@ -21,8 +21,6 @@ class StepBuffers:
     """Keeps a model's buffers the same over micro-batches and workers.
 
     Args:
-        model: its buffers are watched.
-        workers: how many processes share a step.
         total: sums a flat tensor over all workers, in place.
         always: go by changes for a lone micro-batch too: start + change may differ from the value in its last bit.
     """
@@ -30,10 +28,10 @@ class StepBuffers:
     def __init__(
         self, model: nn.Module, workers: int, total: Callable[[Tensor], Tensor], *, always: bool = False
     ) -> None:
-        self._places = _find_slots(model)
-        buffers = [place.buffer for place in self._places]
+        self._slots = _find_slots(model)
+        buffers = [slot.buffer for slot in self._slots]
         real = [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in buffers]
-        self._kinds = [_DtypeGroup([b for b in real if b.dtype == dtype]) for dtype in {b.dtype: None for b in real}]
+        self._groups = [_DtypeGroup([b for b in real if b.dtype == dtype]) for dtype in {b.dtype: None for b in real}]
         self._shared, self._total = workers > 1 or always, total
         self._micro_batches = 1
 
@@ -44,15 +42,15 @@ class StepBuffers:
     def begin_step(self, micro_batches: int) -> None:
         """Record the values at the step's start."""
         self._micro_batches = micro_batches
-        if not self._kinds:
+        if not self._groups:
             return
         self._rebind()
-        for kind in self._kinds:
-            kind.begin()
+        for group in self._groups:
+            group.begin()
 
     def no_change(self) -> list[Tensor]:
         """What `take_change` returns for a micro-batch that changes nothing: zeros."""
-        return [kind.zeros() for kind in self._floating()]
+        return [group.zeros() for group in self._floating()]
 
     def take_change(self) -> list[Tensor]:
         """The change of floating buffers by the last micro-batch; afterwards all buffers have their start values.
@@ -61,59 +59,58 @@ class StepBuffers:
         """
         self._rebind()
         changes = []
-        for kind in self._kinds:
-            change = kind.take()
-            if kind.floating:
+        for group in self._groups:
+            change = group.take()
+            if group.floating:
                 changes.append(change)
             else:
-                kind.add(change)
+                group.add(change)
         return changes
 
     def collect(self) -> None:
         """After one micro-batch: add its change to those of the others on this worker."""
-        if self._kinds and self._by_changes:
-            for kind, change in zip(self._floating(), self.take_change(), strict=True):
-                kind.add(change)
+        if self._groups and self._by_changes:
+            for group, change in zip(self._floating(), self.take_change(), strict=True):
+                group.add(change)
 
     def abort_step(self) -> None:
         """Restore the start values of a step that can't be finished."""
         self._rebind()
-        for kind in self._kinds:
-            kind.write(kind.start)
+        for group in self._groups:
+            group.write(group.start)
 
     def rollback(self, skipped: Tensor) -> None:
         """Restore the start values if the step was skipped, so that no NaN stays in the statistics; no host sync."""
-        for kind in self._kinds:
-            kind.write(torch.where(skipped.bool(), kind.start, kind.read()))
+        for group in self._groups:
+            group.write(torch.where(skipped.bool(), group.start, group.read()))
 
     def apply_mean_change(self, summed: list[Tensor] | None = None) -> None:
         """After the last micro-batch: apply the mean change of all micro-batches on all workers.
 
-        Args:
-            summed: the changes in floating buffers, if they are summed over all workers already.
+        Changes in floating buffers may be `summed` over all workers already.
         """
-        if not self._kinds:
+        if not self._groups:
             return
         self._rebind()
         if not self._by_changes:
             return
         if summed is not None:
-            for kind, change in zip(self._floating(), summed, strict=True):
-                kind.move(change, self._micro_batches)
-        if to_reduce := [kind for kind in self._kinds if summed is None or not kind.floating]:
-            sent = [kind.pack() for kind in to_reduce]
+            for group, change in zip(self._floating(), summed, strict=True):
+                group.move(change, self._micro_batches)
+        if to_reduce := [group for group in self._groups if summed is None or not group.floating]:
+            sent = [group.pack() for group in to_reduce]
             parts = self._total(torch.cat(sent)).split([len(part) for part in sent])
-            for kind, part in zip(to_reduce, parts, strict=True):
-                kind.move(kind.unpack(part), self._micro_batches)
+            for group, part in zip(to_reduce, parts, strict=True):
+                group.move(group.unpack(part), self._micro_batches)
 
     def _floating(self) -> list["_DtypeGroup"]:
-        return [kind for kind in self._kinds if kind.floating]
+        return [group for group in self._groups if group.floating]
 
     def _rebind(self) -> None:
         """Copy what forward bound to the buffers' names into the registered tensors."""
-        for place in self._places:
-            if place.owner.get(place.name) is not place.buffer:
-                place.rebind(alone=not self._by_changes)
+        for slot in self._slots:
+            if slot.owner.get(slot.name) is not slot.buffer:
+                slot.rebind(alone=not self._by_changes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,15 +146,11 @@ class _BufferSlot:
 
 
 class _DtypeGroup:
-    """All buffers of one dtype as one flat tensor, so that one kernel copies them all.
-
-    Attributes:
-        floating: whether changes are added up in this dtype; those of integers are in wider ones.
-        start: (n,) the values when the step began.
-    """
+    """All buffers of one dtype as one flat tensor, so that one kernel copies them all."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
+        # changes are added up in this dtype where it is floating; those of integers in wider ones
         self.format, self.floating = buffers[0].dtype, buffers[0].is_floating_point()
         narrow = torch.int32 if self.format.itemsize <= 2 else torch.int64
         self._wide = self.format if self.floating else narrow

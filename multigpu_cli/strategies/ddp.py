@@ -24,7 +24,7 @@ from multigpu_cli.config.schema import CommunicationConfig, Config
 from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.stopwatch import Stopwatch
+from multigpu_cli.monitor.meters import Stopwatch
 from multigpu_cli.strategies.base import Setup, Strategy
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -68,9 +68,6 @@ class DDP(Strategy):
 
     DDP divides by the number of workers; losses here are sums divided by the global count, so they are multiplied by it
     again. Buffers are not broadcast: `StepBuffers` keeps them the same.
-
-    Args:
-        more: further arguments of torch's DistributedDataParallel.
     """
 
     name = "ddp"
@@ -187,10 +184,7 @@ class CommWait:
     """Times from this worker's last gradient to the end of the reduction.
 
     DDP reduces a bucket of gradients while backward computes the next ones; only the last bucket overlaps with nothing,
-    and there a worker also waits for slower ones.
-
-    Args:
-        parameters: those that get a gradient. The first step shows which of them is last.
+    and there a worker also waits for slower ones. The first step shows which of the parameters is last.
     """
 
     def __init__(self, parameters: Iterable[Tensor], device: torch.device) -> None:

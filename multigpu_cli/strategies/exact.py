@@ -178,11 +178,7 @@ class Node(NamedTuple, Generic[Value]):
 
 
 class ReductionTree(Generic[Value]):
-    """A binary counter: leaves or nodes arrive from left to right, buddies merge at once.
-
-    Args:
-        add: left, right → sum; may reuse its left argument.
-    """
+    """A binary counter: leaves or nodes arrive from left to right, buddies merge at once; `add` may reuse its left."""
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
         self._add = add

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.distributed.out_of_memory import is_out_of_memory
+from multigpu_cli.distributed.world import is_out_of_memory
 from multigpu_cli.errors import RequestError
 from multigpu_cli.tasks.base import BatchMetrics, Loss, Task, at_least_float32
 from multigpu_cli.tasks.classification import compute_accuracy, count_right

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.checkpoint.snapshot import Snapshot
-from multigpu_cli.checkpoint.writer import Writer
+from multigpu_cli.checkpoint.snapshot import Snapshot, Writer
 from tests.support.run_training import run_training
 
 

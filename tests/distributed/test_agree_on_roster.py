@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from multigpu_cli.distributed.attempts import FinalVerdict, PreviousAttempt
+from multigpu_cli.distributed.launch_env import FinalVerdict, PreviousAttempt
 from multigpu_cli.distributed.rendezvous import RankGpu, RankInfo, Roster, agree_on_roster, merge_rank_infos
 from multigpu_cli.errors import TrainingError
 

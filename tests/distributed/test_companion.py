@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.distributed.processes import Companion, accompany
+from multigpu_cli.distributed.processes import Companion, serve
 from tests.support.wait_until import wait_until
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 def main(arguments: list[str]) -> None:
     """The companion: it writes what happens to it into the file that it is given."""
-    ended, note = accompany()
+    ended, note = serve()
     print("a library prints")
     note("two\nlines")
     note(f"nice {os.nice(0)}")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multigpu_cli.distributed.out_of_memory import is_out_of_memory
+from multigpu_cli.distributed.world import is_out_of_memory
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.distributed.collectives import all_reduce_max, run_on_all_ranks, run_on_main_rank, run_without_vote
+from multigpu_cli.distributed.collectives import all_reduce_max, run_in_step, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
 from tests.support.ranks import run_on_each_rank
@@ -91,8 +91,8 @@ def test_where_all_communicate_a_rank_without_memory_ends_alone() -> None:
         raise RuntimeError("shapes differ")
 
     world = World(torch.device("cpu"), rank=1, size=2)
-    assert run_without_vote(world, lambda: 3) == 3
+    assert run_in_step(world, lambda: 3) == 3
     with pytest.raises(TrainingError, match=r"^rank 1 ran out of memory: CUDA out of memory"):
-        run_without_vote(world, exhaust)
+        run_in_step(world, exhaust)
     with pytest.raises(RuntimeError, match="shapes differ"):
-        run_without_vote(world, break_down)
+        run_in_step(world, break_down)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.distributed.attempts import (
+from multigpu_cli.distributed.launch_env import (
     FinalVerdict,
     PreviousAttempt,
     find_binding_verdict,
@@ -23,7 +23,7 @@ from multigpu_cli.distributed.attempts import (
     record_verdict,
     write_error,
 )
-from multigpu_cli.distributed.attempts import attempt_number as number
+from multigpu_cli.distributed.launch_env import attempt_number as number
 
 Environment = dict[str, str]
 

@@ -21,7 +21,7 @@ from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.checkpoint.weights import fingerprint, load_trained_weights
 from multigpu_cli.monitor import journal
-from multigpu_cli.strategies.fsdp import save as sharded_save
+from multigpu_cli.strategies.fsdp import state as sharded_save
 from tests.chaos.mischief import fill
 from tests.support.pieces import flip_byte
 from tests.support.run_training import Ended, run_training

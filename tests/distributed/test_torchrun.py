@@ -16,14 +16,14 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from multigpu_cli.distributed import torchrun
-from multigpu_cli.distributed.attempts import write_error
+from multigpu_cli.distributed.launch_env import write_error
 from multigpu_cli.errors import FAILED, STOPPED
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = """
 import os, signal, time
 from pathlib import Path
-from multigpu_cli.distributed.attempts import write_error
+from multigpu_cli.distributed.launch_env import write_error
 from multigpu_cli.distributed.processes import die_with_parent
 
 def save(number, frame):

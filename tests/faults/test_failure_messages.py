@@ -1,8 +1,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from multigpu_cli.faults.rank_exits import RankExit
-from multigpu_cli.faults.rank_position import RankPosition
+from multigpu_cli.faults.rank_exits import RankExit, RankPosition
 from multigpu_cli.faults.root_cause import full_report, hang_error, lost_peer_error, summary_line
 
 GUILTY = RankExit(

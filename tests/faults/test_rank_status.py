@@ -3,7 +3,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from multigpu_cli.distributed.attempts import PreviousAttempt, read_previous_attempt
+from multigpu_cli.distributed.launch_env import PreviousAttempt, read_previous_attempt, record_end
 from multigpu_cli.distributed.world import World
 from multigpu_cli.faults.rank_exits import RankExit, RankExits, read_previous_cause
 from tests.support.world import CPU
@@ -40,7 +40,6 @@ def test_alone_everything_stays_here() -> None:
     alone = RankExits(World(CPU))
     alone.publish(END)
     alone.flag_hang()
-    alone.record_cause("nobody listens", None, 0.0)
     assert alone.wait_for_exits(patience=60) == [END]
     assert not alone.has_exits()
 
@@ -60,7 +59,7 @@ def test_a_stack_that_is_too_long_keeps_its_end() -> None:
 
 
 def test_the_next_attempt_learns_the_cause_through_the_agents_folder(tmp_path: Path) -> None:
-    RankExits(World(CPU, attempt=1, agent_dir=tmp_path)).record_cause("rank 1 failed", 7, 100.0)
+    record_end(tmp_path, 1, PreviousAttempt("rank 1 failed", 7, 100.0))
     told = read_previous_attempt({"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/attempt_2/0/error.json"} | COUNTED)
     assert told == PreviousAttempt("rank 1 failed", 7, 100.0)
     assert read_previous_cause(World(CPU, attempt=2, previous_attempt=told)) == "rank 1 failed"
@@ -75,6 +74,5 @@ def test_a_store_that_has_gone_calls_nobody() -> None:
     del store
     assert not ends.is_hang()
     ends.publish(END)
-    ends.record_cause("nobody reads it", None, 0.0)
     ends.flag_hang()
     assert ends.wait_for_exits(patience=60) == [END], "at once, and one's own error is not lost over it"

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.faults.skipped_steps import SkippedStepLimit
+from multigpu_cli.faults.stop import SkippedStepLimit
 from tests.support.world import CPU
 
 

@@ -26,7 +26,9 @@ def overflowing(sim: Simulated) -> None:
 
     def step(run: Any, layout: Any, work: Any) -> Any:
         if layout.step == 4 and run.world.rank == 1:
-            hook = run.trainable_parameters[0].register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+            hook = run.strategy.local_parameters[0].register_hook(
+                lambda gradient: torch.full_like(gradient, float("inf"))
+            )
             try:
                 return real(run, layout, work)
             finally:

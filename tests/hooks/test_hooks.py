@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.monitor.history import load_history
 from tests.support.run_training import Ended, run_training
 

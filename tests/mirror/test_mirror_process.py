@@ -184,7 +184,7 @@ def test_a_process_that_holds_the_lock_is_waited_for_while_it_moves(run: Path, m
     with module.lock_mirror(run):
         for each in (module, files):
             monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-        monkeypatch.setattr(module, "accompany", lambda: (end(), notes.append))
+        monkeypatch.setattr(module, "serve", lambda: (end(), notes.append))
         with pytest.raises(SystemExit, match="1"):
             module.main([str(run), f"file:{run.parent}/mirror", "3", "2"])
     busy = f"process {os.getpid()} on {os.uname().nodename} still sends this run"
@@ -200,7 +200,7 @@ def test_who_sends_moves_the_lock(run: Path, monkeypatch: pytest.MonkeyPatch) ->
         times.append((run / ".mirror.lock").stat().st_mtime)
         os.utime(run / ".mirror.lock", (1.0, 1.0))
 
-    monkeypatch.setattr(module, "accompany", lambda: (end(), note))
+    monkeypatch.setattr(module, "serve", lambda: (end(), note))
     with pytest.raises(SystemExit, match="0"):
         module.main([str(run), f"file:{run.parent}/mirror", "3", "2"])
     assert len(times) > 2, "with each piece of a file, too"

@@ -9,7 +9,7 @@ from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
-from multigpu_cli.planning.optimizer_names import OPTIMIZERS
+from multigpu_cli.planning.schedule import OPTIMIZERS
 
 
 def network() -> nn.Sequential:

@@ -9,7 +9,7 @@ from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
-from multigpu_cli.optimizers.muon import find_hidden_matrices
+from multigpu_cli.optimizers.fused import find_hidden_matrices
 from multigpu_cli.runtime.factories import call_factory, find_factory
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")

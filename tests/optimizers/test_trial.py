@@ -11,7 +11,7 @@ from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer, construct_optimizer
 from multigpu_cli.optimizers.trial import check_optimizer
-from multigpu_cli.planning.optimizer_names import OPTIMIZERS
+from multigpu_cli.planning.schedule import OPTIMIZERS
 
 OWN = "tests.support.optimizers:"
 

@@ -4,7 +4,7 @@ import inspect
 
 import torch
 
-from multigpu_cli.planning.optimizer_names import OPTIMIZERS, REFUSED
+from multigpu_cli.planning.schedule import OPTIMIZERS, REFUSED
 
 
 def test_every_optimizer_of_torch_is_a_choice_or_refused() -> None:

@@ -17,7 +17,7 @@ from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.distributed import attempts
+from multigpu_cli.distributed.launch_env import record_run
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.mirror import restore
@@ -270,7 +270,7 @@ def test_any_node_that_remembers_says_which_run_this_launch_began(tmp_path: Path
     def work(world: World) -> list[Any]:
         world = replace(world, attempt=1, agent_dir=tmp_path)
         if world.rank == 1:
-            attempts.record_run(tmp_path / "node1", 0, str(run))
+            record_run(tmp_path / "node1", 0, str(run))
             world = replace(world, agent_dir=tmp_path / "node1")
         return describe_start(world, resolve({"resume": resume}, [], None))
 

@@ -11,7 +11,7 @@ from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.request import make_plan
+from multigpu_cli.run.request import prepare
 from multigpu_cli.run.request.checks import check_same_data, check_same_machine
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
@@ -78,7 +78,7 @@ def test_exact_needs_gpus_of_one_kind() -> None:
 
 
 def test_a_run_with_exact_is_not_begun_on_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_plan, "_name_device", lambda world: ("A100", "T4")[world.rank])
+    monkeypatch.setattr(prepare, "_name_device", lambda world: ("A100", "T4")[world.rank])
     ended = run_training(2, save_dir=str(tmp_path / "run"), exact=True, max_steps=2)
     assert (ended.kind, (tmp_path / "run").exists()) == ("RequestError", False)
     assert "rank 1 would train with device T4" in ended.error

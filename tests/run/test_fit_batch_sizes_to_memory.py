@@ -359,6 +359,6 @@ def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatc
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append(f"{device} counted anew"))
     assert batch_size._fits_in_memory(made, 10)
-    count = 2 * len(made.trainable_parameters)
+    count = 2 * len(made.strategy.local_parameters)
     assert done == [f"tried beside {count} tensors", "emptied", "cuda counted anew"]
     assert len(held) == 0

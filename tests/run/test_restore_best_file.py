@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.inspect import list_checkpoints
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, read_manifest, sign_manifest
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
-from multigpu_cli.distributed.attempts import PreviousAttempt
+from multigpu_cli.distributed.launch_env import PreviousAttempt
 from multigpu_cli.distributed.world import World
 from multigpu_cli.monitor import journal
 from multigpu_cli.run.finalize import restore_best_file

@@ -67,5 +67,5 @@ def test_a_gradient_is_the_same_whoever_looks(tmp_path: Path) -> None:
             loss = forward_backward(made, batch, 20, last=last, observer=looking)
         assert loss.shape == ()
         assert not loss.requires_grad
-        gradients.append([p.grad for p in made.trainable_parameters])
+        gradients.append([p.grad for p in made.strategy.local_parameters])
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))

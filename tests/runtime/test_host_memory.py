@@ -7,7 +7,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HELD = """
 from pathlib import Path
-from multigpu_cli.distributed.out_of_memory import return_freed_tensors
+from multigpu_cli.distributed.world import return_freed_tensors
 
 def held():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))

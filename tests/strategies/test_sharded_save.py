@@ -12,8 +12,8 @@ import torch.distributed as dist
 from multigpu_cli.checkpoint.pieces import Rows
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.distributed.world import World
-from multigpu_cli.strategies.fsdp import save as sharded_save
-from multigpu_cli.strategies.fsdp.save import ShardedSave
+from multigpu_cli.strategies.fsdp import state as sharded_save
+from multigpu_cli.strategies.fsdp.state import ShardedSave
 from tests.support.pieces import FACTS, flip_byte, save_in_pieces
 
 STATE = {"model": {"weight": torch.arange(12.0).reshape(6, 2)}}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
-from multigpu_cli.strategies.fsdp.layouts import SimdTails
+from multigpu_cli.strategies.fsdp.exact import SimdTails
 
 STEPS = 10  # each of which rounds about one number in fifty in another way
 SHAPES = st.one_of(

@@ -19,7 +19,6 @@ import torch.utils.tensorboard  # noqa: F401
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.run.request import make_plan
 from train_multi_gpu import train
 
 OWN = {
@@ -175,7 +174,7 @@ def _rank(
     if apart:
         os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
         os.chdir(f"node{rank}")
-    make_plan.count_cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
+    prepare.count_cores = lambda: len(pipes)  # one thread each, also alone
     pipe = pipes[rank][1]
     try:
         prepare()

@@ -155,7 +155,7 @@ def _messages_of_step(components: TrainComponents, world: World | None = None) -
     --bucket-cap-mb auto is measured where a world is given.
     """
     config, model = components.spec.config, components.state.model
-    gradient = sum(p.nbytes for p in components.trainable_parameters)
+    gradient = sum(p.nbytes for p in components.strategy.local_parameters)
     after = 8.0 * sum(buffer.numel() for buffer in model.buffers())
     if sharding := measure_sharding(components):
         return tuple(map(float, sharding.groups)), after
@@ -234,7 +234,7 @@ def _measure_memory(components: TrainComponents, whole: MicroBatchProfile, half:
     fixed, slope = fit_line(*points) if points[0][0] != points[1][0] else (0.0, points[1][1] / points[1][0])
     return Memory(
         weights=sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]),
-        gradients=sum(p.nbytes for p in components.trainable_parameters),
+        gradients=sum(p.nbytes for p in components.strategy.local_parameters),
         optimizer=sum(value.nbytes for value in iterate_tensors(list(components.state.optimizer.state.values()))),
         fixed=fixed,
         per_sample=slope,
@@ -359,7 +359,7 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
         strategy.after_backward(batch.micro_batch_index)
         strategy.reduce_gradients(idle=False)
         _, skipped = state.precision.clip_and_step(
-            state.optimizer, components.trainable_parameters, 1.0, components.strategy.total_norm
+            state.optimizer, components.strategy.local_parameters, 1.0, components.strategy.total_norm
         )
         strategy.rollback_buffers(skipped)
         timer.mark()

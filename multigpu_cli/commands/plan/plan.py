@@ -97,7 +97,7 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
         "device": components.plan.device,
         "precision": components.state.precision.name,
         "parameters": sum(p.numel() for p in components.state.model.parameters()),
-        "trained": sum(p.numel() for p in components.trainable_parameters),
+        "trained": sum(p.numel() for p in components.strategy.local_parameters),
         "flops_per_sample": alone.flops_per_sample,
         "wire": rests_on,
         "works": alone.works,

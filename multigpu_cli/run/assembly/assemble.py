@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import describe_code, name_changes
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.data.loader import Batch, first_batch
-from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks, run_on_main_rank, run_without_vote
+from multigpu_cli.distributed.collectives import broadcast_object, run_in_step, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.eval_weights import EMAModel, is_schedule_free
@@ -32,9 +32,6 @@ from multigpu_cli.tasks.base import LossNormalizer, Task
 
 def build_components(spec: RunSpec, world: World, parts: Sequence[Part] = ()) -> TrainComponents:
     """Build everything that learns, on this rank's device, and load its checkpoint; the caller closes the loaders.
-
-    Args:
-        parts: are told what was built.
 
     Raises:
         RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
@@ -76,7 +73,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders, pa
     spec.factories.check_restored(spec.plan)
     call = built.call
     if call is None:
-        call = run_without_vote(world, lambda: _try_model(spec, task, state, strategy, first))
+        call = run_in_step(world, lambda: _try_model(spec, task, state, strategy, first))
     spec = with_notes(spec, model_call=call, logits=task.logits_note)
     task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
@@ -84,11 +81,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders, pa
 
 
 def _compare_code(spec: RunSpec, model: nn.Module) -> tuple[dict[str, dict[str, str]], str]:
-    """The record of the network's code, and a warning where the checkpoint has another.
-
-    Raises:
-        RequestError: it has, and --exact is on.
-    """
+    """The record of the network's code, and a warning where the checkpoint has another, which --exact refuses."""
     manifest, origin, code = spec.resume_point.manifest, spec.resume_point.checkpoint, describe_code(model)
     if not (names := name_changes(manifest["settings"].get("code", {}), code) if manifest else ""):
         return code, ""

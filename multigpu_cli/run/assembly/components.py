@@ -22,16 +22,12 @@ from multigpu_cli.tasks.base import LossNormalizer, Task
 
 @dataclass
 class Loaders:
-    """The data of each split.
-
-    Attributes:
-        max_eval_batch_size: the most samples of an evaluation's batch, if memory limits it.
-    """
+    """The data of each split."""
 
     train: BatchStream
     val: Loader | None
     test: Loader | None
-    max_eval_batch_size: int | None = None
+    max_eval_batch_size: int | None = None  # the most samples of an evaluation's batch, if memory limits it
 
     def close(self) -> None:
         """End the loader processes, if there are any."""
@@ -67,11 +63,6 @@ class TrainComponents:
             )  # out of memory may halve it during the run
 
     @property
-    def trainable_parameters(self) -> list[Tensor]:
-        """The tensors that this process's optimizer moves."""
-        return self.strategy.local_parameters
-
-    @property
     def config(self) -> Config:
         return self.spec.config
 
@@ -105,19 +96,12 @@ class TrainComponents:
 
 
 class StepResult(NamedTuple):
-    """The result of one step: tensors that stay on the device until they are logged.
+    """The result of one step: tensors that stay on the device until they are logged."""
 
-    Attributes:
-        micro_batches: of the step, over all workers.
-        losses: () loss sums of this worker's micro-batches, by their number in the step.
-        grad_norm: () of the global gradient.
-        skipped: () 1 where the optimizer skipped the step.
-    """
-
-    micro_batches: int
-    losses: dict[int, Tensor]
-    grad_norm: Tensor
-    skipped: Tensor
+    micro_batches: int  # of the step, over all workers
+    losses: dict[int, Tensor]  # () loss sums of this worker's micro-batches, by their number in the step
+    grad_norm: Tensor  # () of the global gradient
+    skipped: Tensor  # () 1 where the optimizer skipped the step
 
     def losses_by_micro_batch(self, device: torch.device) -> Tensor:
         """(micro-batches,) float64: this worker's loss sums in their slots, zeros elsewhere."""
@@ -131,17 +115,11 @@ _LISTED = 3  # names in a line
 
 
 class GroupLabel(NamedTuple):
-    """What the table says of a group.
+    """What the table says of a group."""
 
-    Attributes:
-        factor: its share of the schedule's rate.
-        weight_decay: None where optimizer.groups is not given.
-        hidden: moved by Muon; None with any other optimizer.
-    """
-
-    factor: float
-    weight_decay: float | None
-    hidden: bool | None
+    factor: float  # its share of the schedule's rate
+    weight_decay: float | None  # None where optimizer.groups is not given
+    hidden: bool | None  # moved by Muon; None with any other optimizer
 
     def format(self, peak: float) -> str:
         rate = f"{peak * self.factor:.4g}" + (f" (× {self.factor:.4g})" if self.factor != 1 else "")

@@ -16,8 +16,7 @@ from multigpu_cli.data.collate import describe_shapes
 from multigpu_cli.data.load import FROM_MODEL
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.collectives import run_on_all_ranks
-from multigpu_cli.distributed.out_of_memory import is_out_of_memory
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, is_out_of_memory
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import use_channels_last
 from multigpu_cli.optimizers.eval_weights import EMAModel, list_unsaved_parameters
@@ -31,24 +30,15 @@ from multigpu_cli.tasks.base import Task
 
 
 class BuiltModel(NamedTuple):
-    """The network of this rank.
-
-    Attributes:
-        call: how it is called, in words; None as long as no batch was tried.
-        initial_weights: what --init-from loaded, on rank 0.
-        average: its exponential moving average, with --ema.
-        blocks: what --compile compiles by itself; none for the whole.
-        source: the rank that has the weights, where only one has; None: a checkpoint has them.
-        origin: where they come from, for the plan, unless each rank has them.
-    """
+    """The network of this rank."""
 
     model: nn.Module
-    call: str | None
-    initial_weights: WeightMatch | None
-    average: EMAModel | None
-    blocks: Sequence[nn.Module] = ()
-    source: int | None = 0
-    origin: str = ""
+    call: str | None  # how it is called, in words; None as long as no batch was tried
+    initial_weights: WeightMatch | None  # what --init-from loaded, on rank 0
+    average: EMAModel | None  # its exponential moving average, with --ema
+    blocks: Sequence[nn.Module] = ()  # what --compile compiles by itself; none for the whole
+    source: int | None = 0  # the rank that has the weights, where only one has; None: a checkpoint has them
+    origin: str = ""  # where they come from, for the plan, unless each rank has them
 
 
 class ModelFactory(NamedTuple):
@@ -60,11 +50,7 @@ class ModelFactory(NamedTuple):
     first_batch: Callable[[], Batch]
 
     def build_whole(self) -> BuiltModel:
-        """The network on each rank's device, after its first batch; all ranks call it together.
-
-        Raises:
-            RequestError: it does not fit the weights, the task or the data.
-        """
+        """The network on each rank's device, after a first batch that fits it; all ranks call it together."""
         model, call, weights = run_on_all_ranks(self.world, self._build)
         if self.spec.factories.whole_because or self.spec.begins_from_weights:
             broadcast_weights(model, self.world)
@@ -98,12 +84,9 @@ def load_weights_to_send(spec: RunSpec, world: World, model: nn.Module) -> Weigh
 
 
 def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> str:
-    """Evaluate the batch, and choose the memory format by it.
+    """Evaluate the batch, and choose the memory format by it; returns how the model is called, in words.
 
     Channels last is taken if the model has 2-d convolutions and accepts the batch in it: a `.view` of features may not.
-
-    Returns:
-        how the model is called, in words.
 
     Raises:
         RequestError: the model does not accept the batch in any format.
@@ -118,8 +101,7 @@ def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Prec
 def try_channels_last(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> str | None:
     """Lay the kernels of 2-d convolutions out with channels last, if the model accepts the batch in it.
 
-    Returns:
-        how the model is called, in words; None where the layout is as it was.
+    Returns how the model is called, in words; None where the layout is as it was.
     """
     if use_channels_last(model):
         try:
@@ -141,11 +123,7 @@ def smoke_test_batch(
 ) -> str:
     """Evaluate a batch, or with `training` compute its loss: some models return something else in training.
 
-    Args:
-        which: what to call it in a message.
-
-    Returns:
-        how the model is called, in words.
+    Returns how the model is called, in words; messages name the batch by `which`.
 
     Raises:
         RequestError: data, model and task do not fit together.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from multigpu_cli.capabilities import TASKS
+from multigpu_cli.capabilities import ACTORS, TASKS
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.class_weights import find_unlike_label, resolve_class_weights, resolve_sample_weights
 from multigpu_cli.data.fingerprint import DataFingerprint, describe_differences
@@ -46,7 +46,7 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
     strategy = find_strategy(placement.strategy, exact=config.reproducibility.exact)
     yield from strategy.find_errors(config, max(world.size, placement.num_processes_to_launch))
     if placement.strategy == "dp" and uses_environments(config):
-        yield RequestError("--multi-gpu dp does not support --task ppo", remedy="--multi-gpu ddp")
+        yield RequestError(f"--multi-gpu dp does not support --task {', '.join(ACTORS)}", remedy="--multi-gpu ddp")
     if placement.strategy == "dp" and config.task.name == FROM_MODEL:
         yield RequestError(
             "--task from-model together with --multi-gpu dp: a replica returns a mean, and nobody knows over how much",
@@ -126,11 +126,7 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
 
 
 def check_same_data(world: World, source: DataSource, fingerprint: DataFingerprint, name: str) -> None:
-    """Compare the fingerprint of the data over all ranks.
-
-    Raises:
-        RequestError: some differ; names their nodes. The same on every rank.
-    """
+    """Compare the fingerprint of the data over all ranks; a RequestError on each of them names nodes that differ."""
     exact, sums = fingerprint
     lengths = [0 if split is None else len(split) for split in (source.train, source.val, source.test)]  # type: ignore[arg-type]
     whole = torch.tensor([*exact, source.num_train_samples, *lengths], dtype=torch.int64, device=world.device)
@@ -143,23 +139,18 @@ def check_same_data(world: World, source: DataSource, fingerprint: DataFingerpri
 
 
 def check_same_machine(world: World, pinned: Mapping[str, Any]) -> None:
-    """Compare over all ranks the facts of the machine on which the bits of a result depend, for --exact.
-
-    Raises:
-        RequestError: some differ; names them. The same on every rank.
-    """
+    """Compare over all ranks the facts of the machine on which the bits of a result depend, for --exact."""
     first, *others = every = all_gather_object(world, {name: str(value) for name, value in pinned.items()})
     name = next((name for name in first if any(each[name] != first[name] for each in others)), None)
     if name is None:
         return
     odd = [rank for rank, each in enumerate(every) if each[name] != first[name]]
-    error = RequestError(
+    raise RequestError(
         f"--exact: {_list_ranks(odd)} would train with {name} {every[odd[0]][name]}, "
         f"rank 0 with {first[name]}: bits would differ",
         remedy="machines and GPUs of one kind, or leave out --exact",
+        shared=True,
     )
-    error.shared = True
-    raise error
 
 
 def group_ranks(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]]) -> list[int]:
@@ -192,12 +183,11 @@ def _describe_difference(
     if here[0] == there[0] and here != there:
         what = f"{there[1]:,}, {there[2]:,} and {there[3]:,} samples to train, validate and test on "
         what += f"instead of {here[1]:,}, {here[2]:,} and {here[3]:,}"
-    error = RequestError(
+    return RequestError(
         f"--data {name}: {who} and the others see different data: {what}",
         remedy="the same files on every node, and the whole dataset on every rank: the trainer divides it",
+        shared=True,
     )
-    error.shared = True
-    return error
 
 
 def _list_ranks(numbers: Sequence[int]) -> str:
@@ -205,11 +195,7 @@ def _list_ranks(numbers: Sequence[int]) -> str:
 
 
 def check_state_fits(spec: RunSpec, model: nn.Module, device: torch.device) -> None:
-    """Compare what does not depend on the batch with the memory of a GPU.
-
-    Raises:
-        RequestError: it does not fit, whatever the batch.
-    """
+    """Compare what does not depend on the batch with the memory of a GPU, and refuse what does not fit."""
     if device.type != "cuda" or any(map(is_lazy, model.parameters())):
         return
     capacity = torch.cuda.get_device_properties(device).total_memory
@@ -224,11 +210,7 @@ def check_state_fits(spec: RunSpec, model: nn.Module, device: torch.device) -> N
 
 
 def refuse_single_samples(spec: RunSpec) -> None:
-    """Refuse a run for which --multi-gpu auto chose ddp, and in which not even one sample fits.
-
-    Raises:
-        RequestError: it is such a run.
-    """
+    """Refuse a run for which --multi-gpu auto chose ddp, and in which not even one sample fits."""
     if spec.config.device.multi_gpu == "auto" and spec.placement.strategy == "ddp" and spec.plan.batches.workers > 1:
         raise RequestError(
             "out of memory with a single sample on each of several devices",

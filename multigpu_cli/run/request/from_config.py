@@ -25,9 +25,8 @@ from multigpu_cli.optimizers.build import build_optimizer, construct_optimizer, 
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.optimizers.trial import check_optimizer, measure_state_bytes
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.planning.optimizer_names import OPTIMIZERS
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.planning.schedule import Rate, decay_by_depth
+from multigpu_cli.planning.schedule import OPTIMIZERS, Rate, decay_by_depth
 from multigpu_cli.runtime import factories
 from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.strategies.base import Strategy
@@ -43,20 +42,16 @@ class FromConfig:
     A subclass may have objects in the place of what settings name, as that of the Python API has.
 
     Attributes:
-        source: the dataset, where it is there already.
-        scheduler: moves the optimizer's rates, in place of the schedule.
-        ddp: further arguments of DistributedDataParallel.
         whole_because: why each rank builds the whole model, and begins with weights of its own; "" if it need not.
         named: which of data, model and task come from names in the settings.
-        comment: the first lines of config.yaml.
     """
 
-    source: DataSource | None = None
-    scheduler: LRScheduler | None = None
-    ddp: Mapping[str, Any] = field(default_factory=dict)
+    source: DataSource | None = None  # the dataset, where it is there already
+    scheduler: LRScheduler | None = None  # moves the optimizer's rates, in place of the schedule
+    ddp: Mapping[str, Any] = field(default_factory=dict)  # further arguments of DistributedDataParallel
     whole_because: str = field(default="", init=False)
     named: tuple[str, ...] = field(default=NAMING, init=False)
-    comment: str = field(default="", init=False)
+    comment: str = field(default="", init=False)  # the first lines of config.yaml
 
     def list_unused(self, config: Config) -> set[str]:
         """Settings of data and optimizer that have no effect."""
@@ -69,19 +64,11 @@ class FromConfig:
             yield RequestError(f"--label-smoothing is for --task {names}, not {task}", remedy="--label-smoothing 0")
 
     def open_source(self, config: Config, moved: Callable[[], None]) -> DataSource:
-        """The dataset; `moved` is called as samples are read.
-
-        Raises:
-            RequestError: it is not there, or is invalid.
-        """
+        """The dataset, if it is there and valid; `moved` is called as samples are read."""
         return self.source or open_data(config, moved)
 
     def build_task(self, config: Config, source: DataSource) -> Task:
-        """The task that the user named, else the dataset's own.
-
-        Raises:
-            RequestError: there is none of that name, or it does not take its arguments.
-        """
+        """The task that the user named, else the dataset's own, with its arguments."""
         name, offered = config.task.name or source.task, {"source": source, "config": config.task}
         factory = factories.find_factory(name, TASKS, flag="--task")
         task = factories.call_factory(factory, offered, config.task.args, where="task")
@@ -90,14 +77,7 @@ class FromConfig:
         return task
 
     def build_model(self, config: Config, source: DataSource, *, reference: bool = False) -> nn.Module:
-        """The model with weights drawn from the seed; the dataset's own model if the user named none.
-
-        Args:
-            reference: see `RunSpec.has_reference`.
-
-        Raises:
-            RequestError: it can't be built.
-        """
+        """The model with weights drawn from the seed, the dataset's own if none was named; see `has_reference`."""
         task = config.task.name or source.task
         offered = {
             "input_shape": source.input_shape,
@@ -128,11 +108,7 @@ class FromConfig:
     def build_optimizer(
         self, config: Config, plan: Plan, model: nn.Module, strategy: Strategy
     ) -> torch.optim.Optimizer:
-        """The optimizer over what the strategy has this process move, tried before anything is written.
-
-        Raises:
-            RequestError: it can't be built, or fails the trial.
-        """
+        """The optimizer over what the strategy has this process move, tried before anything is written."""
         settings, peak, exact = config.optimizer, plan.schedule.peak, config.reproducibility.exact
         factors = compute_rate_factors(model, settings)
         optimizer = build_optimizer(model, settings, factors, strategy.local_parameters, peak)
@@ -167,8 +143,7 @@ class FromConfig:
     def explain_rate(self, config: Config, rate: Rate, batches: BatchPlan, epochs: int, steps: int) -> tuple[Rate, int]:
         """The rate with its reason, and the optimizer steps for each step of the scheduler; 0 without one.
 
-        Args:
-            steps: length of the run; max_steps may end it before its epochs do.
+        `steps` is the length of the run, which max_steps may end before its epochs do.
 
         Raises:
             RequestError: the scheduler was made for a run of another length.
@@ -180,11 +155,7 @@ class FromConfig:
         set_rate(state.optimizer, plan.schedule.rate_at(step))
 
     def check_restored(self, plan: Plan) -> None:
-        """The checkpoint, if there is one, is loaded.
-
-        Raises:
-            RequestError: the scheduler, as it is now, ends before the run, or elsewhere than the one that was given.
-        """
+        """The checkpoint, if there is one, is loaded: refuse a scheduler that ends before the run, or elsewhere now."""
 
     def adopt_weights(self, folder: str, world: World) -> None:
         """The folder has a completed run: its weights become those of the caller's model."""

@@ -21,19 +21,10 @@ from multigpu_cli.strategies.base import Strategy, find_strategy
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """A request whose settings, run folder and dataset are known.
+    """A request whose settings, run folder and dataset are known."""
 
-    Attributes:
-        user_config: the user's settings, with those of the run that is continued; written to config.yaml.
-        config: the same with what the checkpoint pins or the start resolved; the parts are built from it.
-        placement: strategy and devices.
-        resume_point: run folder and checkpoint.
-        source: the dataset.
-        factories: build what the run consists of.
-    """
-
-    user_config: Config
-    config: Config
+    user_config: Config  # the user's settings, with those of the run that is continued; written to config.yaml
+    config: Config  # the same with what the checkpoint pins or the start resolved; the parts are built from it
     placement: Placement
     resume_point: ResumePoint
     source: DataSource
@@ -57,19 +48,12 @@ class RunRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec(RunRequest):
-    """A request that can be carried out.
-
-    Attributes:
-        plan: the arithmetic.
-        data_fingerprint: of the dataset's contents.
-        base: what checkpoints record of the pretrained model.
-        code: what they record of the network's code; known once it is built.
-    """
+    """A request that can be carried out."""
 
     plan: Plan
     data_fingerprint: DataFingerprint
-    base: Mapping[str, str] = field(default_factory=dict)
-    code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    base: Mapping[str, str] = field(default_factory=dict)  # what checkpoints record of the pretrained model
+    code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # and of the network's code, once it is built
 
     @property
     def pinned(self) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import Config
-from multigpu_cli.distributed.collectives import all_gather_object, all_reduce_sum, run_without_vote
+from multigpu_cli.distributed.collectives import all_gather_object, all_reduce_sum, run_in_step
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
@@ -27,9 +27,8 @@ from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.strategies.base import ReadRows, Saver, Setup, Strategy
 from multigpu_cli.strategies.fsdp import probe
 from multigpu_cli.strategies.fsdp.rules import find_sharding_errors
-from multigpu_cli.strategies.fsdp.save import GatheringSaver, RowSaver, agree_on_owner
 from multigpu_cli.strategies.fsdp.shard import ModelSharder, build_model_to_shard, create_mesh
-from multigpu_cli.strategies.fsdp.state import ShardedState
+from multigpu_cli.strategies.fsdp.state import GatheringSaver, RowSaver, ShardedState, agree_on_owner
 
 _MARKS = 2**16  # their squares, summed over a thousand workers, are whole numbers in float64
 
@@ -201,13 +200,9 @@ class FSDP2(Strategy):
         self._reshard()
 
     def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
-        """See `Strategy`; a torch that can't go on after a failed pass ends the run in place of a vote.
-
-        Raises:
-            TrainingError: the same, of this rank alone.
-        """
+        """See `Strategy`; a torch that can't go on after a failed pass ends the run on this rank, without a vote."""
         if not probe.can_probe():
-            return run_without_vote(self._world, work)
+            return run_in_step(self._world, work)
         self._rounds, self._done, self._probes = 2 if accumulates else 0, 0, True
         try:
             with probe.without_collectives(self._roots):
@@ -309,23 +304,17 @@ class FSDP2(Strategy):
 
 
 class WeightUsage:
-    """Notes which weights get a gradient in the passes of a step.
+    """Notes which weights of a sharded model get a gradient in the passes of a step.
 
     Workers send zeros for what their micro-batches do not use. What nobody used must not be moved by its momentum or
     its weight decay: in one process it has no gradient, and the optimizer leaves it alone.
-
-    Args:
-        model: sharded.
-
-    Attributes:
-        counts: whether passes are those of a step; padding passes are not.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._world, self._held = world, [held for group in probe.list_groups([model]) for held in group.fsdp_params]
         self._watched: set[int] = set()
         self._used: set[int] = set()
-        self.counts = False
+        self.counts = False  # whether passes are those of a step; padding passes are not
 
     def begin_step(self) -> None:
         """Watch the weights that are new: of a block that had not run before, or that learn since now."""

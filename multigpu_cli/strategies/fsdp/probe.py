@@ -58,7 +58,7 @@ def list_groups(roots: Iterable[nn.Module]) -> list[Any]:
     """What FSDP gathers as one, each."""
     modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
     states = [module._get_fsdp_state() for module in modules]
-    if not hasattr(FSDPModule, "reset_iter_state"):  # before torch 2.13 one at most
+    if not can_probe():  # before torch 2.13 one at most
         return [state._fsdp_param_group for state in states if state._fsdp_param_group]
     return [group for state in states for group in state._fsdp_param_groups]
 
@@ -116,11 +116,7 @@ class _OwnPart:
 
 
 def check_can_be_sharded(model: nn.Module) -> None:
-    """Whether `fully_shard` takes the parameters.
-
-    Raises:
-        RequestError: names the first that it does not take.
-    """
+    """Raises RequestError for the first parameter that `fully_shard` does not take."""
     parameters = dict(model.named_parameters())
     if scalar := next((name for name, parameter in parameters.items() if not parameter.ndim), None):
         raise RequestError(
@@ -141,8 +137,7 @@ _ROWS, _STEPS = 6, 3
 def check_is_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Try the optimizer on a small weight, whole and in two pieces, with the settings of each of its groups.
 
-    Raises:
-        RequestError: the results differ: it needs whole weights, as Muon, LAMB and Adafactor do.
+    One whose results differ needs whole weights, as Muon, LAMB and Adafactor do, and is refused.
     """
     for group in filter(lambda each: each["params"], optimizer.param_groups):
         shape = (_ROWS, 4) if any(parameter.ndim > 1 for parameter in group["params"]) else (_ROWS,)
@@ -160,11 +155,7 @@ def check_is_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _optimize(optimizer: torch.optim.Optimizer, group: dict[str, Any], drawn: list[Tensor]) -> Tensor:
-    """A weight after some steps of a copy of the optimizer.
-
-    Args:
-        drawn: the weight and its gradients.
-    """
+    """A weight after some steps of a copy of the optimizer; the weight and its gradients are drawn."""
     weight = torch.nn.Parameter(drawn[0].clone())
     trial = copy(optimizer)
     trial.state = defaultdict(dict)
@@ -180,10 +171,8 @@ def _optimize(optimizer: torch.optim.Optimizer, group: dict[str, Any], drawn: li
 def _resize_state(state: dict[str, Any], parameter: Tensor, weight: Tensor) -> dict[str, Any]:
     """What an optimizer has put into the state of a parameter already, as Adagrad's constructor does, for the weight.
 
-    Tensors of the parameter's shape are filled with their first number.
-
-    Returns:
-        {} if there are other tensors, as Adafactor has after its first step: the optimizer makes them anew.
+    Tensors of the parameter's shape are filled with their first number. {} if there are others, as Adafactor has after
+    its first step: the optimizer makes them anew.
     """
     resized = {}
     for key, value in state.items():

@@ -6,7 +6,7 @@ from multigpu_cli.config.code_names import names_environments
 from multigpu_cli.config.rules import Rule
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.optimizer_names import OPTIMIZERS
+from multigpu_cli.planning.schedule import OPTIMIZERS
 
 
 def find_sharding_errors(config: Config, workers: int) -> Iterator[RequestError]:

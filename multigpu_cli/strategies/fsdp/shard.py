@@ -25,8 +25,7 @@ from multigpu_cli.checkpoint.initial_weights import WeightMatch
 from multigpu_cli.checkpoint.weights import check_extra_state
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.collectives import all_gather_object, broadcast_object, run_on_all_ranks
-from multigpu_cli.distributed.out_of_memory import return_freed_tensors
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, return_freed_tensors
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.models.build import has_2d_convolutions, use_channels_last
@@ -108,8 +107,7 @@ def _move_to_host(batch: Batch) -> Batch:
 def agree_on_source(world: World, model: nn.Module, whole_because: str) -> tuple[int | None, str]:
     """Agree on who has the first weights; all ranks call it together.
 
-    Returns:
-        The rank that sends them, None where a checkpoint has them all, and the explanation for the plan.
+    Returns the rank that sends them, None where a checkpoint has them all, and the explanation for the plan.
 
     Raises:
         RequestError: the ranks built different networks; the same on every rank.
@@ -145,25 +143,18 @@ def create_mesh(world: World, shard_size: int | None) -> DeviceMesh:
     everyone = cast(dist.ProcessGroup, dist.group.WORLD)
     if shard_size is None or shard_size == world.size:
         return DeviceMesh.from_group(everyone, kind)
-    ranks, timeout = torch.arange(world.size).view(-1, shard_size), _read_timeout(everyone, world.device)
+    ranks, backend = torch.arange(world.size).view(-1, shard_size), cast(Any, everyone._get_backend(world.device))
+    timeout: timedelta | None = backend.options._timeout if hasattr(backend, "options") else None
     shard, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
     replicate, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
     names = ("replicate", "shard")
     return DeviceMesh.from_group([replicate, shard], kind, mesh=ranks, mesh_dim_names=names)
 
 
-def _read_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    backend: Any = group._get_backend(device)
-    return backend.options._timeout if hasattr(backend, "options") else None
-
-
 class ModelSharder:
-    """Gives each rank its rows of a model, and of a copy of it, and all buffers.
+    """Gives each rank its rows of a model, of its average if there is one, which gets the same values, and all buffers.
 
-    Args:
-        model: whole on the rank `source`.
-        average: a copy of it, which gets the same values; None: there is none.
-        source: None: no rank has values, and a state will be loaded.
+    They are those of the rank `source`; None: no rank has values, and a state will be loaded.
     """
 
     def __init__(self, model: nn.Module, average: nn.Module | None, world: World, source: int | None) -> None:

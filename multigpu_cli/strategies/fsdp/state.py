@@ -1,11 +1,18 @@
-"""A state whose weights are divided over the processes, and its whole form, which is that of any other strategy.
+"""A state whose weights are divided over the processes: its whole form, as of any other strategy, and its checkpoints.
 
-Both ways go tensor by tensor, so that no process holds more than one whole tensor on its device.
+Both ways go tensor by tensor, so that no process holds more than one whole tensor on its device. To one checkpoint each
+rank writes its own rows, and rank 0 publishes it once all files are complete. The ranks' writer threads tell each other
+by the launcher's store: a collective there would get between those of the training.
 """
 
+import json
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import reduce
 from operator import getitem
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +21,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from multigpu_cli.distributed.collectives import broadcast_object
+from multigpu_cli.checkpoint.files import check_owner, read_owner
+from multigpu_cli.checkpoint.manifest import find_damaged_piece
+from multigpu_cli.checkpoint.pieces import Rows, write_piece
+from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState, Writer
+from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.distributed.collectives import all_reduce_max, broadcast_object
 from multigpu_cli.distributed.world import World
+from multigpu_cli.faults.rank_exits import RankExits
 from multigpu_cli.runtime.module_state import TensorPath, map_tensors, name_tensor
-from multigpu_cli.strategies.base import ReadRows
+from multigpu_cli.strategies.base import ReadRows, Saver, Strategy
 
 
 class ShardedState:
@@ -26,18 +39,14 @@ class ShardedState:
     Args:
         parameters: the model's, by every name that it has.
         mesh: of the workers that share the rows, and perhaps, before that, of their replicas.
-
-    Attributes:
-        moved: those of the optimizer, by their number in its state.
-        replicas: workers that hold the same rows.
     """
 
     def __init__(self, world: World, parameters: Mapping[str, DTensor], mesh: DeviceMesh) -> None:
         self._world, self._parameters = world, parameters
         self._shard, self._num_shards = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-        self.replicas = world.size // self._num_shards
+        self.replicas = world.size // self._num_shards  # workers that hold the same rows
         self._is_first = mesh.ndim == 1 or mesh.get_local_rank(0) == 0  # of the workers that hold the same rows
-        self.moved: Mapping[int, DTensor] = {}
+        self.moved: Mapping[int, DTensor] = {}  # those of the optimizer, by their number in its state
 
     def gather(self, state: dict[str, Any]) -> dict[str, Any]:
         """Whole tensors in host memory, on rank 0; {} on the others."""
@@ -87,11 +96,6 @@ class ShardedState:
         begin = min(length * self._shard, whole.shape[0])
         return begin, min(begin + length, whole.shape[0])
 
-    def take_rows(self, whole: Tensor) -> Tensor:
-        """A copy of this rank's rows."""
-        begin, end = self._find_rows(whole)
-        return whole[begin:end].clone(memory_format=torch.contiguous_format)  # fused kernels ignore strides
-
     def _gather(self, path: TensorPath, value: Tensor) -> Tensor | None:
         like = self._find_parameter(path, value)
         if like is not None and not isinstance(value, DTensor):
@@ -107,7 +111,8 @@ class ShardedState:
         like = self._find_parameter(path, whole)
         if like is None or like.shape != whole.shape:  # of another model: whoever loads it says so
             return whole.cpu()
-        rows = self.take_rows(whole)
+        begin, end = self._find_rows(whole)
+        rows = whole[begin:end].clone(memory_format=torch.contiguous_format)  # fused kernels ignore strides
         return rows if path[0] == "optimizer" else _as_dtensor(rows, like)
 
     def _find_parameter(self, path: TensorPath, value: Tensor) -> DTensor | None:
@@ -124,3 +129,143 @@ def _as_dtensor(rows: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+_GRACE = 5.0  # seconds for writers to come to an end once a rank has ended, or the store does not answer
+_POLL = 0.05  # seconds
+_ROWS = "rows"  # where a snapshot has the rows that this rank writes
+
+
+def agree_on_owner(world: World, folder: Path) -> str:
+    """What the lock of the run folder says, if all ranks see the same folder; "" if not all do."""
+    owner = str(broadcast_object(world, read_owner(folder)))
+    differs = read_owner(folder) != owner
+    return "" if all_reduce_max(world, [float(differs)])[0] else owner
+
+
+class GatheringSaver(Saver):
+    """Rank 0 gathers the whole state, and writes it."""
+
+    def capture(self, state: TrainState, held: dict[str, Any], step: int) -> Snapshot | None:
+        whole = self._strategy.gather_state(held)
+        return Snapshot(whole) if self._world.is_main else None
+
+
+class RowSaver(Saver):
+    """Each rank writes its rows, and rank 0 the rest; see `ShardedSave`."""
+
+    def __init__(self, strategy: Strategy, world: World, store: Store, writer: Writer, owner: str) -> None:
+        super().__init__(strategy, world, store, writer)
+        self._owner, self._saves = owner, 0
+
+    def wait(self) -> None:
+        """By a collective, which fails if a rank is gone."""
+        if not self._world.is_main:
+            self._writer.wait()  # rank 0 was told of an error
+        all_reduce_max(self._world, [0.0])
+
+    def capture(self, state: TrainState, held: dict[str, Any], step: int) -> Snapshot | None:
+        self._saves += 1
+        outline, rows = self._strategy.sharded_state_dict(held)
+        rest = outline if self._world.is_main else {"model": {}}
+        snapshot = self._capture(state, rest | {_ROWS: {name: tensor for name, (tensor, _) in rows.items()}})
+        copied = {name: Rows(tensor, rows[name][1]) for name, tensor in snapshot.state[_ROWS].items()}
+        save = ShardedSave(self._world, self._store, self._owner, step, copied, self._saves)
+        if self._world.is_main:
+            return replace(snapshot, state={name: snapshot.state[name] for name in rest}, peers=save)
+        self._writer.submit(snapshot.finish, save.take_part)
+        return None
+
+
+class ShardedSave:
+    """What this rank does for one checkpoint, in its writer thread.
+
+    Args:
+        owner: what the lock of the run folder says.
+        rows: those that this rank writes, by tensor; complete once the state has been staged.
+        number: of the save in this run, since a step may be saved more than once.
+    """
+
+    def __init__(
+        self, world: World, store: Store, owner: str, step: int, rows: Mapping[str, Rows], number: int = 1
+    ) -> None:
+        self._number = number
+        self._world, self._store, self._owner, self._step, self._rows = world, store, owner, step, rows
+        self._exits = RankExits(world)
+
+    def take_part(self) -> None:
+        """Ranks other than 0: write the rows, or tell rank 0 why not, and check a share of what will go."""
+        written: dict[str, Any] = {"error": "its writer failed"}
+        try:
+            check_owner(self._store.folder.parent, self._owner)
+            written = {"files": self._write(self._store.open_draft(self._step))}
+        except OSError as error:
+            written = {"error": str(error)}
+            raise
+        finally:
+            self._tell("written", written)
+        self._tell("checked", self._find_damaged_share())
+
+    def add_pieces(self, draft: Path) -> dict[str, dict[str, Any]]:
+        """Rank 0: see `Peers`; an OSError where a rank could not write its rows."""
+        listed = self._write(draft)
+        for rank, written in self._wait_for("written").items():
+            if "error" in written:
+                raise OSError(f"rank {rank}: {written['error']}")
+            listed |= written["files"]
+        for name, file in listed.items():
+            if (draft / name).stat().st_size != file["size"]:  # raises where another machine's disk has it
+                raise OSError(f"{name} is not as large as its rank says")
+        return listed
+
+    def find_damaged_pieces(self) -> dict[str, str] | None:
+        """Rank 0: see `Peers`."""
+        found = self._find_damaged_share()
+        try:
+            others = self._wait_for("checked")
+        except OSError:
+            return None
+        return found | {folder: damage for share in others.values() for folder, damage in share.items()}
+
+    def abandon(self) -> None:
+        """Rank 0: see `Peers`."""
+        with suppress(OSError):
+            self._wait_for("written")
+        self._store.discard_draft(self._step)
+
+    def _write(self, draft: Path) -> dict[str, dict[str, Any]]:
+        """The files that this rank adds, with their sizes and sums; a replica of another rank's rows adds none."""
+        if not self._rows:
+            return {}
+        name = f"rank_{self._world.rank}.safetensors"
+        return {name: write_piece(draft / name, self._rows, self._store.moved)}
+
+    def _find_damaged_share(self) -> dict[str, str]:
+        """Damage of this rank's share of the pieces of old checkpoints, by the folder's name."""
+        found: dict[str, str] = {}
+        for folder in self._store.list_old(self._step):
+            with suppress(OSError, ValueError):  # an unreadable manifest is rank 0's to find
+                share = find_damaged_piece(folder, self._world.rank, self._world.size, moved=self._store.moved)
+                found |= {folder.name: share} if share else {}
+        return found
+
+    def _tell(self, what: str, value: dict[str, Any]) -> None:
+        if self._exits.store is not None:
+            with suppress(RuntimeError):  # without the store rank 0 gives up by itself
+                self._exits.store.set(self._name(what, self._world.rank), json.dumps(value))
+
+    def _wait_for(self, what: str) -> dict[int, dict[str, Any]]:
+        """What the other ranks told, by rank; waits for as long as all of them are there, however slow a disk is."""
+        names = {rank: self._name(what, rank) for rank in range(1, self._world.size)}
+        store, alive = self._exits.store, time.monotonic()
+        while store is not None and time.monotonic() - alive < _GRACE:
+            with suppress(RuntimeError):
+                if store.check([*names.values()]):
+                    return {rank: json.loads(store.get(name)) for rank, name in names.items()}
+                if not self._exits.has_exits():
+                    alive = time.monotonic()
+            time.sleep(_POLL)
+        raise OSError("a rank has ended before its rows were written")
+
+    def _name(self, what: str, rank: int) -> str:
+        return f"checkpoint-{self._number}-{what}-{rank}"

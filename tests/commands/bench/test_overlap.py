@@ -39,7 +39,7 @@ def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
     def work(world: World) -> list[float]:
         choice = Placement("ddp", (torch.device("cpu"),), 0, "test")
         components, _ = build_probed(resolve(OWN, [], None), choice, world, str(tmp_path / "run"))
-        first = [p.detach().clone() for p in components.trainable_parameters]
+        first = [p.detach().clone() for p in components.strategy.local_parameters]
         strategy = components.strategy
         around = strategy.accumulate
 
@@ -54,7 +54,7 @@ def test_an_explicit_reduction_is_timed_and_keeps_the_replicas_alike(
         monkeypatch.undo()
         check_replicas(components.state.model, world, 8)
         moved = any(
-            not torch.equal(p, before) for p, before in zip(components.trainable_parameters, first, strict=True)
+            not torch.equal(p, before) for p, before in zip(components.strategy.local_parameters, first, strict=True)
         )
         return [reduction, exposed, moved]
 
@@ -76,7 +76,7 @@ def test_a_step_that_reduces_explicitly_learns_the_same(tmp_path: Path, monkeypa
                 strategy.accumulate = accumulate  # type: ignore[method-assign]
                 monkeypatch.setattr(overlap_module, "_reduce_gradients", lambda *_: (0.0, 0.0))
             compare_reductions(components, 4)
-            found.append(torch.cat([p.detach().flatten() for p in components.trainable_parameters]).tolist())
+            found.append(torch.cat([p.detach().flatten() for p in components.strategy.local_parameters]).tolist())
         return found
 
     for explicit, overlapped in run_on_each_rank(2, work):

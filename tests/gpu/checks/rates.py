@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.planning.speedup import peak_flops
+from multigpu_cli.monitor.gpu import peak_flops
 from tests.gpu.front_door import ALONE, Run, figures, run, sets
 from tests.gpu.machine import is_simulated
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from multigpu_cli import engine
 from multigpu_cli.checkpoint.pieces import serialize
-from multigpu_cli.checkpoint.snapshot import Progress, TrainState
+from multigpu_cli.checkpoint.snapshot import Progress, TrainState, Writer
 from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weights
-from multigpu_cli.checkpoint.writer import Writer
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.optimizers.eval_weights import EMAModel

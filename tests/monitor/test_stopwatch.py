@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from multigpu_cli.monitor.meters import StepTimer
-from multigpu_cli.runtime.stopwatch import Stopwatch
+from multigpu_cli.monitor.meters import StepTimer, Stopwatch
 from tests.monitor.test_meters import Clock
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from multigpu_cli.planning.speedup import peak_flops
+from multigpu_cli.monitor.gpu import peak_flops
 
 
 @pytest.mark.parametrize(
