@@ -20,6 +20,7 @@ from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.store import BestWeights, Store, restore_file
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.commands import status
+from multigpu_cli.commands.report.data import load_runs
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data import load as load_data
 from multigpu_cli.data.images import folder
@@ -212,3 +213,12 @@ def test_runs_are_not_compared_with_each_other(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(PurePath, "__eq__", compare)
     assert len(status.find_runs([str(run) for run in [*runs, tmp_path]])) == 120
     assert compared < 10 * 120
+
+
+def test_a_report_by_samples_does_not_search_all_lines_for_each_evaluation(tmp_path: Path) -> None:
+    plan = {"steps_per_epoch": 10, "samples": 100, "global_batch_size": 10}
+    lines = [event(at, "train", step=10 * at + 5, samples=100 * at + 50) for at in range(200)]
+    evals = [event(at, "eval", step=10 * at, epoch=at, split="val", loss=1.0) for at in range(1, 200)]
+    (run,) = load_runs([run_folder(tmp_path / "a", [event(0, "start", plan=plan), *lines, *evals])])
+    assert run.evaluated("loss", by="samples")[0] == [100 * at for at in range(1, 200)]
+    assert count_calls(lambda: run.evaluated("loss", by="samples")) < 10 * 200

@@ -1,9 +1,10 @@
 """The data of a report: runs with their numbers as series, and tables; the cell of an unknown value is empty."""
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby, pairwise
 from math import isfinite
 from pathlib import Path
@@ -61,11 +62,15 @@ class RunData:
         place = self._samples_at if by == "samples" else float
         return [place(event["step"]) for event in events], [factor * float(event[field]) for event in events]
 
+    @cached_property
+    def _steps(self) -> list[int]:
+        return sorted(self.history.train)
+
     def _samples_at(self, step: int) -> float:
         """Samples trained up to a step: those of the last line before it, and the planned ones since then."""
-        train = self.history.train
-        known = step if step in train else max((at for at in train if at < step), default=0)
-        samples = train[known]["samples"] if known else 0
+        at = bisect_right(self._steps, step)
+        known = self._steps[at - 1] if at else 0
+        samples = self.history.train[known]["samples"] if known else 0
         return float(samples + self._planned(step) - self._planned(known))
 
     def _planned(self, step: int) -> int:
