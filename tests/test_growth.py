@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path, PurePath
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,19 +20,23 @@ from multigpu_cli.checkpoint.manifest import BEST
 from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.store import BestWeights, Store, restore_file
 from multigpu_cli.checkpoint.weights import save_weights
-from multigpu_cli.commands import status
+from multigpu_cli.commands import inference, status
 from multigpu_cli.commands.report.data import load_runs
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data import load as load_data
 from multigpu_cli.data.images import folder
 from multigpu_cli.data.load import load_data_source
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.distributed.world import World
 from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
 from multigpu_cli.language.chat.records import open_tokens
 from multigpu_cli.language.chat.samples import Chats
 from multigpu_cli.loggers import sender
 from multigpu_cli.monitor import journal as journal_module
+from multigpu_cli.runtime.precision import Precision
 from tests.commands.runs import event, run_folder
+from tests.support.ranks import run_on_each_rank
 from tests.support.tiny_language_models import make_tokenizer
 
 
@@ -222,3 +227,32 @@ def test_a_report_by_samples_does_not_search_all_lines_for_each_evaluation(tmp_p
     (run,) = load_runs([run_folder(tmp_path / "a", [event(0, "start", plan=plan), *lines, *evals])])
     assert run.evaluated("loss", by="samples")[0] == [100 * at for at in range(1, 200)]
     assert count_calls(lambda: run.evaluated("loss", by="samples")) < 10 * 200
+
+
+def test_predictions_are_kept_as_text_and_not_as_numbers() -> None:
+    class Task:
+        def predictions(self, model: object, batch: Batch) -> dict[str, list[float]]:
+            return {
+                "predicted": [number + 0.125 for number in batch.sample_indices.tolist()],
+                "target": [0.0] * len(batch),
+            }
+
+    class Stream:
+        def eval_batches(self, size: int, rank: int, workers: int) -> Iterator[Batch]:
+            for at in range(rank * 250, (rank + 1) * 250):
+                yield Batch(None, None, torch.arange(100 * at, 100 * (at + 1)), at)
+
+    def predict(world: World) -> tuple[str, int]:
+        part = SimpleNamespace(
+            world=world, task=Task(), loader=Stream(), batch_size=100, names=None, has_targets=False, model=None
+        )
+        part.precision = Precision("fp32", world.device)
+        tracemalloc.start()
+        text = inference._gather_rows(part)  # type: ignore[arg-type]
+        return text, tracemalloc.get_traced_memory()[1]
+
+    (text, _), (other, peak) = run_on_each_rank(2, predict)
+    rows = [f"{at},{at + 0.125}\n" for at in range(50_000)]
+    assert text == "".join(["sample,predicted\n", *rows])
+    assert "49999" not in other[:100], "rank 1 does not keep the rows of rank 0"
+    assert peak < 120 * len(rows) // 2, "bytes on rank 1"

@@ -281,9 +281,6 @@ def format_metrics(metrics: dict[str, Any]) -> Iterator[str]:
             yield from format.format_confusion_table(metrics["confusion"], names)
 
 
-Columns = dict[str, list[Any]]
-
-
 class Prediction(NamedTuple):
     """The table that was written."""
 
@@ -302,18 +299,10 @@ def predict_run(request: InferenceRequest, target: Path) -> Prediction | None:
 
 
 def _write_predictions(target: Path, part: InferencePass) -> Prediction:
-    share = run_on_all_ranks(part.world, lambda: _predict_share(part))
-    columns: Columns = {}
-    for rank in range(part.world.size):  # whose shares are contiguous, so the rows are in the order of the samples
-        for name, values in broadcast_object(part.world, share, source=rank).items():
-            columns.setdefault(name, []).extend(values)
+    text = _gather_rows(part)
     if part.world.is_main:
-        text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(columns)
-        rows.writerows(zip(*columns.values(), strict=True))
         with writing_to("--out", target):
-            publish(target, text.getvalue().encode())
+            publish(target, text.encode())
     return Prediction(str(target), part.split, part.loader.size, part.origin)
 
 
@@ -323,15 +312,35 @@ def format_prediction(prediction: Prediction) -> str:
     return f"{prediction.file}  {samples}, weights from {prediction.weights}"
 
 
+def _gather_rows(part: InferencePass) -> str:
+    """All ranks' rows on rank 0, as a table; ranks have contiguous shares, so they are in the order of the samples."""
+    share = run_on_all_ranks(part.world, lambda: _predict_share(part))
+    head, whole = "", []
+    for rank in range(part.world.size):
+        columns, rows = broadcast_object(part.world, share, source=rank)
+        head = head or columns
+        if part.world.is_main:
+            whole.append(rows)
+    return "".join([head, *whole])
+
+
 @torch.inference_mode()
-def _predict_share(part: InferencePass) -> Columns:
-    rows: Columns = {}
+def _predict_share(part: InferencePass) -> tuple[str, str]:
+    """The line of names and this rank's rows, as text: lists of numbers take many times as much memory."""
+    head, text = "", io.StringIO()
     for batch in part.loader.eval_batches(part.batch_size, part.world.rank, part.world.size):
         with part.precision.autocast():
             columns = part.task.predictions(part.model, batch)
         numbers = batch.sample_indices.tolist()
         named = {} if part.names is None else {"name": [part.names[number] for number in numbers]}
-        for name, values in ({"sample": numbers} | named | columns).items():
-            if part.has_targets or not name.startswith("target"):
-                rows.setdefault(name, []).extend(values)
-    return rows
+        table = {"sample": numbers} | named | columns
+        kept = [name for name in table if part.has_targets or not name.startswith("target")]
+        head = head or _format_csv([kept])
+        text.write(_format_csv(zip(*(table[name] for name in kept), strict=True)))
+    return head, text.getvalue()
+
+
+def _format_csv(rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
