@@ -175,7 +175,7 @@ def test_a_dataset_that_is_divided_keeps_eight_bytes_a_sample() -> None:
     tracemalloc.start()
     try:
         source = load_data.infer_source  # loaded before
-        parts = load_data._split_by_seed(Numbers(), 0, lambda *found: found)  # type: ignore[arg-type, return-value]
+        parts = load_data._split_by_seed(Numbers(), 0, lambda *found: found)  # type: ignore[arg-type]
         held = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
@@ -196,9 +196,9 @@ def test_watching_reads_only_what_is_new_in_a_journal(tmp_path: Path, monkeypatc
         if len(looks) == 100:
             monkeypatch.setattr(status, "is_locked", lambda _: False)
 
-    parsed = Mock(wraps=sender.parse_event)
+    parsed = Mock(wraps=journal_module.parse_event)
     monkeypatch.setattr(status, "is_locked", lambda _: True)
-    monkeypatch.setattr(status.time, "sleep", look_again)
+    monkeypatch.setattr("time.sleep", look_again)
     for module in (sender, journal_module):
         monkeypatch.setattr(module, "parse_event", parsed)
     status.watch_runs([str(run)], as_json=True, repeat=True)
