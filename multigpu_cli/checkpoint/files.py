@@ -200,11 +200,7 @@ def read_owner(folder: Path) -> str:
 
 
 def check_owner(folder: Path, owner: str = "") -> None:
-    """Check that the run folder still belongs to this run, or to `owner`: another one may have taken its place.
-
-    Raises:
-        OSError: the folder was removed, or another process holds its lock.
-    """
+    """Raise an OSError unless the run folder is there and still belongs to this run, or to `owner`."""
     if not folder.is_dir():
         raise FileNotFoundError(errno.ENOENT, "the run folder was removed; create it again", str(folder))
     if (found := read_owner(folder)) and found != (owner or _signature()):

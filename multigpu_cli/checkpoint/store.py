@@ -87,8 +87,7 @@ def restore_file(files: Sequence[Path], sha256_wanted: str) -> bool:
 def read_best(checkpoint: Path, manifest: dict[str, Any], step: int) -> bytes | None:
     """The best weights that belong to a checkpoint, as the bytes of best.pt: from its folder, or from its run.
 
-    Args:
-        step: of their evaluation; identifies them in older checkpoints, whose manifest has no checksum of them.
+    Their step identifies them in older checkpoints, whose manifest has no checksum of them.
     """
     published = checkpoint.parents[1] / "best.pt"
     if "best" in manifest:
@@ -158,8 +157,7 @@ class Peers(Protocol):
 class Store:
     """Writes and finds checkpoints in RUN/checkpoints, and keeps so many of the newest.
 
-    Args:
-        moved: called after each chunk that is written, or read to verify an old checkpoint before it is removed.
+    `moved` is called after each chunk that is written, or read to verify an old checkpoint before it is removed.
     """
 
     def __init__(self, folder: Path, keep: int, moved: Moved = ignore_progress) -> None:
@@ -173,11 +171,7 @@ class Store:
         best: BestWeights | None = None,
         peers: Peers | None = None,
     ) -> int:
-        """Write one checkpoint, its manifest with these facts, and remove the oldest; returns the bytes of its state.
-
-        Raises:
-            OSError: it could not be written; the other checkpoints are unchanged.
-        """
+        """Write one checkpoint with these facts, or raise an OSError; remove the oldest; returns the bytes of its state."""
         self.sweep(but=self._name_draft(step) if peers else None)  # there another rank may have begun
         draft, final = self.open_draft(step), self.folder / f"step_{step:08d}"
         try:

@@ -175,10 +175,9 @@ def format_shape(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """The trained weights of a run, with the settings of that run.
+    """The trained weights of a run, the averaged ones if it used --ema, with the settings of that run.
 
-    Attributes:
-        outline: names → tensors; the averaged weights if the run used --ema. Those in pieces are on the meta device.
+    The outline has names → tensors; those in pieces are on the meta device.
     """
 
     origin: Path  # the file that they are in, or the folder of a checkpoint where several files hold them

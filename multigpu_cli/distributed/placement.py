@@ -42,11 +42,7 @@ def count_cores() -> int:
 
 
 def choose_placement(wanted: DeviceConfig, *, gpus: int, cpus: int, launch_env: LaunchEnv | None) -> Placement:
-    """Choose strategy and devices from the settings, the hardware and the launcher.
-
-    Raises:
-        RequestError: a GPU does not exist, or the mode is not supported under the launcher.
-    """
+    """Choose strategy and devices from settings, hardware and launcher, or raise a RequestError."""
     if launch_env is not None:  # a self-launch has applied --gpu-ids already: its workers see only those, from 0
         return _place_under_launcher(wanted, gpus, launch_env)
     ids = usable_gpus(wanted, gpus)

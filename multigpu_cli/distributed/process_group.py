@@ -82,11 +82,7 @@ def rendezvous(launch_env: LaunchEnv, device: torch.device, *, timeout: float) -
 def init_process_group(
     world: World, store: dist.Store, *, timeout: float, backend: str | None = None
 ) -> Iterator[None]:
-    """Form the process group after rendezvous, for the duration of the context.
-
-    Raises:
-        RequestError: two ranks share a GPU, which NCCL does not support.
-    """
+    """Form the process group after rendezvous, for the context; with NCCL no two ranks may share a GPU."""
     backend = backend or ("nccl" if world.device.type == "cuda" else "gloo")
     if backend == "nccl":
         check_own_gpus(world)

@@ -91,8 +91,7 @@ def merge_rank_infos(infos: Sequence[RankInfo], generation: str) -> Roster:
 def agree_on_roster(store: dist.Store, own: RankInfo, *, patience: float) -> Roster:
     """Run the handshake with all other ranks over their store, which may still have entries of earlier attempts.
 
-    Raises:
-        TrainingError: a rank did not arrive within so many seconds; the message names it.
+    After so many seconds a TrainingError names those that did not arrive.
     """
     until = time.monotonic() + patience
     return _lead(store, own, until) if own.rank == 0 else _follow(store, own, until)

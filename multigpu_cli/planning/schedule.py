@@ -123,11 +123,7 @@ class Schedule:
     function: ScheduleFunction | None = None  # the user's own
 
     def rate_at(self, step: int) -> float:
-        """The rate of optimizer step `step`, counted from 0.
-
-        Raises:
-            RequestError: the user's own function raises an error, or returns no finite number of at least 0.
-        """
+        """The rate of optimizer step `step`, counted from 0; a RequestError where the user's own function fails."""
         if self.function:
             return self.peak * self._compute_factor(self.function, step)
         if step < self.warmup_steps:
@@ -159,11 +155,7 @@ class Schedule:
         return float(factor)
 
     def check(self) -> None:
-        """Compute some rates of the whole run twice, forwards and backwards.
-
-        Raises:
-            RequestError: the user's own function fails, or does not depend on step and total alone.
-        """
+        """Compute rates of the whole run twice, in both directions: they must depend on step and total alone."""
         if not self.function:
             return
         steps = sorted({number * (self.total_steps - 1) // (_CHECKED - 1) for number in range(_CHECKED)})

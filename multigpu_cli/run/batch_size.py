@@ -35,11 +35,7 @@ _MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch i
 
 
 def fit_batch_sizes_to_memory(components: TrainComponents) -> list[str]:
-    """Find the micro-batch that fits into memory, and put it into the plan; returns a warning for each halving.
-
-    Raises:
-        TrainingError: not even one sample fits, or the policy is to stop.
-    """
+    """Put the micro-batch that fits into memory into the plan, or fail; returns a warning for each halving."""
     first = components.strategy.reduces_first
     if first:
         warm_up(components)

@@ -22,11 +22,7 @@ _EXTRAS = {"timm": "vision", "torchvision": "vision"}  # packages of the network
 
 
 def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., Any]:
-    """Import the factory for a registry name, or for the user's own 'module:factory'.
-
-    Raises:
-        RequestError: an unknown name, module or attribute, or a failed import.
-    """
+    """Import the factory for a registry name, or for the user's own 'module:factory', or raise a RequestError."""
     target = registry.get(name, name)
     module_name, colon, attribute = target.partition(":")
     if not colon:
@@ -127,11 +123,7 @@ def call_factory(
 def bind_call(
     function: Callable[..., Any], given: int, args: Mapping[str, Any], *, problem: str, remedy: str
 ) -> Callable[..., Any]:
-    """The function with the user's own arguments, beside which it will be called with `given` values.
-
-    Raises:
-        RequestError: it does not take that many values, or not these arguments: the problem, and the reason.
-    """
+    """The function with the user's own arguments, which it must take, to be called with `given` values beside them."""
     try:
         inspect.signature(function).bind(*range(given), **args)
     except TypeError as error:

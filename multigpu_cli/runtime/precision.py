@@ -25,8 +25,7 @@ class PrecisionChoice(NamedTuple):
 def choose_precision(wanted: str, device: torch.device) -> PrecisionChoice:
     """The requested format; for "auto" bf16 on CUDA devices that support it, fp16 on older ones, fp32 on CPU.
 
-    Raises:
-        RequestError: fp16 on CPU.
+    No CPU takes fp16.
     """
     if wanted == "fp16" and device.type == "cpu":
         raise RequestError("--amp fp16 needs a GPU: CPUs have no fast fp16", remedy="use --amp bf16 or --amp off")
@@ -61,8 +60,7 @@ _NOTHING = nullcontext()
 class Precision:
     """Autocast, scaled backward, clipping and the optimizer step.
 
-    Attributes:
-        keeps_casts: autocast keeps weights that it has cast until the pass ends, for a layer that uses them again.
+    With `keeps_casts` autocast keeps weights that it has cast until the pass ends, for a layer that uses them again.
     """
 
     def __init__(self, name: str, device: torch.device) -> None:

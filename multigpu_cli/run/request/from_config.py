@@ -143,10 +143,7 @@ class FromConfig:
     def explain_rate(self, config: Config, rate: Rate, batches: BatchPlan, epochs: int, steps: int) -> tuple[Rate, int]:
         """The rate with its reason, and the optimizer steps for each step of the scheduler; 0 without one.
 
-        `steps` is the length of the run, which max_steps may end before its epochs do.
-
-        Raises:
-            RequestError: the scheduler was made for a run of another length.
+        `steps` is the run's length, which max_steps may end before its epochs do; a scheduler for another is refused.
         """
         return rate, 0
 
