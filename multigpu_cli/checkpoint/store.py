@@ -171,7 +171,7 @@ class Store:
         best: BestWeights | None = None,
         peers: Peers | None = None,
     ) -> int:
-        """Write one checkpoint with these facts, or raise an OSError; remove the oldest; returns the bytes of its state."""
+        """Write one checkpoint, or raise an OSError; remove the oldest; returns the bytes of its state."""
         self.sweep(but=self._name_draft(step) if peers else None)  # there another rank may have begun
         draft, final = self.open_draft(step), self.folder / f"step_{step:08d}"
         try:
