@@ -256,3 +256,15 @@ def test_predictions_are_kept_as_text_and_not_as_numbers() -> None:
     assert text == "".join(["sample,predicted\n", *rows])
     assert "49999" not in other[:100], "rank 1 does not keep the rows of rank 0"
     assert peak < 120 * len(rows) // 2, "bytes on rank 1"
+
+
+def test_new_best_weights_are_not_looked_for_in_all_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Mock(wraps=store.read_manifest)
+    monkeypatch.setattr(store, "read_manifest", read)
+    for step in range(1, 31):
+        (tmp_path / "best.pt").write_bytes(b"%d" % step)
+        best = BestWeights(tmp_path / "best.pt", sha256(b"%d" % step).hexdigest())
+        Store(tmp_path / "checkpoints", 100).save(step, {"step": step}, {}, best)
+    assert read.call_count < 60

@@ -46,17 +46,25 @@ class BestWeights(NamedTuple):
 def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Moved = ignore_progress) -> bool:
     """Put the best weights into a checkpoint that is being written; False if they no longer exist.
 
-    They are a hard link to those of one of the others, or a copy, so that writing into best.pt does not change them.
+    They are a hard link to those of one of the others, newest first, or a copy, so that writing into best.pt does not
+    change them.
     """
+    others = list(others)
+    if _link_best(others[:1], best, draft):
+        return True
+    if found := find_file([best.file], best.sha256):  # new ones, which older checkpoints do not have either
+        _copy_file(found, draft / BEST, moved)
+        return True
+    return _link_best(others[1:], best, draft)
+
+
+def _link_best(others: Sequence[Path], best: BestWeights, draft: Path) -> bool:
     for other in others:
         if _read_sum(other) == best.sha256:
             with suppress(OSError):  # the file system may have no hard links
                 os.link(other / BEST, draft / BEST)
                 return True
-    found = find_file([best.file], best.sha256)
-    if found:
-        _copy_file(found, draft / BEST, moved)
-    return found is not None
+    return False
 
 
 def find_file(files: Iterable[Path], sha256_wanted: str) -> Path | None:
