@@ -1,8 +1,10 @@
 """How cost grows with the work, counted in calls and in bytes: times say little on a busy machine."""
 
+import io
 import json
 import random
 import sys
+import tarfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -27,6 +29,7 @@ from multigpu_cli.data import load as load_data
 from multigpu_cli.data.images import folder
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.rows.tar import TarStore
 from multigpu_cli.distributed.world import World
 from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
@@ -268,3 +271,24 @@ def test_new_best_weights_are_not_looked_for_in_all_checkpoints(
         best = BestWeights(tmp_path / "best.pt", sha256(b"%d" % step).hexdigest())
         Store(tmp_path / "checkpoints", 100).save(step, {"step": step}, {}, best)
     assert read.call_count < 60
+
+
+def test_a_shard_is_not_opened_for_each_label(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with tarfile.open(tmp_path / "a.tar", "w") as shard:
+        for at in range(80):
+            content = str(at % 7).encode()
+            member = tarfile.TarInfo(f"{at:03}.cls")
+            member.size = len(content)
+            shard.addfile(member, io.BytesIO(content))
+    opened, usual = 0, Path.open
+
+    def count(path: Path, *args: Any, **named: Any) -> Any:
+        nonlocal opened
+        opened += path.suffix == ".tar"
+        return usual(path, *args, **named)
+
+    monkeypatch.setattr(Path, "open", count)
+    found = TarStore([tmp_path / "a.tar"])
+    assert found.list_values("cls") == list(range(7))
+    assert opened < 10

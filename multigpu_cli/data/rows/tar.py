@@ -52,10 +52,10 @@ class TarStore:
         self.label = str(files[0]) if len(files) == 1 else str(Path(files[0]).parent)
         for file in self.files:
             _check_uncompressed(file)
-        self._endings = _read_endings(self.files)
+        self._endings, self._open = _read_endings(self.files), OpenFiles(self.files)
         width = 1 + 2 * len(self._endings)  # the shard, then place and size of each kind of member
         index = open_index("tar", self.files, width, self._index, "tar 1")
-        self._rows, self._open = index.rows, OpenFiles(self.files)
+        self._rows = index.rows
         self._values: dict[str, list[int] | None] = index.facts["values"]
         gaps = dict(zip(self._endings, index.facts["gaps"], strict=True))
         self.columns = {column.name: column for each in self._endings for column in self._describe(each, gaps[each])}
@@ -155,7 +155,7 @@ class TarStore:
                 )
             place, size = member.offset, member.size
             if member.ending in _NUMBERS:
-                place, size = _read_number(self.files[shard], member, where), _INSIDE
+                place, size = _read_number(self._open.read(shard, member.offset, min(member.size, 100)), where), _INSIDE
                 known = values[member.ending]
                 if known is not None:
                     known.add(place)
@@ -213,10 +213,7 @@ def _group_members(file: Path) -> Iterator[list[_Member]]:
         yield waiting
 
 
-def _read_number(file: Path, member: _Member, where: str) -> int:
-    with file.open("rb") as opened:
-        opened.seek(member.offset)
-        text = opened.read(min(member.size, 100))
+def _read_number(text: bytes, where: str) -> int:
     try:
         number = int(text)
         if not -(2**63) <= number < 2**63:
