@@ -31,6 +31,7 @@ from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.rows.tar import TarStore
 from multigpu_cli.distributed.world import World
+from multigpu_cli.faults import replica_check
 from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
 from multigpu_cli.language.chat.records import open_tokens
@@ -292,3 +293,17 @@ def test_a_shard_is_not_opened_for_each_label(tmp_path: Path, monkeypatch: pytes
     found = TarStore([tmp_path / "a.tar"])
     assert found.list_values("cls") == list(range(7))
     assert opened < 10
+
+
+def test_sums_of_equal_replicas_are_not_gathered() -> None:
+    def check(world: World) -> int:
+        gather = Mock(wraps=replica_check.all_gather)
+        replica_check.all_gather = gather  # type: ignore[assignment]  # in this process
+        replica_check.check_replicas(torch.nn.Linear(2, 2).requires_grad_(False).apply(fill), world, 1)
+        return gather.call_count
+
+    def fill(module: torch.nn.Module) -> None:
+        for parameter in module.parameters():
+            parameter.fill_(-1.5)
+
+    assert run_on_each_rank(2, check) == [0, 0]
