@@ -102,6 +102,9 @@ class DeadlineStore:
     def add(self, key: str, amount: int) -> int:
         return self._ask(lambda: int(self._store.add(key, amount)))
 
+    def delete(self, key: str) -> None:
+        self._ask(lambda: self._store.delete_key(key))
+
     def check(self, keys: Sequence[str]) -> bool:
         return self._ask(lambda: bool(self._store.check(list(keys))))
 

@@ -253,6 +253,8 @@ class ShardedSave:
         if self._exits.store is not None:
             with suppress(RuntimeError):  # without the store rank 0 gives up by itself
                 self._exits.store.set(self._name(what, self._world.rank), json.dumps(value))
+                # rank 0 may still be reading those of the save before, but not of the one before that
+                self._exits.store.delete(self._name(what, self._world.rank, self._number - 2))
 
     def _wait_for(self, what: str) -> dict[int, dict[str, Any]]:
         """What the other ranks told, by rank; waits for as long as all of them are there, however slow a disk is."""
@@ -267,5 +269,5 @@ class ShardedSave:
             time.sleep(_POLL)
         raise OSError("a rank has ended before its rows were written")
 
-    def _name(self, what: str, rank: int) -> str:
-        return f"checkpoint-{self._number}-{what}-{rank}"
+    def _name(self, what: str, rank: int, number: int | None = None) -> str:
+        return f"checkpoint-{self._number if number is None else number}-{what}-{rank}"
