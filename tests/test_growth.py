@@ -262,7 +262,7 @@ def test_predictions_are_kept_as_text_and_not_as_numbers() -> None:
     assert peak < 120 * len(rows) // 2, "bytes on rank 1"
 
 
-def test_new_best_weights_are_not_looked_for_in_all_checkpoints(
+def test_new_best_weights_are_not_looked_for_in_old_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Mock(wraps=store.read_manifest)

@@ -8,6 +8,8 @@ other generations.
 
 import json
 import time
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -107,13 +109,15 @@ def _lead(store: dist.Store, own: RankInfo, until: float) -> Roster:
             seen = []  # an earlier attempt had another size
         elif texts != seen:
             seen, now = [text for text in texts if text], merge_rank_infos([own, *infos], uuid4().hex)
-            store.set(_GO, json.dumps({info.rank: info.nonce for info in infos} | {"generation": now.store_prefix}))
+            for info in infos:  # a key of its own for each: all of them poll
+                store.set(f"{_GO}-{info.rank}", json.dumps([info.nonce, now.store_prefix]))
         elif store.check([f"{now.store_prefix}/here-{rank}" for rank in range(1, own.size)]):
             break
         if time.monotonic() > until:
             _give_up(store, own, now.store_prefix)
         time.sleep(_PAUSE)
-    store.set(f"{now.store_prefix}/sealed", json.dumps([own.as_text(), *(text.decode() for text in seen)]))
+    whole = json.dumps([own.as_text(), *(text.decode() for text in seen)])
+    store.set(f"{now.store_prefix}/sealed", b64encode(zlib.compress(whole.encode())).decode())  # each rank reads it
     return now
 
 
@@ -121,14 +125,15 @@ def _follow(store: dist.Store, own: RankInfo, until: float) -> Roster:
     store.set(f"multigpu/hello-{own.rank}", own.as_text())
     generation = ""
     while not (generation and store.check([f"{generation}/sealed"])):
-        go = json.loads(_read_key(store, _GO) or b"{}")
-        if go.get(str(own.rank)) == own.nonce and go["generation"] != generation:
-            generation = go["generation"]
+        nonce, newest = json.loads(_read_key(store, f"{_GO}-{own.rank}") or b'["", ""]')
+        if nonce == own.nonce and newest != generation:
+            generation = newest
             store.set(f"{generation}/here-{own.rank}", "")
         if time.monotonic() > until:
             _give_up(store, own, generation)
         time.sleep(_PAUSE)
-    infos = [RankInfo.from_text(text.encode()) for text in json.loads(store.get(f"{generation}/sealed"))]
+    whole = zlib.decompress(b64decode(store.get(f"{generation}/sealed")))
+    infos = [RankInfo.from_text(text.encode()) for text in json.loads(whole)]
     return merge_rank_infos(infos, generation)
 
 

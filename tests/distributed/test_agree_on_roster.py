@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import ClassVar
+from uuid import uuid4
 
 import pytest
 import torch.distributed as dist
@@ -65,7 +67,7 @@ def test_a_word_that_was_believed_too_soon_is_taken_back() -> None:
     store = dist.HashStore()
     store.set("multigpu/hello-2", replace(THIRD, nonce="old", host="gone").as_text())
     gone: list[str] = []
-    told = meet(store, [FIRST, SECOND, THIRD], late=lambda: gone.append(json.loads(store.get("multigpu/go"))["2"]))
+    told = meet(store, [FIRST, SECOND, THIRD], late=lambda: gone.append(json.loads(store.get("multigpu/go-2"))[0]))
     assert gone == ["old"]
     assert {each.hosts for each in told} == {("node1", "node1", "node2")}
 
@@ -112,3 +114,19 @@ def test_who_does_not_arrive_is_named() -> None:
         other.submit(lonely, SECOND)
         lonely(FIRST)
     assert refused.is_set()
+
+
+def test_what_ranks_poll_does_not_grow_with_their_number() -> None:
+    class Counting(dist.HashStore):  # type: ignore[misc]
+        sizes: ClassVar[list[int]] = []
+
+        def get(self, key: str) -> bytes:
+            content = bytes(super().get(key))
+            if "go" in key:
+                self.sizes.append(len(content))
+            return content
+
+    size = 24
+    hellos = [replace(FIRST, rank=rank, size=size, nonce=uuid4().hex) for rank in range(size)]
+    assert len({roster.store_prefix for roster in meet(Counting(), hellos)}) == 1
+    assert 0 < max(Counting.sizes) < 100
