@@ -11,14 +11,14 @@ from hashlib import sha256
 from pathlib import Path, PurePath
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch.utils.data import Dataset
 
 from multigpu_cli.checkpoint import files, store
-from multigpu_cli.checkpoint.manifest import BEST
+from multigpu_cli.checkpoint.manifest import BEST, read_manifest
 from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.store import BestWeights, Store, restore_file
 from multigpu_cli.checkpoint.weights import save_weights
@@ -30,14 +30,14 @@ from multigpu_cli.data.images import folder
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.rows.tar import TarStore
+from multigpu_cli.distributed.collectives import all_gather
 from multigpu_cli.distributed.world import World
 from multigpu_cli.faults import replica_check
 from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
 from multigpu_cli.language.chat.records import open_tokens
 from multigpu_cli.language.chat.samples import Chats
-from multigpu_cli.loggers import sender
-from multigpu_cli.monitor import journal as journal_module
+from multigpu_cli.monitor.journal import parse_event
 from multigpu_cli.runtime.precision import Precision
 from tests.commands.runs import event, run_folder
 from tests.support.ranks import run_on_each_rank
@@ -200,11 +200,11 @@ def test_watching_reads_only_what_is_new_in_a_journal(tmp_path: Path, monkeypatc
         if len(looks) == 100:
             monkeypatch.setattr(status, "is_locked", lambda _: False)
 
-    parsed = Mock(wraps=journal_module.parse_event)
+    parsed = Mock(wraps=parse_event)
     monkeypatch.setattr(status, "is_locked", lambda _: True)
     monkeypatch.setattr("time.sleep", look_again)
-    for module in (sender, journal_module):
-        monkeypatch.setattr(module, "parse_event", parsed)
+    for module in ("loggers.sender", "monitor.journal"):
+        monkeypatch.setattr(f"multigpu_cli.{module}.parse_event", parsed)
     status.watch_runs([str(run)], as_json=True, repeat=True)
     assert len(looks) == 100
     assert parsed.call_count == 101, "each line once"
@@ -265,7 +265,7 @@ def test_predictions_are_kept_as_text_and_not_as_numbers() -> None:
 def test_new_best_weights_are_not_looked_for_in_old_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = Mock(wraps=store.read_manifest)
+    read = Mock(wraps=read_manifest)
     monkeypatch.setattr(store, "read_manifest", read)
     for step in range(1, 31):
         (tmp_path / "best.pt").write_bytes(b"%d" % step)
@@ -297,9 +297,8 @@ def test_a_shard_is_not_opened_for_each_label(tmp_path: Path, monkeypatch: pytes
 
 def test_sums_of_equal_replicas_are_not_gathered() -> None:
     def check(world: World) -> int:
-        gather = Mock(wraps=replica_check.all_gather)
-        replica_check.all_gather = gather  # type: ignore[assignment]  # in this process
-        replica_check.check_replicas(torch.nn.Linear(2, 2).requires_grad_(False).apply(fill), world, 1)
+        with patch.object(replica_check, "all_gather", wraps=all_gather) as gather:
+            replica_check.check_replicas(torch.nn.Linear(2, 2).requires_grad_(False).apply(fill), world, 1)
         return gather.call_count
 
     def fill(module: torch.nn.Module) -> None:

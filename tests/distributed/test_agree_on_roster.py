@@ -117,7 +117,7 @@ def test_who_does_not_arrive_is_named() -> None:
 
 
 def test_what_ranks_poll_does_not_grow_with_their_number() -> None:
-    class Counting(dist.HashStore):  # type: ignore[misc]
+    class Counting(dist.HashStore):
         sizes: ClassVar[list[int]] = []
 
         def get(self, key: str) -> bytes:
