@@ -133,7 +133,6 @@ def parse_export_target(to: str, checkpoint: str, format: str | None = None) -> 
 
 
 def _find_export_packages(to: str, format: str | None) -> tuple[str, ...]:
-    """What has to be installed for a format."""
     suffix = Path(to).suffix
     if format is None and suffix not in _EXPORT_PACKAGES:
         raise RequestError(

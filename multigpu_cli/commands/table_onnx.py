@@ -57,7 +57,9 @@ def add_preprocessing(network: bytes, source: DataSource, task: str) -> bytes:
     model = onnx.compose.add_prefix(onnx.load_from_string(network), "network/")
     before = _Nodes("table")
     _add_features(before, table)
-    places = [_declare(name, at in table.numeric) for at, name in enumerate(table.columns)]
+    kinds = [TensorProto.DOUBLE if at in table.numeric else TensorProto.STRING for at in range(len(table.columns))]
+    pairs = zip(table.columns, kinds, strict=True)
+    places = [helper.make_tensor_value_info(name, kind, ["batch"]) for name, kind in pairs]
     features = helper.make_tensor_value_info("table/features", TensorProto.FLOAT, ["batch", source.input_shape[0]])
     graph = helper.make_graph(before.nodes, "table", places, [features], before.constants)
     versions = [*model.opset_import, helper.make_opsetid(*_LABELS)]
@@ -76,10 +78,6 @@ def list_raw_inputs(table: TableFeatures) -> dict[str, np.ndarray]:
         numbers = [np.nan if (value := to_number(cell)) is None else value for cell in cells]
         found[name] = np.array(numbers, dtype=np.float64) if at in table.numeric else np.array(cells, dtype=object)
     return found
-
-
-def _declare(name: str, is_number: bool) -> Any:
-    return helper.make_tensor_value_info(name, TensorProto.DOUBLE if is_number else TensorProto.STRING, ["batch"])
 
 
 def _add_features(nodes: _Nodes, table: TableFeatures) -> None:
@@ -116,7 +114,9 @@ def _add_words(nodes: _Nodes, column: Mapping[str, Any]) -> str:
     other = count if column["other"] is None else column["other"]
     places = {word: place for place, words in enumerate(column["words"]) for word in words}
     if GAP in places:
-        places |= dict.fromkeys(_spell_missing(), places[GAP])
+        # the words that stand for nothing, in small and capital letters
+        spelled = (product(*zip(word, word.upper(), strict=True)) for word in list_missing_words())
+        places |= dict.fromkeys(sorted({"".join(letters) for each in spelled for letters in each}), places[GAP])
     number = nodes.add(
         "LabelEncoder",
         column["column"],
@@ -126,12 +126,6 @@ def _add_words(nodes: _Nodes, column: Mapping[str, Any]) -> str:
         default_int64=other,
     )
     return nodes.add("Gather", nodes.constant(np.eye(count + 1, count), np.float32), number, axis=0)
-
-
-def _spell_missing() -> list[str]:
-    """The words that stand for nothing, in small and capital letters."""
-    spelled = (product(*zip(word, word.upper(), strict=True)) for word in list_missing_words())
-    return sorted({"".join(letters) for each in spelled for letters in each})
 
 
 def _add_predictions(graph: Any, source: DataSource, task: str) -> None:

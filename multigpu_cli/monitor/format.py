@@ -97,7 +97,9 @@ def format_confusion_table(
     """The counts, true classes down and predicted ones across (by index), if the table fits."""
     count = len(confusion)
     head = ["true \\ predicted", *(str(at) for at in range(count))]
-    table = _align([head, *([_index_class(class_names, at), *map(str, row)] for at, row in enumerate(confusion))])
+    names = [_name_class(class_names, at) for at in range(count)]
+    labels = [name if name == str(at) else f"{at} {name}" for at, name in enumerate(names)]
+    table = _align([head, *([label, *map(str, row)] for label, row in zip(labels, confusion, strict=True))])
     yield ""
     if count > _MANY_CLASSES or (width is not None and any(len(line) > width for line in table)):
         yield f" the confusion matrix of {count} classes is in summary.json"
@@ -160,10 +162,6 @@ def _status(summary: Mapping[str, Any]) -> str:
 def _name_class(class_names: Sequence[str], at: int) -> str:
     name = class_names[at] if at < len(class_names) else str(at)
     return name if len(name) <= _WIDEST_NAME else f"{name[: _WIDEST_NAME - 1]}…"
-
-
-def _index_class(class_names: Sequence[str], at: int) -> str:
-    return str(at) if (name := _name_class(class_names, at)) == str(at) else f"{at} {name}"
 
 
 def _align(table: Sequence[Sequence[str]]) -> list[str]:

@@ -139,7 +139,6 @@ class TensorBoard:
             self.close()
 
     def _head(self) -> Iterator[Any]:
-        """The first events of each file."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from torch.utils.tensorboard.summary import custom_scalars
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from multigpu_cli.commands.plan.without_weights import count_kept_bytes
+from multigpu_cli.commands.plan.from_config import count_kept_bytes
 from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
 from multigpu_cli.language.token_losses import TokenTargets
 from multigpu_cli.models.build import build_model, find_adapter

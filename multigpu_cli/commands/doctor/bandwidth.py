@@ -166,7 +166,6 @@ def _sums_correctly(world: World) -> bool:
 
 
 def _time_allreduce(world: World, size: int, group: dist.ProcessGroup | None = None) -> float:
-    """The median time of one all-reduce of so many bytes."""
     return _time_collective(world, size, lambda value: dist.all_reduce(value, group=group), group)
 
 

@@ -16,8 +16,8 @@ import torch
 from multigpu_cli.commands.doctor import bandwidth, gpus, network, system
 from multigpu_cli.commands.doctor.findings import Finding, choose_exit_code
 from multigpu_cli.commands.doctor.gpus import MachineFacts, find_gpu_processes
+from multigpu_cli.commands.plan.from_config import FILLED, ConfigEstimate, estimate_training
 from multigpu_cli.commands.plan.measure import build_probed
-from multigpu_cli.commands.plan.without_weights import FILLED, Outline, outline_training
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.load import uses_environments
@@ -137,8 +137,8 @@ def check_model(config: Config) -> Iterator[Finding]:
     if uses_environments(config):
         yield Finding("model", "ok", "it acts in environments: there is nothing to try before the first rollouts")
         return
-    if outline := outline_training(config):
-        yield judge_outline(outline)
+    if estimate := estimate_training(config):
+        yield judge_estimate(estimate)
         return
     placement = place_on_one_device(config.device)
     world = World(placement.devices[0])
@@ -167,22 +167,22 @@ def check_model(config: Config) -> Iterator[Finding]:
             yield Finding("model", "fail", error.problem, error.remedy)
 
 
-def judge_outline(outline: Outline) -> Finding:
+def judge_estimate(estimate: ConfigEstimate) -> Finding:
     """Whether a pretrained model fits that was not run."""
-    memory, rows, capacity, fits = outline.memory, outline.rows, outline.capacity, outline.fits
-    kept = f"{format_bytes(memory.activations(rows))} for --batch-size {rows} of {outline.tokens:,} tokens"
+    memory, rows, capacity, fits = estimate.memory, estimate.rows, estimate.capacity, estimate.fits
+    kept = f"{format_bytes(memory.activations(rows))} for --batch-size {rows} of {estimate.tokens:,} tokens"
     evidence = (
-        f"{outline.folder}, {outline.parameters:,} parameters ({outline.trained:,} trained): "
-        f"{format_bytes(outline.state_bytes)} for weights, gradients and the optimizer, "
-        + (f"activations not counted ({outline.activations})" if outline.activations else kept)
-        + f"\ncomputed from config.json, not measured: {outline.reason}"
-        + "; the weights are counted whole, which take less in 4 bits" * outline.quantized
+        f"{estimate.folder}, {estimate.parameters:,} parameters ({estimate.trained:,} trained): "
+        f"{format_bytes(estimate.state_bytes)} for weights, gradients and the optimizer, "
+        + (f"activations not counted ({estimate.activations})" if estimate.activations else kept)
+        + f"\ncomputed from config.json, not measured: {estimate.reason}"
+        + "; the weights are counted whole, which take less in 4 bits" * estimate.quantized
     )
-    numbers = {"state_bytes": outline.state_bytes, "capacity": capacity, "largest_batch": fits}
+    numbers = {"state_bytes": estimate.state_bytes, "capacity": capacity, "largest_batch": fits}
     if capacity is None:
         return Finding("model", "not checked", f"no GPU here to compare with: {evidence}", numbers=numbers)
     evidence = f"{evidence}; the GPU has {format_bytes(capacity)}"
-    if outline.state_bytes > FILLED * capacity or fits == 0:
+    if estimate.state_bytes > FILLED * capacity or fits == 0:
         fix = "--multi-gpu fsdp over several GPUs; --adapter lora; a shorter --max-length with --grad-checkpointing"
         return Finding("model", "fail", evidence, fix, numbers)
     if fits is not None and fits < rows:

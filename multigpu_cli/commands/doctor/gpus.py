@@ -89,7 +89,6 @@ def _check_versions(facts: MachineFacts) -> Finding:
 
 
 def _check_visibility(facts: MachineFacts) -> Iterator[Finding]:
-    """Whether torch sees the GPUs that are there."""
     if facts.no_nvml and not facts.visible:
         yield Finding("GPUs", "not checked", f"torch sees none ({facts.no_nvml})")
         return

@@ -90,13 +90,17 @@ def _write(
         settings["dtype"] = "float32"
     tokens = _draw_tokens(run)
     live = _Live(origin, base, settings, tokens, _compute_logits(network, tokens))
-    whole = merge_adapter(network) if kind == "merged" else network
+    whole: Any = merge_adapter(network) if kind == "merged" else network
     with writing_to("--to", target):
         if kind == "adapter":
             _write_adapter(network, draft, base)
-        else:
-            _write_network(whole, draft)
-            _write_config(base, draft, settings["dtype"])
+        else:  # weights in shards, tied ones once, by transformers' own names
+            whole.generation_config = import_transformers().GenerationConfig()  # the model's own may fail its checks
+            whole.save_pretrained(draft, max_shard_size=_SHARD)
+            (draft / "generation_config.json").unlink(missing_ok=True)
+            config = json.loads((base / "config.json").read_bytes())  # the model's own, which other programs know
+            config["torch_dtype" if "torch_dtype" in config else "dtype"] = settings["dtype"]
+            (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         _copy_text_files(base, draft, template)
     return live
 
@@ -157,20 +161,6 @@ def _load_again(draft: Path, kind: str, live: _Live) -> nn.Module:
         warnings.simplefilter("ignore")  # of other versions of transformers
         adapted: nn.Module = peft.PeftModel.from_pretrained(base, str(draft))
     return adapted
-
-
-def _write_network(network: Any, draft: Path) -> None:
-    """Weights in shards, tied ones once, by transformers' own names."""
-    network.generation_config = import_transformers().GenerationConfig()  # the model's own may fail its own checks
-    network.save_pretrained(draft, max_shard_size=_SHARD)
-    (draft / "generation_config.json").unlink(missing_ok=True)
-
-
-def _write_config(base: Path, draft: Path, dtype: str) -> None:
-    """The model's own config.json, which other programs know, with the format of these weights."""
-    config = json.loads((base / "config.json").read_bytes())
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_adapter(network: nn.Module, draft: Path, base: Path) -> None:

@@ -134,7 +134,6 @@ def _measure_together(config: Config, workers: int) -> tuple[StepTimes, Link]:
 
 
 def _measure_sharded(config: Config, sharding: Sharding, workers: int) -> StepTimes:
-    """Times of one of several processes that take sharded steps of one micro-batch on each."""
     size, _ = sharding.split_workers(workers)
     own = replace_settings(config, {"nproc_per_node": None, "shard_size": size if size < workers else None})
     placement = Placement("fsdp", (torch.device("cpu"),) * workers, workers, "plan")
@@ -312,7 +311,6 @@ class _PhaseTimer:
         self._groups = groups
 
     def mark(self) -> None:
-        """Record the end of a phase."""
         self._wait()
         counted = self._groups.gathering + self._groups.reducing if self._groups else 0.0
         self._marks.append(time.perf_counter() - counted)
@@ -323,7 +321,6 @@ class _PhaseTimer:
             self.mark()
 
     def backward_done(self, gradients: Callable[[], list[Tensor]]) -> None:
-        """Record the end of backward."""
         self.mark()
 
     def read(self) -> list[float]:

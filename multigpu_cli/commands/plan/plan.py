@@ -11,8 +11,8 @@ import torch
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.doctor.bandwidth import measure_in_workers
 from multigpu_cli.commands.options import writing_to
+from multigpu_cli.commands.plan.from_config import FILLED, ConfigEstimate, estimate_training
 from multigpu_cli.commands.plan.measure import SingleWorkerProfile, measure_worker
-from multigpu_cli.commands.plan.without_weights import FILLED, Outline, outline_training
 from multigpu_cli.commands.requests import parse_option, parse_worker_counts
 from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.config.types import integer, number
@@ -85,8 +85,8 @@ def parse_plan_request(
 @interruptible()
 def make_plan(config: Config, request: PlanRequest) -> Forecast:
     """Measure one worker and the wire, and forecast other numbers of workers."""
-    if outline := outline_training(config):
-        return _as_forecast(outline, config)
+    if estimate := estimate_training(config):
+        return _as_forecast(estimate, config)
     alone = measure_worker(config, request.workers)
     network, rests_on = _choose_network(request, alone)
     rows = forecast_rows(alone, config, request.workers, network, noise_scale=request.noise_scale, price=request.price)
@@ -109,22 +109,21 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
     return Forecast(about, alone.memory, components.plan.batches.micro_batch, capacity, rows, notes, sharded)
 
 
-def _as_forecast(outline: Outline, config: Config) -> Forecast:
-    """A plan of which nothing is measured."""
+def _as_forecast(estimate: ConfigEstimate, config: Config) -> Forecast:
     about = {
-        "model": str(outline.folder),
+        "model": str(estimate.folder),
         "data": "rows of text",
-        "parameters": outline.parameters,
-        "trained": outline.trained,
-        "device": outline.device,
-        "tokens": outline.tokens,
-        "activations_counted": not outline.activations,
+        "parameters": estimate.parameters,
+        "trained": estimate.trained,
+        "device": estimate.device,
+        "tokens": estimate.tokens,
+        "activations_counted": not estimate.activations,
         "works": {},
     }
-    notes = list(outline.describe())
+    notes = list(estimate.describe())
     if config.checkpoint.save_dir is not None:
         notes.append("--save-dir: nothing is written there, since a report compares a run with measured plans only")
-    return Forecast(about, outline.memory, outline.rows, outline.capacity, [], notes, [])
+    return Forecast(about, estimate.memory, estimate.rows, estimate.capacity, [], notes, [])
 
 
 def forecast_rows(
@@ -235,7 +234,7 @@ def format_plan(forecast: Forecast) -> Iterator[str]:
     listed = ", ".join(f"{format_bytes(value)} {name}" for name, value in parts.items())
     stored = f"{format_bytes(memory.activations(size))} kept for backward by a micro-batch of {size}"
     if not forecast.rows:
-        yield from _format_outline(forecast, listed)
+        yield from _format_estimate(forecast, listed)
         return
     yield f"memory   {format_bytes(memory.total_bytes(size))} a device: {listed}, {stored}"
     if forecast.capacity:
@@ -262,7 +261,7 @@ def format_plan(forecast: Forecast) -> Iterator[str]:
     yield from (f"note: {note}" for note in forecast.notes)
 
 
-def _format_outline(forecast: Forecast, listed: str) -> Iterator[str]:
+def _format_estimate(forecast: Forecast, listed: str) -> Iterator[str]:
     """Memory that was computed, where nothing could be measured."""
     memory, capacity = forecast.memory, forecast.capacity
     of_all = f" of {format_bytes(capacity)}" if capacity else ""

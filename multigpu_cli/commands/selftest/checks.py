@@ -332,8 +332,8 @@ def measure_mixing(process: SelftestProcess, stack: ExitStack) -> Measured:
         batch = checksums.map_batch(pair, itemgetter(order))
         batch = replace(batch, sample_indices=pair.sample_indices[order], tokens=None)
         seed_micro_batch(process.config.reproducibility.seed, EVAL_EPOCH, 0, process.world.device)
-        recorder = checksums.ActivationRecorder(model, _list_rows)
-        with eval_mode(model), recorder as outputs, components.state.precision.autocast():
+        recording = checksums.record_outputs(model, _list_rows)
+        with eval_mode(model), recording as outputs, components.state.precision.autocast():
             components.task.measure(model, batch)
         kinds |= {module: kind for module, kind, _ in outputs}
         passes[name] = {(module, *place): found for module, _, rows in outputs for place, found in rows.items()}

@@ -14,7 +14,6 @@ from multigpu_cli.checkpoint.pieces import deserialize, serialize
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.commands.selftest.checks import measure_mixing
 from multigpu_cli.commands.selftest.process import (
-    ActivationRecorder,
     Measured,
     SelftestProcess,
     compute_checksums,
@@ -22,6 +21,7 @@ from multigpu_cli.commands.selftest.process import (
     hash_state,
     map_batch,
     max_difference,
+    record_outputs,
     split_batch,
 )
 from multigpu_cli.data.collate import unwrap_dataset
@@ -58,7 +58,6 @@ def measure_reference(process: SelftestProcess, stack: ExitStack) -> Measured:
 
 
 def _compute_definitions(components: TrainComponents) -> Measured:
-    """In the first step of an epoch and in its last."""
     steps = {"first": 0, "last": components.plan.batches.steps_per_epoch - 1}
     return {which: _compute_definition(components, number) for which, number in steps.items()}
 
@@ -150,7 +149,6 @@ def _measure_step(run: Run, number: int) -> Measured:
 
 
 def _mean_loss(run: Run, outcome: StepResult) -> float:
-    """The loss of a step, over all workers."""
     sums = outcome.losses_by_micro_batch(run.world.device)
     return fsum(torch.cat(all_gather(run.world, sums)).tolist()) / max(1, int(run.loss_normalizer.last))
 
@@ -290,7 +288,7 @@ def measure_model(process: SelftestProcess, stack: ExitStack) -> Measured:
     for _ in range(2):
         state.restore(start, "selftest")
         seed_micro_batch(process.config.reproducibility.seed, 0, batch.micro_batch_index, device)
-        with ActivationRecorder(state.model) as outputs, state.precision.autocast(), torch.no_grad():
+        with record_outputs(state.model) as outputs, state.precision.autocast(), torch.no_grad():
             loss = components.task.loss_sum(state.model, batch)
         twice.append([*outputs, ["loss", type(components.task).__name__, compute_checksums(loss)]])
     return {"weights": fingerprint(start["model"]), "outputs": twice[0], "again": twice[1]}

@@ -1,8 +1,9 @@
 """One process of the selftest, the only worker or one of several; and the checksums that it compares."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -93,28 +94,21 @@ def compute_checksums(value: Any) -> list[float]:
     return numbers
 
 
-class ActivationRecorder:
-    """Records [name, kind, checksums] of each module's output, in the order in which the modules finish."""
+@contextmanager
+def record_outputs(model: nn.Module, describe: Callable[[Any], Any] = compute_checksums) -> Iterator[list[Any]]:
+    """[name, kind, description] of each module's output inside, in the order in which the modules finish."""
+    outputs: list[Any] = []
 
-    def __init__(self, model: nn.Module, describe: Callable[[Any], Any] = compute_checksums) -> None:
-        self._model, self._describe = model, describe
-        self._hooks: list[Any] = []
-        self._outputs: list[Any] = []
+    def record(name: str, module: nn.Module, _: Any, output: Any) -> None:
+        outputs.append([name, type(module).__name__, describe(output)])
 
-    def __enter__(self) -> list[Any]:
-        for name, module in self._model.named_modules():
-            self._hooks.append(module.register_forward_hook(self._record_into(name or "the model")))
-        return self._outputs
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
+    named = model.named_modules()
+    hooks = [module.register_forward_hook(partial(record, name or "the model")) for name, module in named]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
             hook.remove()
-
-    def _record_into(self, name: str) -> Callable[..., None]:
-        def record(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._outputs.append([name, type(module).__name__, self._describe(output)])
-
-        return record
 
 
 def is_close(one: list[float], other: list[float], tolerance: float = 1e-5) -> bool:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 import main_multi_gpu
 from multigpu_cli.commands.selftest import selftest
 from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, relative_distance, run_checks
-from multigpu_cli.commands.selftest.process import ActivationRecorder, compute_checksums, hash_state, is_close
+from multigpu_cli.commands.selftest.process import compute_checksums, hash_state, is_close, record_outputs
 from multigpu_cli.commands.selftest.selftest import Report, format_report, measure_as_worker, run_selftest
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
@@ -421,7 +421,7 @@ def test_bits_are_of_tensors_and_numbers_and_leave_clocks_out() -> None:
 
 def test_hooks_do_not_stay() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    with ActivationRecorder(model) as heard:
+    with record_outputs(model) as heard:
         model(torch.ones(1, 2))
     model(torch.ones(1, 2))
     assert [name for name, _, _ in heard] == ["0", "the model"]

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.commands.doctor.doctor import check_model, judge_outline
-from multigpu_cli.commands.plan import without_weights
+from multigpu_cli.commands.doctor.doctor import check_model, judge_estimate
+from multigpu_cli.commands.plan import from_config
+from multigpu_cli.commands.plan.from_config import ConfigEstimate, estimate_training
 from multigpu_cli.commands.plan.plan import format_plan, make_plan, parse_plan_request
-from multigpu_cli.commands.plan.without_weights import Outline, outline_training
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.planning.memory import Memory
 from tests.support.tiny_language_models import make_model_folder
@@ -49,7 +49,7 @@ def test_the_memory_of_a_model_whose_weights_are_not_there_yet(tmp_path: Path, m
     def failing(*_: object) -> None:
         raise ValueError("no values")
 
-    monkeypatch.setattr(without_weights, "count_kept_bytes", failing)
+    monkeypatch.setattr(from_config, "count_kept_bytes", failing)
     config = resolve(flags | {"adapter": "lora", "model.args": {"quantize": "4bit"}}, (), None)
     text = "\n".join(format_plan(make_plan(config, REQUEST)))
     assert "weights are counted whole" in text
@@ -61,7 +61,7 @@ def test_the_memory_of_a_model_whose_weights_are_not_there_yet(tmp_path: Path, m
 
 def test_the_verdict_follows_from_the_memory_of_the_gpu() -> None:
     memory = Memory(weights=600, gradients=100, optimizer=200, fixed=100, per_sample=50)
-    outline = Outline(Path("m"), "no weights", 9, 3, memory, 4, 64, "", "a GPU", None, quantized=False)
+    estimate = ConfigEstimate(Path("m"), "no weights", 9, 3, memory, 4, 64, "", "a GPU", None, quantized=False)
     for capacity, activations, verdict, batch in (
         (2000, "", "ok", 16),
         (1300, "", "warn", 3),
@@ -70,14 +70,14 @@ def test_the_verdict_follows_from_the_memory_of_the_gpu() -> None:
         (1150, "not known", "ok", None),
         (990, "not known", "fail", None),
     ):
-        found = judge_outline(replace(outline, capacity=capacity, activations=activations))
+        found = judge_estimate(replace(estimate, capacity=capacity, activations=activations))
         assert (found.verdict, found.numbers and found.numbers["largest_batch"]) == (verdict, batch)
         assert bool(found.fix) == (verdict != "ok")
-    assert judge_outline(outline).verdict == "not checked"
+    assert judge_estimate(estimate).verdict == "not checked"
 
 
 def test_data_that_are_there_are_measured(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model")
     (tmp_path / "data.jsonl").write_text('{"text": "one"}\n')
     flags = {"model": "pretrained", "model_dir": str(folder), "data": "chat", "data_dir": str(tmp_path / "data.jsonl")}
-    assert outline_training(resolve(flags, (), None)) is None
+    assert estimate_training(resolve(flags, (), None)) is None

@@ -30,7 +30,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Outline:
+class ConfigEstimate:
     """What a training takes of each device, computed and not measured.
 
     Attributes:
@@ -79,7 +79,7 @@ class Outline:
             yield f"this does not fit {format_bytes(self.capacity)}: --multi-gpu fsdp divides it over the workers"
 
 
-def outline_training(config: Config) -> Outline | None:
+def estimate_training(config: Config) -> ConfigEstimate | None:
     """What a training of --model-dir would take, if its weights or its data are not there yet; else None."""
     if not is_pretrained(config) or config.model.dir is None:
         return None
@@ -90,7 +90,7 @@ def outline_training(config: Config) -> Outline | None:
     reason = "there is no --data-dir" if has_weights(folder) else f"{folder} has no weights"
     device = usable_gpus(config.device)
     place = cuda_devices(device[:1])[0] if device else torch.device("cpu")
-    model, tokens = _outline_model(config), config.data.max_length or find_places(load_config(folder))
+    model, tokens = _build_on_meta(config), config.data.max_length or find_places(load_config(folder))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     memory, activations = (
@@ -100,7 +100,7 @@ def outline_training(config: Config) -> Outline | None:
     if tokens:
         dtype = _DTYPES.get(choose_precision(config.precision.amp, place).name)
         memory, activations = _add_activations(memory, model, tokens, dtype, pairs=config.task.name == "dpo")
-    return Outline(
+    return ConfigEstimate(
         folder,
         reason,
         parameters=parameters,
@@ -115,7 +115,7 @@ def outline_training(config: Config) -> Outline | None:
     )
 
 
-def _outline_model(config: Config) -> nn.Module:
+def _build_on_meta(config: Config) -> nn.Module:
     """The network that would be trained, with its adapter, on the meta device: it takes no memory."""
     offered = {"model_dir": config.model.dir, "seed": config.reproducibility.seed}
     model, reason = build_on_meta(lambda: build_model(config.model, "pretrained", offered, adapt=find_adapter(config)))
