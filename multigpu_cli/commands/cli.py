@@ -118,7 +118,7 @@ def doctor(context: typer.Context, **values: Any) -> int:
     """Check this machine: versions, GPUs, connections, disk; and whether a model fits. Exit code 1: not fit."""
     config = _read_config(context, values, allow_launcher=True)
     from multigpu_cli.commands.doctor.doctor import run_doctor
-    from multigpu_cli.commands.doctor.findings import format_findings
+    from multigpu_cli.commands.doctor.system import format_findings
 
     findings, code = run_doctor(config, context.obj)
     if findings:

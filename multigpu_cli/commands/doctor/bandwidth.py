@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multigpu_cli.commands.doctor.findings import Finding, warn_if
+from multigpu_cli.commands.doctor.system import Finding, warn_if
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.distributed.collectives import all_reduce_max
 from multigpu_cli.distributed.placement import Placement

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from multigpu_cli.commands.doctor import bandwidth, gpus, network, system
-from multigpu_cli.commands.doctor.findings import Finding, choose_exit_code
 from multigpu_cli.commands.doctor.gpus import MachineFacts, find_gpu_processes
+from multigpu_cli.commands.doctor.system import Finding, choose_exit_code
 from multigpu_cli.commands.plan.from_config import FILLED, ConfigEstimate, estimate_training
 from multigpu_cli.commands.plan.measure import build_probed
 from multigpu_cli.config.resume_rules import replace_settings

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
-from multigpu_cli.commands.doctor.findings import Finding, warn_if
+from multigpu_cli.commands.doctor.system import Finding, warn_if
 from multigpu_cli.monitor.gpu import Gpu
 
 _GIB = 2.0**30

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch.distributed import Store
 
-from multigpu_cli.commands.doctor.findings import Finding, warn_if
+from multigpu_cli.commands.doctor.system import Finding, warn_if
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.data.load import open_data

@@ -10,7 +10,7 @@ import pytest
 import main_multi_gpu
 from multigpu_cli.commands.doctor import bandwidth
 from multigpu_cli.commands.doctor.doctor import add_nvml_facts, gather_facts, run_checks
-from multigpu_cli.commands.doctor.findings import Finding, format_findings
+from multigpu_cli.commands.doctor.system import Finding, format_findings
 from multigpu_cli.commands.options import print_result
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.distributed.placement import Placement

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.commands.doctor.gpus import GpuProcessInfo, MachineFacts, check_gpus
+from multigpu_cli.commands.doctor.system import Finding
 from multigpu_cli.monitor.gpu import list_gpus, read_driver, read_links
 from tests.support.fake_nvml import GIB, Nvml, a100, t4
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from multigpu_cli.commands.doctor.findings import Finding
 from multigpu_cli.commands.doctor.network import ConnectionResult, judge_nodes, list_versions
+from multigpu_cli.commands.doctor.system import Finding
 
 
 def node(rank: int, **changed: Any) -> dict[str, Any]:
