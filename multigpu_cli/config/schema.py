@@ -2,15 +2,26 @@
 
 A setting's key (in YAML and --set) is its flag in snake_case: --batch-size is batch_size. Those with a dot in their
 key have no flag: the free-form arguments of the parts (data.args.*, and so for model, task, optimizer, schedule, metric
-and hook), and what few people need, such as optimizer.rates.
+and hook), and what few people need, such as optimizer.rates. Settings of a section that is FREE may differ on resume.
 """
 
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from typing import Any
 
 from multigpu_cli.config import types
-from multigpu_cli.config.types import ClassWeights, ParameterGroup, Setting, arguments, choice, integer, number, setting
+from multigpu_cli.config.types import (
+    ClassWeights,
+    ParameterGroup,
+    Setting,
+    arguments,
+    choice,
+    flag,
+    integer,
+    number,
+    setting,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,25 +29,14 @@ class DeviceConfig:
     """Strategy, GPUs and processes."""
 
     PANEL = "Devices"
-    multi_gpu: str = setting("multi_gpu", "auto", types.multi_gpu, "how several GPUs share the work", free=True)
-    gpu_ids: tuple[int, ...] | None = setting(
-        "gpu_ids", None, types.gpu_ids, "which GPUs, for dp and self-launched ddp or fsdp", free=True
-    )
-    nproc_per_node: int | None = setting(
-        "nproc_per_node", None, integer(1, 1024), "processes of a self-launched ddp (default: one per GPU)", free=True
-    )
-    reshard: str = setting(
-        "reshard",
-        "forward",
-        choice("forward", "step"),
-        "fsdp: free gathered weights after each pass, or step",
-        free=True,
-    )
-    shard_size: int | None = setting(
-        "shard_size", None, integer(2), "fsdp: shard within groups of N workers, replicate between them", free=True
-    )
+    FREE = True
+    multi_gpu: str = flag("auto", types.multi_gpu, "how several GPUs share the work")
+    gpu_ids: tuple[int, ...] | None = flag(None, types.gpu_ids, "which GPUs, for dp and self-launched ddp or fsdp")
+    nproc_per_node: int | None = flag(None, integer(1, 1024), "processes of a self-launched ddp (default: one per GPU)")
+    reshard: str = flag("forward", choice("forward", "step"), "fsdp: free gathered weights after each pass, or step")
+    shard_size: int | None = flag(None, integer(2), "fsdp: shard within groups of N workers, replicate between them")
     wrap: tuple[str, ...] = setting(
-        "strategy.wrap", (), types.patterns, "fsdp: modules gathered as one (default: blocks)", free=True
+        "strategy.wrap", (), types.patterns, "fsdp: modules gathered as one (default: blocks)"
     )
 
 
@@ -51,12 +51,10 @@ class DataConfig:
         "data.inputs", None, integer(1, 1000), "so many parts of a sample are inputs, the others targets (default: 1)"
     )
     dir: str | None = setting("data_dir", None, types.path, "folder or file that holds the dataset", free=True)
-    mode: str = setting(
-        "mode", "flatten", choice("flatten", "average", "first"), "several channels: all, their mean, or the first"
+    mode: str = flag(
+        "flatten", choice("flatten", "average", "first"), "several channels: all, their mean, or the first"
     )
-    num_workers: int | str = setting(
-        "num_workers", "auto", integer(0, 1024, word="auto"), "loader processes per worker", free=True
-    )
+    num_workers: int | str = flag("auto", integer(0, 1024, word="auto"), "loader processes per worker", free=True)
     on_device: str = setting(
         "data_on_device", "auto", choice("auto", "on", "off"), "keep the dataset in GPU memory", free=True
     )
@@ -72,11 +70,9 @@ class DataConfig:
     rand_augment: int | None = setting(
         "data.rand_augment", None, integer(0, 30), "torchvision's RandAugment of training images: its magnitude, e.g. 9"
     )
-    max_length: int | None = setting(
-        "max_length", None, integer(2), "chat: tokens of a sample or pack (default: the model's places)"
-    )
-    packing: str = setting(
-        "packing", "on", choice("on", "off"), "chat: several samples in a row; pairs of preferences never share one"
+    max_length: int | None = flag(None, integer(2), "chat: tokens of a sample or pack (default: the model's places)")
+    packing: str = flag(
+        "on", choice("on", "off"), "chat: several samples in a row; pairs of preferences never share one"
     )
     shuffle_block: int | None = setting(
         "data.shuffle_block", None, integer(1), "neighbours shuffled as a block (default: 1; of 2^24 rows or more 4096)"
@@ -100,17 +96,15 @@ class ModelConfig:
     )
     dir: str | None = setting("model_dir", None, types.path, "folder of a pretrained model of transformers", free=True)
     args: dict[str, Any] = arguments("model.args")
-    sync_bn: bool = setting("sync_bn", False, types.switch, "BatchNorm statistics over all GPUs (SyncBatchNorm)")
-    grad_checkpointing: bool = setting(
-        "grad_checkpointing", False, types.switch, "recompute activations in backward: less memory, more time"
-    )
-    freeze: tuple[str, ...] = setting("freeze", (), types.patterns, "parameters kept as they are, e.g. 'features.*'")
+    sync_bn: bool = flag(False, types.switch, "BatchNorm statistics over all GPUs (SyncBatchNorm)")
+    grad_checkpointing: bool = flag(False, types.switch, "recompute activations in backward: less memory, more time")
+    freeze: tuple[str, ...] = flag((), types.patterns, "parameters kept as they are, e.g. 'features.*'")
     unfreeze_at: int | None = setting(
         "model.unfreeze_at", None, integer(2, 10**9), "what --freeze kept learns from this epoch on, counted from 1"
     )
-    init_from: str | None = setting("init_from", None, types.path, "start from the weights in this file or folder")
-    init_partial: bool = setting("init_partial", False, types.switch, "what --init-from lacks stays as initialised")
-    compile: str = setting("compile", "off", choice("off", "default", "reduce-overhead"), "torch.compile")
+    init_from: str | None = flag(None, types.path, "start from the weights in this file or folder")
+    init_partial: bool = flag(False, types.switch, "what --init-from lacks stays as initialised")
+    compile: str = flag("off", choice("off", "default", "reduce-overhead"), "torch.compile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,14 +133,14 @@ class TaskConfig:
     PANEL = "Data, model, task"
     name: str | None = setting("task", None, types.text, "task: a name, or module:Class (default: the dataset's)")
     args: dict[str, Any] = arguments("task.args")
-    label_smoothing: float = setting("label_smoothing", 0.0, number(0, 1, below=True), "softens one-hot targets")
+    label_smoothing: float = flag(0.0, number(0, 1, below=True), "softens one-hot targets")
     class_weights: ClassWeights | None = setting(
         "task.class_weights", None, types.class_weights, "a training sample's loss is multiplied by that of its class"
     )
-    num_envs: int | None = setting("num_envs", None, integer(1), "PPO: environments in total")
-    env_group: int | None = setting("env_group", None, integer(1), "PPO: environments that are stepped as one batch")
-    env_steps: int | None = setting("env_steps", None, integer(1), "PPO: length in environment steps", free=True)
-    episodes: int | None = setting("episodes", None, integer(1), "PPO: length in episodes", free=True)
+    num_envs: int | None = flag(None, integer(1), "PPO: environments in total")
+    env_group: int | None = flag(None, integer(1), "PPO: environments that are stepped as one batch")
+    env_steps: int | None = flag(None, integer(1), "PPO: length in environment steps", free=True)
+    episodes: int | None = flag(None, integer(1), "PPO: length in episodes", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +152,8 @@ class MetricConfig:
         "metric", (), types.named_code, "a further metric: a name, or your own as module:function; may be repeated"
     )
     args: dict[str, Any] = arguments("metric.args")
-    best: str | None = setting(
-        "best", None, types.best, "what makes weights the best, e.g. val_macro_f1:max (default: the task's)"
+    best: str | None = flag(
+        None, types.best, "what makes weights the best, e.g. val_macro_f1:max (default: the task's)"
     )
 
 
@@ -168,10 +162,11 @@ class HookConfig:
     """The user's own code that follows a training."""
 
     PANEL = "Logging"
+    FREE = True
     names: tuple[str, ...] = setting(
-        "hook", (), types.named_code, "your own class as module:Class follows the training; repeatable", free=True
+        "hook", (), types.named_code, "your own class as module:Class follows the training; repeatable"
     )
-    args: dict[str, Any] = setting("hook.args", {}, types.args, "arguments", free=True)
+    args: dict[str, Any] = setting("hook.args", {}, types.args, "arguments")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +174,9 @@ class LengthConfig:
     """The length of the run: the limit that is reached first ends it."""
 
     PANEL = "Length and batch"
-    epochs: int = setting("epochs", 20, integer(1, 10**9), "passes over the training data", free=True)
-    max_steps: int | None = setting("max_steps", None, integer(1), "optimizer steps at most", free=True)
-    early_stopping_patience: int | None = setting(
-        "early_stopping_patience", None, integer(1), "stop after N epochs without gain"
-    )
+    epochs: int = flag(20, integer(1, 10**9), "passes over the training data", free=True)
+    max_steps: int | None = flag(None, integer(1), "optimizer steps at most", free=True)
+    early_stopping_patience: int | None = flag(None, integer(1), "stop after N epochs without gain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,13 +187,13 @@ class BatchConfig:
     size: int | str = setting(
         "batch_size", 32, integer(1, 2**31, word="auto"), "samples per device per micro-batch (per GPU)"
     )
-    grad_accum_steps: int | None = setting(
-        "grad_accum_steps", None, integer(1, 2**31), "micro-batches per optimizer step on each device (default: 1)"
+    grad_accum_steps: int | None = flag(
+        None, integer(1, 2**31), "micro-batches per optimizer step on each device (default: 1)"
     )
     global_size: int | None = setting(
         "global_batch_size", None, integer(1, 2**31), "fixes the global batch; accumulation is derived"
     )
-    drop_last: bool = setting("drop_last", False, types.switch, "leave out an epoch's last short global batch")
+    drop_last: bool = flag(False, types.switch, "leave out an epoch's last short global batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,18 +201,16 @@ class RateConfig:
     """The learning rate and its schedule."""
 
     PANEL = "Learning rate and optimizer"
-    lr: float | None = setting("lr", None, number(0, above=True), "the learning rate, used exactly as given")
-    base_lr: float | None = setting(
-        "base_lr", None, number(0, above=True), "rate that suits the base batch, scaled (1e-3 adamw, 0.1 sgd, …)"
+    lr: float | None = flag(None, number(0, above=True), "the learning rate, used exactly as given")
+    base_lr: float | None = flag(
+        None, number(0, above=True), "rate that suits the base batch, scaled (1e-3 adamw, 0.1 sgd, …)"
     )
-    base_batch_size: int = setting("base_batch_size", 32, integer(1), "the batch that --base-lr was made for")
-    lr_scaling: str = setting(
-        "lr_scaling", "auto", choice("auto", "linear", "sqrt", "none"), "auto: linear for sgd, sqrt for Adam's kind"
+    base_batch_size: int = flag(32, integer(1), "the batch that --base-lr was made for")
+    lr_scaling: str = flag(
+        "auto", choice("auto", "linear", "sqrt", "none"), "auto: linear for sgd, sqrt for Adam's kind"
     )
-    warmup_epochs: float | None = setting(
-        "warmup_epochs", None, number(0), "warm-up from near zero (default: 2 epochs or 10 % of the run)"
-    )
-    schedule: str = setting("schedule", "cosine", types.schedule, "how the rate falls after warm-up")
+    warmup_epochs: float | None = flag(None, number(0), "warm-up from near zero (default: 2 epochs or 10 % of the run)")
+    schedule: str = flag("cosine", types.schedule, "how the rate falls after warm-up")
     args: dict[str, Any] = arguments("schedule.args")
 
 
@@ -239,12 +230,12 @@ class OptimizerConfig:
     groups: tuple[ParameterGroup, ...] = setting(
         "optimizer.groups", (), types.groups, "weight_decay and lr_factor of the parameters that patterns match"
     )
-    weight_decay: float = setting("weight_decay", 1e-4, number(0), "on matrices and kernels, not on biases and norms")
-    max_grad_norm: float | str = setting(
-        "max_grad_norm", 1.0, number(0, above=True, word="off"), "clip the global batch's gradient to this norm"
+    weight_decay: float = flag(1e-4, number(0), "on matrices and kernels, not on biases and norms")
+    max_grad_norm: float | str = flag(
+        1.0, number(0, above=True, word="off"), "clip the global batch's gradient to this norm"
     )
-    ema: float | str = setting(
-        "ema", "off", number(0, 1, above=True, below=True, word="off"), "evaluate averaged weights with this decay"
+    ema: float | str = flag(
+        "off", number(0, 1, above=True, below=True, word="off"), "evaluate averaged weights with this decay"
     )
 
 
@@ -253,8 +244,8 @@ class PrecisionConfig:
     """Number formats."""
 
     PANEL = "Precision and reproducibility"
-    amp: str = setting(
-        "amp", "auto", choice("auto", "bf16", "fp16", "off"), "mixed precision; auto: bf16 or fp16 on CUDA, off on CPU"
+    amp: str = flag(
+        "auto", choice("auto", "bf16", "fp16", "off"), "mixed precision; auto: bf16 or fp16 on CUDA, off on CPU"
     )
 
 
@@ -263,8 +254,8 @@ class ReproducibilityConfig:
     """Random seed and exactness."""
 
     PANEL = "Precision and reproducibility"
-    seed: int = setting("seed", 42, integer(0), "of the split, the order, the weights and all randomness")
-    exact: bool = setting("exact", False, types.switch, "the same bits on any number of workers")
+    seed: int = flag(42, integer(0), "of the split, the order, the weights and all randomness")
+    exact: bool = flag(False, types.switch, "the same bits on any number of workers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,15 +263,9 @@ class CommunicationConfig:
     """How workers exchange gradients."""
 
     PANEL = "Communication"
-    find_unused_parameters: bool = setting(
-        "find_unused_parameters", False, types.switch, "for models that skip some parameters in a step"
-    )
-    bucket_cap_mb: int | str = setting(
-        "bucket_cap_mb", "auto", integer(1, 4096, word="auto"), "size of DDP's gradient buckets"
-    )
-    grad_compression: str = setting(
-        "grad_compression", "none", choice("none", "fp16", "bf16", "powersgd"), "compress gradients on the wire"
-    )
+    find_unused_parameters: bool = flag(False, types.switch, "for models that skip some parameters in a step")
+    bucket_cap_mb: int | str = flag("auto", integer(1, 4096, word="auto"), "size of DDP's gradient buckets")
+    grad_compression: str = flag("none", choice("none", "fp16", "bf16", "powersgd"), "compress gradients on the wire")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,16 +273,16 @@ class CheckpointConfig:
     """Run folder, checkpoints and resuming."""
 
     PANEL = "Saving and resuming"
-    save_dir: str | None = setting("save_dir", None, types.path, "run folder (default: checkpoints/NAME/RUN-ID)")
-    resume: str = setting("resume", "auto", types.path, "auto, never, or the run folder or checkpoint to go on from")
+    save_dir: str | None = flag(None, types.path, "run folder (default: checkpoints/NAME/RUN-ID)")
+    resume: str = flag("auto", types.path, "auto, never, or the run folder or checkpoint to go on from")
     every: str | None = setting(
         "checkpoint_every", None, types.every, "optimizer steps or minutes (default: each epoch)", free=True
     )
-    keep: int = setting("keep", 3, integer(1, 10**6), "how many of the newest checkpoints stay", free=True)
-    mirror: str | None = setting(
-        "mirror", None, types.url, "copy of the checkpoints in s3://…, gs://… or file:…, to go on from too", free=True
+    keep: int = flag(3, integer(1, 10**6), "how many of the newest checkpoints stay", free=True)
+    mirror: str | None = flag(
+        None, types.url, "copy of the checkpoints in s3://…, gs://… or file:…, to go on from too", free=True
     )
-    own_code: bool = setting("own_code", False, types.switch, "import code that only a run folder names", free=True)
+    own_code: bool = flag(False, types.switch, "import code that only a run folder names", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,20 +290,17 @@ class LogConfig:
     """Journal, samples of a model, loggers, and sample trace."""
 
     PANEL = "Logging"
-    interval: int = setting("log_interval", 50, integer(1), "optimizer steps between journal lines", free=True)
-    prompts: str | None = setting(
-        "prompts", None, types.path, "chat: file of prompts that the model completes after an epoch", free=True
-    )
-    sample_every: int = setting(
-        "sample_every", 1, integer(1), "chat: epochs between completions of --prompts", free=True
-    )
+    FREE = True
+    interval: int = setting("log_interval", 50, integer(1), "optimizer steps between journal lines")
+    prompts: str | None = flag(None, types.path, "chat: file of prompts that the model completes after an epoch")
+    sample_every: int = flag(1, integer(1), "chat: epochs between completions of --prompts")
     loggers: tuple[str, ...] = setting(
-        "logger", (), types.loggers, "send the journal to mlflow, wandb or your module:Class; several", free=True
+        "logger", (), types.loggers, "send the journal to mlflow, wandb or your module:Class; several"
     )
     logger_wait: float = setting(
-        "logger.wait", 60.0, number(0, 3600), "seconds that loggers may still send when the run has ended", free=True
+        "logger.wait", 60.0, number(0, 3600), "seconds that loggers may still send when the run has ended"
     )
-    trace_samples: bool = setting("trace_samples", False, types.switch, "write sample numbers to a file", free=True)
+    trace_samples: bool = flag(False, types.switch, "write sample numbers to a file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,14 +308,11 @@ class FaultConfig:
     """How the run reacts to faults."""
 
     PANEL = "Faults"
-    nonfinite: str = setting("nonfinite", "skip", choice("skip", "stop"), "a NaN or infinite gradient", free=True)
-    on_oom: str = setting("on_oom", "shrink", choice("shrink", "stop"), "out of memory", free=True)
-    hang_timeout: float = setting(
-        "hang_timeout", 600.0, number(1), "seconds without progress until a rank counts as stuck", free=True
-    )
-    max_restarts: int = setting(
-        "max_restarts", 0, integer(0, 10**6), "restarts after a crash when self-launched", free=True
-    )
+    FREE = True
+    nonfinite: str = flag("skip", choice("skip", "stop"), "a NaN or infinite gradient")
+    on_oom: str = flag("shrink", choice("shrink", "stop"), "out of memory")
+    hang_timeout: float = flag(600.0, number(1), "seconds without progress until a rank counts as stuck")
+    max_restarts: int = flag(0, integer(0, 10**6), "restarts after a crash when self-launched")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,14 +362,14 @@ SECTIONS: dict[str, Any] = {
     part.name: part.default_factory for part in fields(Config) if part.default_factory is not MISSING
 }
 
-SETTINGS = {
-    entry.metadata["key"]: Setting(
-        **entry.metadata,
-        section=section,
-        attribute=entry.name,
-        panel=kind.PANEL,
-        default={} if entry.default is MISSING else entry.default,
-    )
-    for section, kind in SECTIONS.items()
-    for entry in fields(kind)
-}
+
+def _list_settings() -> Iterator[Setting]:
+    for section, kind in SECTIONS.items():
+        for entry in fields(kind):
+            key, free = entry.metadata["key"] or entry.name, entry.metadata["free"] or getattr(kind, "FREE", False)
+            default = {} if entry.default is MISSING else entry.default
+            meta = {**entry.metadata, "key": key, "free": free}
+            yield Setting(**meta, section=section, attribute=entry.name, panel=kind.PANEL, default=default)
+
+
+SETTINGS = {entry.key: entry for entry in _list_settings()}

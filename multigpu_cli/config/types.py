@@ -318,11 +318,16 @@ class Setting(NamedTuple):
 
 
 def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = False) -> Any:
-    """Declare a dataclass field with its flag; one whose key has a dot has none."""
+    """Declare a dataclass field; a setting whose key has a dot has no flag."""
     metadata = {"key": key, "kind": kind, "help": help, "free": free}
     if default == {}:
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def flag(default: Any, kind: ValueType, help: str, *, free: bool = False) -> Any:
+    """Declare a dataclass field whose own name is the key of the setting."""
+    return setting("", default, kind, help, free=free)
 
 
 def arguments(key: str) -> Any:
