@@ -98,11 +98,7 @@ class FromObjects(FromConfig):
     def build_optimizer(
         self, config: Config, plan: Plan, model: nn.Module, strategy: Strategy
     ) -> torch.optim.Optimizer:
-        """The caller's optimizer, with its state on the model's device.
-
-        Raises:
-            RequestError: it does not hold exactly the trainable parameters, or it is LBFGS.
-        """
+        """The caller's optimizer over exactly the trainable parameters, with its state on the model's device."""
         if self.optimizer is None:
             return super().build_optimizer(config, plan, model, strategy)
         if isinstance(self.optimizer, torch.optim.LBFGS):

@@ -249,12 +249,7 @@ def window_steps(steps: int) -> int:
 def run_trainer(
     config: Config, strategy: str, workers: int, steps: int, folder: Path, environ: Mapping[str, str]
 ) -> dict[str, float]:
-    """Run the real trainer for some steps; medians over its journal's windows without the first one.
-
-    Returns:
-        step_ms, the shares data, wire and stragglers, memory of the fullest worker in bytes, and utilisation in per
-        cent, NaN where it is unknown.
-    """
+    """Run the real trainer for some steps; medians over its journal's windows but the first one, NaN where unknown."""
     config = without_setting(config, "nproc_per_node")
     interval = window_steps(steps)
     changes: dict[str, Any] = {

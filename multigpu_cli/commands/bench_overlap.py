@@ -136,11 +136,7 @@ _ENOUGH = 0.95  # of the best rate
 
 @dataclass(frozen=True)
 class LoadingRates:
-    """The measured rates.
-
-    Attributes:
-        rates: samples a second by the number of loader processes, one figure a repetition; 0 alone for data in memory.
-    """
+    """Samples a second by the number of loader processes, one figure a repetition; 0 alone for data in memory."""
 
     where: str
     rates: dict[int, list[float]]

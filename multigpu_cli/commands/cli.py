@@ -320,10 +320,10 @@ def predict(
     from multigpu_cli.commands.requests import parse_csv_target, parse_inference_request
 
     request, target = parse_inference_request(run, given, own_code=own_code), parse_csv_target(out)
-    from multigpu_cli.commands.inference import format_prediction, predict_run  # torch loads here
+    from multigpu_cli.commands.inference import predict_run  # torch loads here
 
-    if prediction := predict_run(request, target):
-        print(format_prediction(prediction))
+    if written := predict_run(request, target):
+        print(written)
 
 
 @app.command(cls=Command)

@@ -34,12 +34,7 @@ _TOLERANCE = 1e-4  # of the largest output; another runtime sums in another orde
 
 @dataclass(frozen=True)
 class RawInputs:
-    """Preprocessing that becomes part of an ONNX file.
-
-    Attributes:
-        add_before: the file of a network → a file of the preprocessing and the network.
-        samples: the raw samples that the network's inputs were computed from, by name of the file's input.
-    """
+    """Preprocessing that becomes part of an ONNX file, and the raw samples that the network's inputs come from."""
 
     add_before: Callable[[bytes], bytes]
     samples: dict[str, Any]

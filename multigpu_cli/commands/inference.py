@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -156,12 +156,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class InferencePass:
-    """One worker's part of a pass.
-
-    Attributes:
-        model: on the worker's device, in evaluation mode.
-        batch_size: samples at once, the same on every worker.
-    """
+    """One worker's part of a pass, its model on its device; every worker takes as many samples at once."""
 
     origin: str
     split: str
@@ -281,35 +276,20 @@ def format_metrics(metrics: dict[str, Any]) -> Iterator[str]:
             yield from format.format_confusion_table(metrics["confusion"], names)
 
 
-class Prediction(NamedTuple):
-    """The table that was written."""
-
-    file: str
-    split: str
-    rows: int
-    weights: str
-
-
-def predict_run(request: InferenceRequest, target: Path) -> Prediction | None:
-    """Write one row for each sample of the split, in order; None on ranks above 0.
+def predict_run(request: InferenceRequest, target: Path) -> str | None:
+    """Write one row for each sample of the split, in order; says what was written, but None on ranks above 0.
 
     Samples may be inputs alone: then the table has no column of targets.
     """
     return run_distributed(request, partial(_write_predictions, target), needs_targets=False)
 
 
-def _write_predictions(target: Path, part: InferencePass) -> Prediction:
+def _write_predictions(target: Path, part: InferencePass) -> str:
     text = _gather_rows(part)
     if part.world.is_main:
         with writing_to("--out", target):
             publish(target, text.encode())
-    return Prediction(str(target), part.split, part.loader.size, part.origin)
-
-
-def format_prediction(prediction: Prediction) -> str:
-    """The file, and which samples and weights it is from."""
-    samples = f"{prediction.rows:,} samples of the {prediction.split} split"
-    return f"{prediction.file}  {samples}, weights from {prediction.weights}"
+    return f"{target}  {part.loader.size:,} samples of the {part.split} split, weights from {part.origin}"
 
 
 def _gather_rows(part: InferencePass) -> str:

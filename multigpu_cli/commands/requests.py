@@ -48,11 +48,7 @@ class InferenceRequest:
 
 
 def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
-    """The settings that the options ask for, by option; None, False and [] where it was not given.
-
-    Raises:
-        RequestError: all that is wrong with the request, as far as that shows without torch.
-    """
+    """The settings of the options; RequestError: all that is wrong with the request, as far as shows without torch."""
     flags = {key: values[key] for key in SETTINGS if values.get(key) not in (None, False, [])}
     wrong = []
     if values.get("no_amp"):

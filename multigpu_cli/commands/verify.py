@@ -43,13 +43,9 @@ class Divergence(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing two runs.
+    """The result of comparing two runs: of their final weights, as fingerprints, and of their journals.
 
-    Attributes:
-        same: the fingerprints of the final weights and buffers are equal.
-        fingerprints: None for a run that was not completed.
-        parting: the first difference between the journals, None where they agree.
-        agreed_until: the last step before it at which both wrote a line; 0 without one.
+    `agreed_until` is the last step before their parting at which both wrote a line, 0 without one.
     """
 
     runs: tuple[str, str]
@@ -69,11 +65,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """The records of one run folder.
-
-    Attributes:
-        lines: (step, order, what) → fields; without the steps that a resume replaced.
-    """
+    """The records of one run; lines are by (step, order, what), without the steps that a resume replaced."""
 
     folder: str
     settings: dict[str, Any]

@@ -14,12 +14,7 @@ PLAN = "plan.json"  # written by `plan --save-dir`, for the report
 
 @dataclass
 class Attempt:
-    """One start of all processes, up to their end.
-
-    Attributes:
-        resumed_at: the step of its checkpoint, 0 without one.
-        end: the `end` event; None while it runs, or if it was killed.
-    """
+    """One start of all processes, up to their end, which is None while it runs, or if it was killed."""
 
     start: Event
     last: float
@@ -117,11 +112,7 @@ def fold_events(events: Iterable[Event]) -> History:
 
 
 def load_history(folder: Path) -> History:
-    """The history of the run in a folder.
-
-    Raises:
-        FileNotFoundError: there is no journal.
-    """
+    """The history of the run in a folder, which must have a journal."""
     return fold_events(read_events(folder / JOURNAL))
 
 

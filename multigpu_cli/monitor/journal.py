@@ -149,11 +149,7 @@ class Journal:
 
 
 def read_events(path: Path | str) -> Iterator[Event]:
-    """The events of a journal in the order written, without incomplete lines.
-
-    Raises:
-        FileNotFoundError: there is no journal.
-    """
+    """The events of a journal, which must exist, in the order written, without incomplete lines."""
     with open(path, encoding="utf-8", errors="replace") as lines:
         yield from (event for line in lines if (event := parse_event(line)))
 

@@ -265,8 +265,7 @@ def probe_connections(
 ) -> dict[str, ConnectionResult]:
     """Each node connects to each other, one pair after the other, so that pairs do not share the network.
 
-    Returns:
-        By "RANK-RANK" of the nodes' first ranks; nothing for a node without an address.
+    The results are by "RANK-RANK" of the nodes' first ranks; there is none for a node without an address.
     """
     store = _get_store(world)
     if listener is not None:

@@ -22,13 +22,7 @@ Verdict = Literal["ok", "warn", "fail", "not checked"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One check.
-
-    Attributes:
-        evidence: what was seen or measured.
-        fix: a command, or what else mends it; empty where nothing is wrong.
-        numbers: the measured figures, for machines.
-    """
+    """One check: what was seen, what mends it ("" where nothing is wrong), and the measured figures, for machines."""
 
     name: str
     verdict: Verdict
@@ -131,9 +125,6 @@ def check_reverse_lookups(seconds: Sequence[float]) -> Finding:
     """torch's store looks up the host name of each connection, at both ends; at its own end one after the other.
 
     If a name server does not answer, each look-up takes five seconds or more, before the first step and in a restart.
-
-    Args:
-        seconds: durations of look-ups of the loopback's name.
     """
     slowest = max(seconds)
     evidence = f"the slowest of {len(seconds)} look-ups of {_LOOPBACK[0]} took {1e3 * slowest:.0f} ms"

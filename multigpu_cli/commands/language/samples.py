@@ -35,14 +35,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class PreviewedSample:
-    """One sample.
-
-    Attributes:
-        place: of its record.
-        length: tokens before it is cut.
-        learned: how many tokens count in the loss.
-        stretches: the text of its tokens, in turn.
-    """
+    """One sample: the place of its record, its tokens before it is cut, those learned, and their text in turn."""
 
     place: str
     length: int
@@ -118,13 +111,9 @@ _REMEDY = "a default of None for these parameters of forward, where text is writ
 
 @dataclass(frozen=True)
 class Sampling:
-    """How text is drawn.
+    """How text is drawn: so many tokens at most, of the `top_k` likeliest only; a temperature of 0 takes the likeliest.
 
-    Attributes:
-        count: tokens at most.
-        temperature: divides the logits; 0 always takes the likeliest token.
-        top_k: draw from this many of the likeliest only.
-        raw: a prompt is text to go on from, also where the model has a chat template.
+    `raw` text is to go on from, also where the model has a chat template.
     """
 
     count: int

@@ -39,13 +39,7 @@ _PHASES = ("data", "forward", "backward", "commit")
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The options of plan beside the settings.
-
-    Attributes:
-        interconnect: measured, or one of the assumed wires; None chooses.
-        price: of one worker's hour.
-        noise_scale: of the gradient, in samples.
-    """
+    """The options of plan: a price of one worker's hour, a noise scale in samples; without interconnect it chooses."""
 
     interconnect: str | None
     workers: list[int]

@@ -30,11 +30,7 @@ class ReportFiles:
 
 
 def write_report(names: Sequence[str], out: str | None, sort_by: str | None = None) -> ReportFiles:
-    """Write the report of these runs: of more than eight a table of all, and the rest about the best eight.
-
-    Args:
-        out: the folder; None takes RUN/report, or for several runs ./report.
-    """
+    """Write the report of these runs, of more than eight a table and the best eight, to RUN/report or ./report."""
     runs = find_runs(names)
     loaded, order = _sort_runs(load_runs(runs), sort_by)
     folder = make_report_dir(runs, out)

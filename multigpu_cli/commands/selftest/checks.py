@@ -39,13 +39,7 @@ class CheckResult(NamedTuple):
 
 
 class Measurements(NamedTuple):
-    """All measurements.
-
-    Attributes:
-        alone: those of one worker.
-        workers: those of each of several; parts are missing where a worker failed before.
-        no_exact: why --exact was not tried; empty where it was.
-    """
+    """What one worker measured, and each of several (parts are missing where it failed); why --exact was not tried."""
 
     alone: Measured
     workers: list[Measured]

@@ -62,11 +62,7 @@ def start_workers(config: Config, placement: Placement, folder: Path) -> None:
 
 
 def run_selftest(config: Config, steps: str, start: Launcher = start_workers) -> Report:
-    """Measure one worker, then several, and compare; only a temporary folder is written.
-
-    Raises:
-        RequestError: the settings can't be tested, or can't be carried out at all.
-    """
+    """Measure one worker, then several, and compare; only a temporary folder is written."""
     length, placement = parse_option(integer(2, 1000), "--steps", steps), _choose_devices(config)
     workers, device = placement.num_processes_to_launch, placement.devices[0]
     precision = agree_on_precision(config.precision.amp, World(device), placement.devices).name
