@@ -64,7 +64,10 @@ def _train(values: Mapping[str, Any]) -> int:
         return 0
     from multigpu_cli.commands.requests import build_config
 
-    screen = _choose_screen(values)
+    if values["verbose"] and (values["quiet"] or values["json"]):
+        other = "--quiet" if values["quiet"] else "--json"
+        raise RequestError(f"--verbose together with {other}", remedy="one of them")
+    screen = next((name for name in ("json", "quiet", "verbose") if values[name]), "normal")
     config = build_config(values, os.environ)
     if values["print_config"]:
         from multigpu_cli.config.sources import dump
@@ -81,14 +84,6 @@ def _train(values: Mapping[str, Any]) -> int:
 def _print_on_main(text: str) -> None:
     if _read_rank() == 0:
         print(text)
-
-
-def _choose_screen(values: Mapping[str, Any]) -> str:
-    if values["verbose"] and (values["quiet"] or values["json"]):
-        raise RequestError(
-            f"--verbose together with {'--quiet' if values['quiet'] else '--json'}", remedy="one of them"
-        )
-    return next((name for name in ("json", "quiet", "verbose") if values[name]), "normal")
 
 
 def _format_version() -> str:

@@ -73,18 +73,14 @@ def _find_obstacle(run: Path) -> str:
     """Why the checkpoints of a run must stay; empty where they may go."""
     if load_summary(run).get("status") != "completed":
         return "not completed, its checkpoints are needed to go on"
-    if not _is_intact(run / "best.pt"):
+    try:
+        with ZipFile(run / "best.pt") as file:  # as torch.save writes them, with checksums
+            intact = file.testzip() is None
+    except (OSError, BadZipFile):
+        intact = False
+    if not intact:
         return "best.pt is missing or damaged, and its checkpoints may hold the best weights"
     return ""
-
-
-def _is_intact(weights: Path) -> bool:
-    """Whether it is a zip file, as torch.save writes them, whose entries match their checksums."""
-    try:
-        with ZipFile(weights) as file:
-            return file.testzip() is None
-    except (OSError, BadZipFile):
-        return False
 
 
 def _remove(found: Cleaning) -> Cleaning:

@@ -88,7 +88,9 @@ def _write(
     if kind != "hf" and settings["dtype"] in ("float16", "bfloat16"):  # what learned is float32 beside it
         network.float()
         settings["dtype"] = "float32"
-    tokens = _draw_tokens(run)
+    samples, length = _TOKENS
+    shape = (samples, min(length, run.source.input_shape[-1]))
+    tokens = torch.randint(run.source.num_classes, shape, generator=torch.Generator().manual_seed(0))
     live = _Live(origin, base, settings, tokens, _compute_logits(network, tokens))
     whole: Any = merge_adapter(network) if kind == "merged" else network
     with writing_to("--to", target):
@@ -135,13 +137,6 @@ def _check_kind(weights: TrainedWeights, kind: str) -> None:
             f"--format hf: {weights.origin} is of --adapter {adapter}",
             remedy="--format merged for a whole model, or --format adapter for the adapter alone",
         )
-
-
-def _draw_tokens(run: LoadedRun) -> Tensor:
-    """(n, t) int64, the same each time."""
-    samples, length = _TOKENS
-    shape = (samples, min(length, run.source.input_shape[-1]))
-    return torch.randint(run.source.num_classes, shape, generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
