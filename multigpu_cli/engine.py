@@ -103,10 +103,7 @@ def finish_step(run: Run, outcome: StepResult) -> str:
 
 
 def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResult:
-    """One optimizer step on the mean loss of its global batch: over its samples, or its tokens.
-
-    This worker may have no micro-batch in it.
-    """
+    """One optimizer step on the mean loss of its global batch, over samples or tokens; this worker may have no part."""
     observer, state, config, parameters = run.observer, run.state, run.config, run.strategy.local_parameters
     seed, devices = config.reproducibility.seed, run.spec.placement.devices
     divisor = run.loss_normalizer.divisor(layout.samples)

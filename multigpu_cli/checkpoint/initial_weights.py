@@ -53,10 +53,7 @@ def load_initial_weights(model: nn.Module, path: Path, *, partial: bool) -> Weig
     """--init-from: load what fits the model by name and shape; with `partial`, the rest stays as it is initialised.
 
     Weights that are to keep what is loaded into others are not looked for: a module's `initial_copies` has a part of
-    their names → what stands there in the names of the others.
-
-    Raises:
-        RequestError: no weights there, or some do not fit; with `partial`, none does.
+    their names → what stands there in the names of the others. A RequestError says what does not fit.
     """
     copies = {part: of for each in model.modules() for part, of in getattr(each, "initial_copies", {}).items()}
     states = read_initial_weights(path), model.state_dict()

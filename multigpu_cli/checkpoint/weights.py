@@ -82,11 +82,7 @@ def is_state_dict(state: object) -> bool:
 
 
 def check_extra_state(model: nn.Module, name: str) -> None:
-    """Whether the model takes back what its modules tell by `get_extra_state`, as it comes from a checkpoint.
-
-    Raises:
-        RequestError: it holds more than tensors and plain values, or there is no `set_extra_state` that takes it.
-    """
+    """Refuse a model that does not take back, as from a checkpoint, what its modules tell by `get_extra_state`."""
     state = model.state_dict()
     for key, value in extra_state(state).items():
         origin = f"--model {name}: get_extra_state of {key.removesuffix(_EXTRA).rstrip('.') or 'the model'}"

@@ -121,11 +121,7 @@ def run_on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
 
 
 def run_in_step(world: World, work: Callable[[], Result]) -> Result:
-    """Run work in which all ranks communicate: an error on one rank can't be raised on others, which wait for it.
-
-    Raises:
-        TrainingError: this rank ran out of memory; the launcher ends the others.
-    """
+    """Run work in which all ranks communicate: if this one runs out of memory, the launcher has to end the others."""
     try:
         return work()
     except RuntimeError as caught:

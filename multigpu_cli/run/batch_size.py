@@ -61,11 +61,7 @@ def try_micro_batch(components: TrainComponents) -> tuple[int, list[str]]:
 
 
 def warm_up(components: TrainComponents) -> None:
-    """Run the strategy's warm-up on two samples, which fit wherever a micro-batch does.
-
-    Raises:
-        OutOfMemory: they do not fit, where no micro-batch was tried before.
-    """
+    """Run the strategy's warm-up on two samples, which fit wherever a micro-batch does, or raise an OutOfMemory."""
     batch_size = min(2, components.plan.batches.micro_batch)
     batch = cache(lambda: first_batch(components.loaders.train, batch_size))
 

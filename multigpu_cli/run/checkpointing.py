@@ -114,11 +114,7 @@ def _collect_state(run: Run, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for_last_checkpoint(run: Run) -> None:
-    """Wait for the last checkpoint; all ranks call it together.
-
-    Raises:
-        TrainingError: it could not be written; earlier ones are as they were. The same on all ranks.
-    """
+    """Wait for the last checkpoint, all ranks together; a TrainingError on each of them if it was not written."""
     run_on_all_ranks(run.world, lambda: None if run.world.is_main else _check_written(run))
     run_on_all_ranks(run.world, lambda: _check_written(run))
     run.checkpointer.written = run.checkpointer.in_flight

@@ -71,11 +71,7 @@ def resolve_request(
     on_fatal_error: Callable[[TrainingError], None],
     factories: FromConfig,
 ) -> Iterator[ResolvedRequest]:
-    """Form the process group, for as long as the context lasts, and resolve the request on all ranks.
-
-    Raises:
-        RequestError: it can't be carried out; nothing was written.
-    """
+    """Form the process group, for the context, and resolve the request on all ranks, or raise; nothing is written."""
     began = time.perf_counter()
     timeout = placement.timeout or max(STARTUP_TIMEOUT, config.fault.hang_timeout)
     with (

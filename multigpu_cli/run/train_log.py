@@ -171,11 +171,7 @@ def log_recovery(run: Run) -> None:
 
 
 def report_skipped_steps(run: Run) -> None:
-    """Journal the steps that were skipped since the last call.
-
-    Raises:
-        TrainingError: too many, or any with --nonfinite stop; or workers ran different blocks of a sharded model.
-    """
+    """Journal the steps that were skipped since the last call, and raise a TrainingError where they must not go on."""
     skipped = run.observer.nonfinite.read()
     if not skipped:
         return

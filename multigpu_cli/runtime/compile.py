@@ -100,11 +100,7 @@ class CompiledModel(nn.Module):
 def compile_model(
     model: nn.Module, config: Config, device: torch.device, blocks: Sequence[nn.Module] = ()
 ) -> nn.Module:
-    """Wrap the model, or these blocks of it, as --compile requests.
-
-    Raises:
-        RequestError: no compiler is installed, or the mode is not supported with --exact.
-    """
+    """Wrap the model, or these blocks of it, as --compile requests, if there is a compiler and --exact allows it."""
     wanted = config.model.compile
     if wanted == "off":
         return model
