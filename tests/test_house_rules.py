@@ -324,11 +324,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 216,  # to become 220
-    "lines": 43_005,  # 41,000
+    "lines": 42_998,  # 41,000
     "files to read": 32,
     "lines to read": 7_191,  # 7,500
     "files the engine reaches": 88,  # 100
-    "lines the engine reaches": 17_918,  # 18,000
+    "lines the engine reaches": 17_911,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

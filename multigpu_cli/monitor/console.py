@@ -34,10 +34,7 @@ class ProgressDisplay:
 
 
 class TqdmDisplay(ProgressDisplay):
-    """A tqdm bar: steps, time left, and as many facts as fit, redrawn at most five times a second.
-
-    It is shown after a delay in seconds.
-    """
+    """A tqdm bar, after a delay (seconds): steps, time left, and as many facts as fit, five times a second at most."""
 
     def __init__(
         self, total_steps: int, initial: int, stream: TextIO, *, unit: str = "step", delay: float = 0.0

@@ -108,9 +108,7 @@ def dump_json(value: Any, *, indent: int | None = None) -> str:
     """Text that every JSON parser reads; a non-finite number becomes "NaN", "Infinity" or "-Infinity".
 
     Those are strings, because JSON has no such numbers; `float()` turns them back. Finite floats keep full precision.
-
-    Raises:
-        TypeError: something that is neither plain data, a dataclass of it, nor a path; such as a tensor.
+    What is neither plain data, a dataclass of it, nor a path, such as a tensor, is a TypeError.
     """
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 

@@ -234,11 +234,9 @@ class Norms(NamedTuple):
 
 
 class NoiseMeter:
-    """Measures the first micro-batch's gradient in each logged step of several micro-batches.
+    """Measures the first micro-batch's gradient in each logged step of several micro-batches; interval 0: never.
 
-    Args:
-        interval: steps between log lines; 0 never measures.
-        factor: by which the loss of a micro-batch was multiplied, apart from the divisor of all losses of a step.
+    The factor is what a micro-batch's loss was multiplied by, apart from the divisor of all losses of a step.
     """
 
     def __init__(self, interval: int, factor: float = 1.0) -> None:
