@@ -15,11 +15,11 @@ from torch.utils.data import Dataset, TensorDataset
 from benchmarks.paired_timing import STRETCH, Seconds
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.data.pixels import fit_standardised, shift_and_mirror
 from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.transforms import fit_standardised, shift_and_mirror
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.placement import Placement
-from multigpu_cli.models.networks.resnet import ResNet
+from multigpu_cli.models.networks.convnet import ResNet
 from multigpu_cli.monitor.console import Console, ProgressDisplay
 from multigpu_cli.run.open import resolve_request
 from multigpu_cli.run.request.from_config import FromConfig

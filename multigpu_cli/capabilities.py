@@ -103,17 +103,17 @@ STRATEGY_SETTINGS = {
 """A placement's strategy → settings that have an effect with few strategies, this one among them."""
 
 DATASETS = {
-    "digits": "multigpu_cli.data.builtin.digits:load",
+    "digits": "multigpu_cli.data.builtin.small_images:digits",
     "har": "multigpu_cli.data.builtin.har:load",
-    "mnist": "multigpu_cli.data.builtin.mnist:mnist",
-    "fashion-mnist": "multigpu_cli.data.builtin.mnist:fashion_mnist",
-    "cifar10": "multigpu_cli.data.builtin.cifar10:load",
+    "mnist": "multigpu_cli.data.builtin.small_images:mnist",
+    "fashion-mnist": "multigpu_cli.data.builtin.small_images:fashion_mnist",
+    "cifar10": "multigpu_cli.data.builtin.small_images:cifar10",
     "synthetic": "multigpu_cli.data.builtin.synthetic:load",
     "image-folder": "multigpu_cli.data.images.folder:load",
     "csv": "multigpu_cli.data.tables.table:load",
-    "arrow": "multigpu_cli.data.rows.load:load",
-    "jsonl": "multigpu_cli.data.rows.load:load_json_rows",
-    "tar": "multigpu_cli.data.rows.load:load_tar_rows",
+    "arrow": "multigpu_cli.data.rows.source:load_arrow_rows",
+    "jsonl": "multigpu_cli.data.rows.source:load_json_rows",
+    "tar": "multigpu_cli.data.rows.source:load_tar_rows",
     "mixture": "multigpu_cli.data.mixture:load",
     "npz": "multigpu_cli.data.builtin.npz:load",
     "text": "multigpu_cli.language.text:load",
@@ -142,25 +142,28 @@ TASKS = {
     "multi-label": "multigpu_cli.tasks.classification:MultiLabel",
     "regression": "multigpu_cli.tasks.regression:Regression",
     "language-model": "multigpu_cli.language.task:LanguageModel",
-    "dpo": "multigpu_cli.language.dpo:DPO",
-    "from-model": "multigpu_cli.tasks.from_model:FromModel",
+    "dpo": "multigpu_cli.language.task:DPO",
+    "from-model": "multigpu_cli.tasks.own_loss:FromModel",
     "ppo": "multigpu_cli.rl.task:PPO",
 }
 
 MODELS = {
     "mlp": "multigpu_cli.models.networks.mlp:build",
     "convnet": "multigpu_cli.models.networks.convnet:build",
-    "resnet18": "multigpu_cli.models.networks.resnet:resnet18",
+    "resnet18": "multigpu_cli.models.networks.convnet:resnet18",
     "har-convnet": "multigpu_cli.models.networks.convnet:build_har_convnet",
     "transformers": "multigpu_cli.language.hugging_face:build",
     "pretrained": "multigpu_cli.language.hugging_face:build_pretrained",
-    "timm/": "multigpu_cli.models.networks.timm:list_networks",
-    "torchvision/": "multigpu_cli.models.networks.torchvision:list_networks",
+    "timm/": "timm:list_models",
+    "torchvision/": "torchvision:models.list_models",
     "gpt": "multigpu_cli.models.networks.gpt:build",
-    "actor-critic": "multigpu_cli.rl.policy:build",
-    "lstm-actor-critic": "multigpu_cli.rl.policy:build_lstm",
-    "clstm-actor-critic": "multigpu_cli.rl.policy:build_clstm",
+    "actor-critic": "multigpu_cli.rl.policy:ActorCritic",
+    "lstm-actor-critic": "multigpu_cli.rl.policy:RecurrentActorCritic",
+    "clstm-actor-critic": "multigpu_cli.rl.policy:CascadedActorCritic",
 }
+
+BUILDERS = {"timm": "timm:model_entrypoint", "torchvision": "torchvision.models:get_model_builder"}
+"""Library of networks → what gives the factory of one by its name."""
 
 OUTPUTS = {
     "logits": "multigpu_cli.language.hugging_face:Logits",

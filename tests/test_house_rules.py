@@ -62,11 +62,7 @@ READING_LIST = (
 )
 """What one reads, from the top, to understand a training."""
 
-REGISTRIES = {
-    "multigpu_cli/api/public.py",
-    "multigpu_cli/models/networks/timm.py",
-    "multigpu_cli/models/networks/torchvision.py",
-}
+REGISTRIES = {"multigpu_cli/api/public.py"}
 """Lists of names, which may be short."""
 
 GRAB_BAGS = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
@@ -323,12 +319,12 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 216,  # to become 220
-    "lines": 42_998,  # 41,000
+    "files": 203,  # to become 220
+    "lines": 41_647,  # 41,000
     "files to read": 32,
-    "lines to read": 7_191,  # 7,500
-    "files the engine reaches": 88,  # 100
-    "lines the engine reaches": 17_911,  # 18,000
+    "lines to read": 7_131,  # 7,500
+    "files the engine reaches": 86,  # 100
+    "lines the engine reaches": 17_612,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

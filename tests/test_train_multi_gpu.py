@@ -60,7 +60,7 @@ def test_importing_it_loads_nothing_that_only_some_runs_need() -> None:
     code = "import torch, sys; before = {*sys.modules}; import train_multi_gpu; print(*sys.modules.keys() - before)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = {name.removeprefix("multigpu_cli.") for name in result.stdout.split()}
-    rooms = {"api", "environments.base", "rl.task", "tasks.criterion", "language.hugging_face", "language.text"}
+    rooms = {"api", "environments.base", "rl.task", "tasks.own_loss", "language.hugging_face", "language.text"}
     rooms |= {"strategies.ddp", "strategies.exact", "distributed.rendezvous", "data.fetcher", "data.images.mixing"}
     rooms |= {"monitor.gpu", "monitor.tensorboard", "config.yaml_text"}
     assert all(find_spec(f"multigpu_cli.{name}") for name in rooms), "a name is out of date"

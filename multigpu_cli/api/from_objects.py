@@ -35,7 +35,7 @@ from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.tasks.base import Loss, Task
-from multigpu_cli.tasks.criterion import Criterion
+from multigpu_cli.tasks.own_loss import Criterion
 
 
 @dataclass(kw_only=True)

@@ -8,26 +8,21 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from multigpu_cli.config.types import ClassWeights
-from multigpu_cli.data.collate import IGNORED, PAIR, SampleForm, get_sample, report_own_code, to_pair
+from multigpu_cli.data.collate import PAIR, SampleForm, get_sample, report_own_code, to_pair
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.planning.batch import make_key
+from multigpu_cli.runtime.model_call import IGNORED
 
 _WEIGHTED = 0x3E16  # keeps this stream of random numbers apart from the others'
 
 
 def resolve_class_weights(wanted: ClassWeights, source: DataSource, key: str) -> Tensor:
-    """(classes,) float64: the weight of each class.
+    """(classes,) float64: the weight of each class; messages name the setting by `key`.
 
     `balanced` gives samples ÷ (classes × samples of the class), so that all classes weigh the same and a training
     sample weighs 1 on average, as in scikit-learn; samples with the label -100 do not count. In a mapping, classes
     without a number weigh 1.
-
-    Args:
-        key: the setting, for messages.
-
-    Raises:
-        RequestError: the weights are not for these classes, or all 0, or the labels are not known.
     """
     weights = _weigh_classes(wanted, source, key)
     if not weights.any():
@@ -69,11 +64,7 @@ def find_unlike_label(source: DataSource) -> RequestError | None:
 
 
 def resolve_sample_weights(wanted: ClassWeights, source: DataSource, key: str) -> Tensor:
-    """(n,) float64: the weight of each training sample, which is that of its class, and 0 with the label -100.
-
-    Raises:
-        RequestError: as `resolve_class_weights`; or all samples weigh nothing.
-    """
+    """(n,) float64: the weight of each training sample, which is that of its class, and 0 with the label -100."""
     labels = _labels_of(source, key)
     weights = resolve_class_weights(wanted, source, key)[labels.clamp(min=0)] * (labels != IGNORED)
     if not float(weights.sum()) > 0:
@@ -125,18 +116,14 @@ def read_labels(dataset: Dataset[Any], form: SampleForm = PAIR) -> Tensor | None
         return None if labels is None else labels[torch.as_tensor(dataset.indices)]
     else:
         listed = (getattr(dataset, name, None) for name in ("targets", "labels"))
-        targets = _transform_targets(dataset, next((each for each in listed if each is not None), None))
+        targets = next((each for each in listed if each is not None), None)
+        transform = getattr(dataset, "target_transform", None)  # torchvision's datasets pass each number through it
+        if transform is not None and targets is not None:
+            numbers = targets.tolist() if hasattr(targets, "tolist") else targets
+            with report_own_code(dataset, "target_transform", ".targets"):
+                targets = [transform(target) for target in numbers]
     try:
         labels = torch.as_tensor(targets)
         return labels if len(labels) == len(dataset) else None  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # a number, names of classes, or nothing: unknown
         return None
-
-
-def _transform_targets(dataset: Dataset[Any], targets: Any) -> Any:
-    """What the dataset hands out for its targets: torchvision's pass each, a plain number, through target_transform."""
-    transform = getattr(dataset, "target_transform", None)
-    if transform is None or targets is None:
-        return targets
-    with report_own_code(dataset, "target_transform", ".targets"):
-        return [transform(target) for target in (targets.tolist() if hasattr(targets, "tolist") else targets)]

@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, Subset, default_collate
 
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.runtime.model_call import IGNORED as IGNORED
-from multigpu_cli.runtime.model_call import TARGETS
+from multigpu_cli.runtime.model_call import IGNORED, TARGETS
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,6 @@ class SampleForm:
 
     Attributes:
         inputs: so many parts of a tuple are inputs, and the others targets; None: there are one and one.
-        needs_target: a sample without a target is refused.
         keeps_mappings: a mapping stays whole, with its targets in it.
     """
 
@@ -37,11 +35,7 @@ PAIR = SampleForm()
 
 
 def get_sample(dataset: Dataset[Any], index: int) -> Any:
-    """One sample as the dataset hands it out.
-
-    Raises:
-        RequestError: the dataset's own code failed; says at which sample, and where.
-    """
+    """One sample as the dataset hands it out; an error of its own code is one of the request, and says where."""
     with report_own_code(dataset, f"sample {index}", f"[{index}]"):
         return dataset[index]
 
@@ -62,14 +56,11 @@ def get_samples(dataset: Dataset[Any], indices: list[int]) -> Sequence[Any]:
 
 @contextmanager
 def report_own_code(dataset: Dataset[Any], what: str, call: str) -> Iterator[None]:
-    """Report an error of the dataset's own code as one of the request.
+    """Report an error of the dataset's own code as a RequestError that says where.
 
     Args:
         what: raised it, in words.
         call: the expression on the dataset that shows it in Python.
-
-    Raises:
-        RequestError: says where, with the remedy.
     """
     try:
         yield
@@ -89,16 +80,11 @@ def to_pair(item: Any, what: str, form: SampleForm = PAIR) -> tuple[Any, Any]:
 
     A mapping's target is its entry called target, targets, label, labels or y; the others are the inputs, and a lone
     one stands for itself. In a mapping with `input_ids`, labels of the same length stand at the place of their token,
-    as in Hugging Face's datasets, and are moved by one; where there are none, the tokens themselves are.
+    as in Hugging Face's datasets, and are moved by one; where there are none, the tokens themselves are. Targets are
+    None where the sample has none, and the form needs none.
 
     Args:
         what: "sample 3", say, for messages.
-
-    Returns:
-        targets are None where the sample has none, and the form needs none.
-
-    Raises:
-        RequestError: it has not the parts that the form asks for.
     """
     if isinstance(item, Mapping):
         if form.inputs:
@@ -134,15 +120,10 @@ def _from_mapping(item: dict[Any, Any], what: str, form: SampleForm) -> tuple[An
     target = to_tensors(item.pop(named[0])) if named else tokens
     inputs = {name: to_tensors(value) for name, value in item.items()}
     if tokens is not None and isinstance(target, Tensor) and target.shape == tokens.shape and target.ndim:
-        target = _following(target, inputs.get("attention_mask"))
+        if (mask := inputs.get("attention_mask")) is not None:  # padding is not predicted
+            target = torch.where(mask.bool(), target, IGNORED)
+        target = torch.cat([target[..., 1:], torch.full_like(target[..., :1], IGNORED)], dim=-1)
     return (next(iter(inputs.values())) if len(inputs) == 1 else inputs), target
-
-
-def _following(labels: Tensor, mask: Tensor | None) -> Tensor:
-    """(…, t) labels that stand at their tokens → those that each place has to predict; none of them padding."""
-    if mask is not None:
-        labels = torch.where(mask.bool(), labels, IGNORED)
-    return torch.cat([labels[..., 1:], torch.full_like(labels[..., :1], IGNORED)], dim=-1)
 
 
 def to_tensors(value: Any) -> Any:
@@ -217,27 +198,14 @@ class Collate:
         return Collated(inputs, targets)
 
     def check_classes(self, numbers: Sequence[int] | numpy.ndarray, targets: Any) -> None:
-        """Refuse a class number that the dataset does not have.
-
-        Args:
-            numbers: of the samples.
-
-        Raises:
-            RequestError: names the sample and its label.
-        """
-        if self._classes and isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.ndim == 1:
-            self._check_labels(numbers, targets)
-
-    def _check_labels(self, numbers: Sequence[int] | numpy.ndarray, labels: Tensor) -> None:
-        """Here, on the host: a GPU would only fail an assertion, and be lost to the process."""
-        least, most = map(int, labels.aminmax()) if len(labels) else (0, 0)
-        if least >= 0 and most < self._classes:
+        """Refuse, by its sample's number, a class that the dataset does not have."""
+        if not (self._classes and isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.ndim == 1):
             return
-        wrong = (labels >= self._classes) | ((labels < 0) & (labels != IGNORED))
-        if wrong.any():
+        wrong = (targets >= self._classes) | ((targets < 0) & (targets != IGNORED))
+        if wrong.any():  # here, on the host: a GPU would only fail an assertion, and be lost to the process
             first = int(wrong.nonzero()[0])
             raise RequestError(
-                f"--data: sample {numbers[first]} has the label {int(labels[first])}, and there are "
+                f"--data: sample {numbers[first]} has the label {int(targets[first])}, and there are "
                 f"{self._classes} classes",
                 remedy=f"labels from 0 to {self._classes - 1}, or another num_classes of the dataset",
             )
@@ -284,13 +252,7 @@ def describe_shapes(value: Any) -> str:
 
 
 class TokenCounts(NamedTuple):
-    """Tokens of a batch.
-
-    Attributes:
-        real: without padding.
-        learned: targets that count.
-        places: with padding.
-    """
+    """Tokens of a batch: `real` without padding, `places` with it, and `learned`, the targets that count."""
 
     real: int
     learned: int
@@ -302,7 +264,6 @@ def count_tokens(items: Sequence[Any], targets: Any) -> TokenCounts | None:
 
     Args:
         items: the samples as the dataset handed them out; those of preferences are two rows each.
-        targets: of the batch that was made of them.
     """
     rows = [row for item in items for row in (item if isinstance(item, list) else [item])]
     if not all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
@@ -325,10 +286,8 @@ class Fetched(NamedTuple):
 def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool = False) -> Iterator[Fetched]:
     """The same batches with inputs and targets on the device.
 
-    On CUDA the next batch is copied on its own stream while the current one is being processed.
-
-    Args:
-        pin: copy to page-locked memory first, if the tensors are not there yet.
+    On CUDA the next batch is copied on its own stream while the current one is being processed; with `pin` through
+    page-locked memory, if the tensors are not there yet.
     """
     if device.type != "cuda":
         for batch in batches:

@@ -138,11 +138,7 @@ def _collate_and_count(
 
 
 class WholeBatch(NamedTuple):
-    """A batch that the dataset itself has put together (`fetch_batch`).
-
-    Attributes:
-        indices: (n,) int64, of its samples.
-    """
+    """A batch that the dataset itself has put together (`fetch_batch`), and the indices (n,) int64 of its samples."""
 
     inputs: Tensor
     targets: Tensor
@@ -154,9 +150,9 @@ class SeededDataset(Dataset[Any]):
 
     A dataset of ours with `fetch_batch(indices)` puts batches together without a sample in between; it draws no random
     numbers. One that fetches several samples at once (`__getitems__`) is seeded once per batch, by its first sample;
-    the samples of a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated
-    sample. Packs are made anew for each epoch; a method `set_epoch` of a user's is not called: here it would be for
-    every sample, and for evaluations with a number that many can't take.
+    the samples of a batch depend only on the seed and the step. A number beyond the dataset's end is a repeated sample.
+    Packs are made anew for each epoch; a method `set_epoch` of a user's is not called: here it would be for every
+    sample, and for evaluations with a number that many can't take.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
@@ -205,11 +201,7 @@ def _loader_processes(dataset: SeededDataset, wanted: int | str, workers_here: i
 
 
 def run_in_process(work: Callable[[], Result]) -> Result:
-    """Call `work` in another process: a file that a dataset opens here would be shared with forked loader processes.
-
-    Raises:
-        RequestError: the user's dataset failed.
-    """
+    """Call `work` in another process: a file that a dataset opens here would be shared with forked loader processes."""
     if current_process().daemon:  # a daemon may not fork, so its files are not shared either
         return work()
     there: DataLoader[Result] = DataLoader(
@@ -262,9 +254,6 @@ class LoaderContext(ForkContext):
     """The start method of loader processes, for DataLoader's `multiprocessing_context`; `close` removes their sockets.
 
     torch passes tensors through Unix sockets, which multiprocessing creates below TMPDIR; a long path breaks them.
-
-    Raises:
-        RequestError: no writable folder has a path that is short enough.
     """
 
     def __init__(self) -> None:
@@ -283,11 +272,8 @@ class _LoaderProcess(ForkProcess):
         self._config["tempdir"] = sockets  # type: ignore[attr-defined]  # multiprocessing reads it from here
 
     def _bootstrap(self, *args: Any, **named: Any) -> int:
-        """Run in the new process, before anything else.
-
-        Torch starts its own parent check later, on the parent at that time: if the trainer was killed in between, this
-        process would never end.
-        """
+        # torch starts its own check later, of the parent at that time: where the trainer was killed in between, it is
+        # another one, and this process would never end
         die_with_parent(self._parent_pid)  # type: ignore[attr-defined]
         return super()._bootstrap(*args, **named)  # type: ignore[misc, no-any-return]
 

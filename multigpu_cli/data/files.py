@@ -7,7 +7,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,7 @@ _SPLITS = {  # as those who publish them call the parts of a dataset
 
 
 def locate_data(name: str, data_dir: str | None, layout: str) -> Path:
-    """The file or folder of a dataset.
-
-    Args:
-        name: of the dataset, for messages.
-        layout: what is expected, for messages.
-
-    Raises:
-        RequestError: no --data-dir, or nothing is there.
-    """
+    """The file or folder of the dataset `name`; a message tells the `layout` that is expected."""
     if data_dir is None:
         raise RequestError(f"--data {name} needs --data-dir, the file or the folder that holds it", remedy=layout)
     place = Path(data_dir).expanduser()
@@ -54,24 +45,26 @@ def find_part_files(
     A part is a folder (train/…), or the files with its name as a word in theirs (train.jsonl, birds-train-0003.tar).
 
     Args:
-        name, layout: as for `locate_data`.
         endings: of the files' names, in lower case.
         list_files: the files of a folder, which then are of one part; None: all with these endings, by their names.
-
-    Raises:
-        RequestError: no such files, or files of which nobody knows to what part they belong.
     """
     place = locate_data(name, data_dir, layout)
     if place.is_file():
         return {"train": [place]}
-    list_all = list_files or partial(_list_by_ending, endings)
+
+    def list_by_ending(folder: Path) -> list[Path]:
+        return sorted(each for each in folder.iterdir() if each.name.lower().endswith(endings) and each.is_file())
+
+    list_all = list_files or list_by_ending
     folders = {part: [place / each for each in names if (place / each).is_dir()] for part, names in _SPLITS.items()}
     found = {part: files for part, each in folders.items() if each and (files := list_all(each[0]))}
     if not any(folders.values()):
         if not (files := list_all(place)):
             raise RequestError(f"--data {name}: {place} holds no {' or '.join(endings)} file", remedy=layout)
         for file in files:
-            found.setdefault("" if list_files else _find_part(file.name), []).append(file)
+            words = re.split(r"[^a-z]+", file.name.lower())
+            part = next((part for part, names in _SPLITS.items() if any(each in words for each in names)), "")
+            found.setdefault("" if list_files else part, []).append(file)
         if set(found) == {""}:
             return {"train": files}
         if "" in found:
@@ -84,26 +77,8 @@ def find_part_files(
     return found
 
 
-def _list_by_ending(endings: tuple[str, ...], folder: Path) -> list[Path]:
-    return sorted(each for each in folder.iterdir() if each.name.lower().endswith(endings) and each.is_file())
-
-
-def _find_part(file: str) -> str:
-    words = re.split(r"[^a-z]+", file.lower())
-    return next((part for part, names in _SPLITS.items() if any(each in words for each in names)), "")
-
-
 def locate_single_file(name: str, data_dir: str | None, file: str | None, layout: str) -> Path:
-    """The file of a dataset: --data-dir itself, or the file of that folder that data.file names, or its only one.
-
-    Args:
-        name: of the dataset, one of FILES.
-        file: data.file, for a folder that holds several.
-        layout: what is expected, for messages.
-
-    Raises:
-        RequestError: no --data-dir, the file does not exist, or several could be meant.
-    """
+    """The file of a dataset: --data-dir itself, or the file of that folder that data.file names, or its only one."""
     place = locate_data(name, data_dir, layout)
     if place.is_dir():
         return locate_other_file(name, place, file) if file else _locate_only_file(name, place, layout)
@@ -116,15 +91,7 @@ def locate_single_file(name: str, data_dir: str | None, file: str | None, layout
 
 
 def locate_other_file(name: str, place: Path, file: str) -> Path:
-    """A file or folder beside the data, or else relative to the working directory.
-
-    Args:
-        name: of the dataset, for messages.
-        place: --data-dir, a folder or the file itself.
-
-    Raises:
-        RequestError: it exists in neither place.
-    """
+    """A file or folder beside the data, --data-dir at `place`, or else relative to the working directory."""
     folder = place if place.is_dir() else place.parent
     found = [path for path in (folder / Path(file).expanduser(), Path(file)) if path.exists()]
     if not found:
@@ -151,8 +118,6 @@ class DatasetFiles:
     """Where the user gets a dataset and how its folder must look.
 
     Attributes:
-        name: as in --data NAME.
-        address: the page or archive to get it from.
         folders: places relative to --data-dir where the files may lie ("." for itself), tried in this order.
         layout: the files expected there, for the message.
     """
@@ -163,11 +128,7 @@ class DatasetFiles:
     layout: str
 
     def folder(self, data_dir: str | None, landmarks: Iterable[str]) -> Path:
-        """The first of the folders that holds one of the landmarks (files or folders).
-
-        Raises:
-            RequestError: none does; says what was looked for where, where to get it, and how the folder must look.
-        """
+        """The first of the folders that holds one of the landmarks (files or folders); RequestError where none does."""
         if data_dir is None:
             raise RequestError(f"--data {self.name} needs --data-dir, the folder that holds it", remedy=self.remedy)
         landmarks = list(landmarks)
@@ -190,11 +151,7 @@ class DatasetFiles:
         return RequestError(f"--data {self.name}: {file}: {fault}", remedy=f"get the file anew from {self.address}")
 
     def content(self, file: Path) -> bytes:
-        """All bytes of a file.
-
-        Raises:
-            RequestError: it is missing or can't be read.
-        """
+        """All bytes of a file; RequestError where it is missing or can't be read."""
         try:
             return file.read_bytes()
         except FileNotFoundError as missing:
@@ -203,11 +160,7 @@ class DatasetFiles:
             raise self.damaged_error(file, f"can't be read ({unreadable.strerror})") from unreadable
 
     def check_labels(self, file: Path, labels: np.ndarray, low: int, high: int) -> np.ndarray:
-        """The labels as int64 counted from 0.
-
-        Raises:
-            RequestError: one lies outside low … high.
-        """
+        """The labels as int64 counted from 0; RequestError where one lies outside low … high."""
         wrong = np.flatnonzero((labels < low) | (labels > high))
         if len(wrong):
             value = labels[wrong[0]]
@@ -220,22 +173,14 @@ UNCHANGED = "files that are whole and stay as they are while they are read; the 
 
 
 class OpenFiles:
-    """Files that are opened when they are read, without a position: forked processes may share them.
-
-    Args:
-        files: in order.
-    """
+    """Files that are opened when they are read, without a position: forked processes may share them."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def read(self, file: int, offset: int, size: int) -> bytes:
-        """Some bytes of a file.
-
-        Raises:
-            RequestError: the file is gone, ends before or can't be read.
-        """
+        """Some bytes of a file; RequestError where it is gone, ends before or can't be read."""
         try:
             content = os.pread(self._get_number(file), size, offset)
         except OSError as error:
@@ -265,10 +210,7 @@ _REMEDY = "one JSON object per line"
 class JsonLines:
     """The records of a file, one JSON object per line; empty lines do not count.
 
-    The file is opened anew for each record, so that loader processes share no position in it.
-
-    Attributes:
-        digest: SHA-256 of the file.
+    The file is opened anew for each record, so that loader processes share no position in it. `digest` is its SHA-256.
     """
 
     def __init__(self, path: Path) -> None:
@@ -288,11 +230,7 @@ class JsonLines:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One record.
-
-        Raises:
-            RequestError: the line is no JSON object, or no text; names it.
-        """
+        """One record; RequestError names the line where it is no JSON object, or no text."""
         with self.path.open("rb") as file:
             file.seek(self._starts[index])
             line = file.readline()

@@ -28,9 +28,8 @@ _AT_ONCE = 2**18  # values in double precision, which fit in a cache
 def compute_fingerprint(source: DataSource, seed: int) -> DataFingerprint:
     """Compute a fingerprint of each split, and of what was fitted to the training split.
 
-    Returns:
-        Digests: 64 bits of a SHA-256 for what was fitted, and for the lengths, shapes, integers and bytes of train, val
-        and test. Sums: four of the floating-point values of each split.
+    Digests are 64 bits of a SHA-256 for what was fitted, and for the lengths, shapes, integers and bytes of train, val
+    and test; sums four of the floating-point values of each split.
     """
     splits = (source.train, source.val, source.test)
 
@@ -83,7 +82,8 @@ def _fingerprint_split(split: Dataset[Any], seed: int) -> tuple[bytes, list[floa
 
 def _values(split: Dataset[Any], seed: int) -> Iterator[Any]:
     if isinstance(split, TensorDataset):
-        yield from (_rows(tensor) for tensor in split.tensors)
+        for tensor in split.tensors:
+            yield tensor if tensor.numel() <= _ALL else tensor[torch.arange(_SOME) * len(tensor) // _SOME]
         return
     from multigpu_cli.data.fetcher import SeededDataset  # late: samples are fetched one by one
 
@@ -95,12 +95,6 @@ def _values(split: Dataset[Any], seed: int) -> Iterator[Any]:
             return
         values = [(one, other) for one, other in zip(once, again, strict=False) if _bytes(one) == _bytes(other)]
         yield from (one for one, _ in values)  # values that change from call to call are left out
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    if tensor.numel() <= _ALL:
-        return tensor
-    return tensor[torch.arange(_SOME) * len(tensor) // _SOME]
 
 
 def _flat(value: Any) -> list[Any]:

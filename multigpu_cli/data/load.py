@@ -126,11 +126,7 @@ def _count_needed(inputs: Any, label: Any) -> int:
 
 
 def _infer_vocabulary_size(pairs: Sequence[Sequence[Any]], axes: int) -> int:
-    """The vocabulary size, if samples are tokens with the next tokens as targets; else 0.
-
-    Args:
-        axes: the least number of dimensions of a sequence.
-    """
+    """The vocabulary size, if samples, of so many axes, are tokens with the next tokens as targets; else 0."""
     for pair in pairs:
         if len(pair) != 2 or not all(isinstance(each, Tensor) and each.dtype == torch.int64 for each in pair):
             return 0
@@ -149,16 +145,9 @@ def load_data_source(
 
     A user's factory is called once per split with those arguments that it names among `split` (train, val, test),
     `data_dir`, `mode`, `seed` and the data.args; it returns a map-style Dataset or None. A factory without a `split`
-    parameter, or with `split` among the data.args, returns a single dataset, which is divided by seed, 80/10/10.
-    Arrays (X, y) count as a dataset. `data.args.new` are the arguments for the samples to predict.
-
-    Args:
-        form: of the samples.
-        model_dir: --model-dir, whose tokenizer a built-in dataset may need.
-        moved: called as samples are read to count the classes.
-
-    Raises:
-        RequestError: an unknown dataset, missing or damaged files, or a factory that returns something else.
+    parameter, or with `split` among the data.args, returns a single dataset, which is divided by seed, 80/10/10. Arrays
+    (X, y) count as a dataset. `data.args.new` are the arguments for the samples to predict. `moved` is called as
+    samples are read to count the classes.
     """
     factory = factories.find_factory(config.name, DATASETS, flag="--data")
     offered: dict[str, Any] = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
@@ -266,16 +255,10 @@ def _from_splits(
 
 def _split_by_seed(dataset: Dataset[Any], seed: int, infer: Infer) -> DataSource:
     parts = split_by_sample(len(dataset), (0.1, 0.1), seed)  # type: ignore[arg-type]
-    train, val, test = (_part(dataset, part) for part in parts)
-    return infer(train, val, test)
-
-
-def _part(dataset: Dataset[Any], indices: Tensor) -> Dataset[Any]:
     if isinstance(dataset, TensorDataset):
-        return TensorDataset(*(tensor[indices] for tensor in dataset.tensors))
-    return Subset(
-        dataset, array("q", indices.numpy().tobytes())
-    )  # 8 bytes each, and numbers of Python as they are read
+        return infer(*(TensorDataset(*(tensor[part] for tensor in dataset.tensors)) for part in parts))
+    numbers = (array("q", part.numpy().tobytes()) for part in parts)  # 8 bytes each, read as numbers of Python
+    return infer(*(Subset(dataset, part) for part in numbers))
 
 
 def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
@@ -314,11 +297,7 @@ def choose_form(inputs: int | None, task: str | None) -> SampleForm:
 
 
 def open_data(config: Config, moved: Moved = lambda: None) -> DataSource:
-    """Load the dataset, or probe the environments, that --data names; `moved` is called as samples are read.
-
-    Raises:
-        RequestError: it does not exist, or is invalid.
-    """
+    """Load the dataset, or probe the environments, that --data names; `moved` is called as samples are read."""
     if not uses_environments(config):
         form = choose_form(config.data.inputs, config.task.name)
         return load_data_source(config.data, config.reproducibility.seed, form, model_dir=config.model.dir, moved=moved)
@@ -327,11 +306,7 @@ def open_data(config: Config, moved: Moved = lambda: None) -> DataSource:
 
 
 def check_has_samples(config: Config, what: str) -> None:
-    """Refuse environments where the samples of a dataset are needed.
-
-    Raises:
-        RequestError: --data names environments.
-    """
+    """Refuse environments where `what` needs the samples of a dataset."""
     if uses_environments(config):
         raise RequestError(
             f"{what} needs the samples of a dataset, and --data {config.data.name} names environments",

@@ -1,10 +1,11 @@
 """Loads batches as a pure function of (seed, epoch, step, micro-batch), so that there is no loader state to save."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import tee
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -51,19 +52,62 @@ StepWork = tuple[StepLayout, Iterator[Batch]]
 """The layout of one optimizer step, and a worker's micro-batches in order."""
 
 
-class Loader:
+class BatchStream(ABC):
+    """The micro-batches of one worker: a Loader yields those of a dataset; a task may define its own stream.
+
+    Attributes:
+        size: samples in an epoch.
+        data_location: where the samples are, for the journal.
+        resumable_only_at_epoch: a run can resume only at the end of an epoch, so checkpoints are written only there.
+    """
+
+    size: int
+    data_location: str
+    resumable_only_at_epoch = False
+
+    @abstractmethod
+    def epoch(
+        self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
+    ) -> Iterator[StepWork]:
+        """The steps of an epoch from step `start` on: each with its layout and this worker's batches.
+
+        Args:
+            replicas_per_process: micro-batches joined into one batch (DataParallel needs one per device).
+        """
+
+    def next_step(self, step: int, plan: BatchPlan) -> int:
+        """The step after this one, counted over the run; a collective call."""
+        return step + 1
+
+    def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
+        """Optimizer steps done up to this position in the schedule: fewer than `step` if some were skipped."""
+        return step
+
+    def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
+        """Samples trained on in this number of steps."""
+        return plan.samples_after(step)
+
+    @abstractmethod
+    def sample_order(self, epoch: int) -> OrderOfEpoch:
+        """The index of the sample at each position of an epoch of training."""
+
+    @abstractmethod
+    def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
+        """This worker's part of one ordered pass; the first batch is also used to check model and task against it."""
+
+    def close(self) -> None:  # noqa: B027 - not every stream has something to release
+        """Release processes and files."""
+
+
+class Loader(BatchStream):
     """Loads the batches of one split for one worker.
 
     Args:
         split: a TensorDataset is indexed by whole batches; any other dataset is fetched sample by sample.
         source: its `prepare` and `augment` are applied.
-        config: number of loader processes, and whether to keep the data on the device.
-        device: the device of the batches.
-        seed: the run's seed.
         workers_here: workers on this machine, whose loaders share its cores.
     """
 
-    resumable_only_at_epoch = False
     _fetch: "_InMemoryFetcher | ItemFetcher"
 
     def __init__(
@@ -91,29 +135,11 @@ class Loader:
         self._transforms = BatchTransforms(config, source, seed, device, training=split is source.train)
 
     def close(self) -> None:
-        """End the loader processes, if any."""
         self._fetch.close()
-
-    def next_step(self, step: int, plan: BatchPlan) -> int:
-        """The step after this one, counted over the run."""
-        return step + 1
-
-    def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
-        """Optimizer steps done up to this position in the schedule; none is skipped."""
-        return step
-
-    def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
-        """Samples trained on in this number of steps."""
-        return plan.samples_after(step)
 
     def epoch(
         self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
     ) -> Iterator[StepWork]:
-        """The steps of an epoch from step `start` on: each with its layout and this worker's batches.
-
-        Args:
-            replicas_per_process: micro-batches joined into one batch (DataParallel needs one per device).
-        """
         order = self._keyed_order(epoch)
         micro, per_epoch = plan.micro_batch, plan.steps_per_epoch
         steps = range(epoch * per_epoch + start, (epoch + 1) * per_epoch)
@@ -124,7 +150,6 @@ class Loader:
             yield layout, (self._finish_batch(next(batches), index, epoch, micro) for index, _, _ in layout.passes)
 
     def sample_order(self, epoch: int) -> OrderOfEpoch:
-        """The index of the sample at each position of an epoch of training."""
         if self._weights_wanted is not None:
             return draw_samples(self._weights, self.seed, epoch)
         own = self.source.order
@@ -156,20 +181,12 @@ class Loader:
             yield self._finish_batch(fetched, index, 0, None)
 
     def iter_training_batches(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
-        """Batches of the given samples, prepared and augmented as in training.
-
-        Args:
-            chunks: the sample indices of each batch, (n,) int64.
-        """
+        """Batches of the given samples, (n,) int64 each, prepared and augmented as in training."""
         for index, fetched in enumerate(self._fetch.stream(chunks, epoch)):
             yield self._finish_batch(fetched, index, epoch, len(fetched.indices))
 
     def _finish_batch(self, fetched: Fetched, index: int, epoch: int, micro_batch: int | None) -> Batch:
-        """Transform a batch.
-
-        Args:
-            micro_batch: its samples, or those of each part of a joined batch; None in an evaluation.
-        """
+        """Transform a batch of micro-batches of so many samples (of a joined batch, each part); None: evaluation."""
         inputs, targets, keys, tokens = fetched
         if micro_batch is None:
             return Batch(*self._transforms.evaluate(inputs, targets), keys, index, tokens)
@@ -212,43 +229,6 @@ def _select(part: Any, at: Tensor) -> Any:
     if isinstance(part, Tensor):
         return part.index_select(0, at)
     return part and tuple(each.index_select(0, at) for each in part)
-
-
-class BatchStream(Protocol):
-    """The micro-batches of one worker: a Loader yields those of a dataset; a task may define its own stream.
-
-    Attributes:
-        size: samples in an epoch.
-        data_location: where the samples are, for the journal.
-        resumable_only_at_epoch: a run can resume only at the end of an epoch, so checkpoints are written only there.
-    """
-
-    size: int
-    data_location: str
-    resumable_only_at_epoch: bool
-
-    def epoch(
-        self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
-    ) -> Iterator[StepWork]:
-        """The steps of an epoch from step `start` on: each with its layout and this worker's batches."""
-
-    def next_step(self, step: int, plan: BatchPlan) -> int:
-        """The step after this one, counted over the run; a collective call."""
-
-    def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
-        """Optimizer steps done up to this position in the schedule: fewer than `step` if some were skipped."""
-
-    def samples_seen_at(self, step: int, plan: BatchPlan) -> int:
-        """Samples trained on in this number of steps."""
-
-    def sample_order(self, epoch: int) -> OrderOfEpoch:
-        """The index of the sample at each position of an epoch."""
-
-    def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
-        """This worker's part of one ordered pass; the first batch is also used to check model and task against it."""
-
-    def close(self) -> None:
-        """Release processes and files."""
 
 
 def first_batch(stream: BatchStream, size: int) -> Batch:

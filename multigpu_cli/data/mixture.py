@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from multigpu_cli.data.collate import describe_shapes, get_sample, to_pair
-from multigpu_cli.data.order import OrderOfEpoch, shuffle_epoch
+from multigpu_cli.data.order import OrderByPieces, OrderOfEpoch, shuffle_epoch
 from multigpu_cli.data.source import Codec, DataSource
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.planning.batch import apportion, make_key
@@ -30,14 +30,8 @@ class MixtureOrder:
     which the seed shuffles.
 
     Args:
-        sizes: samples of each source.
-        weights: of each source; its share of the places.
-        samples: places in an epoch.
+        samples: places in an epoch; `counts` has those of each source.
         blocks: of each source, its data.shuffle_block, or None.
-        window: data.shuffle_window.
-
-    Attributes:
-        counts: places of each source in an epoch.
     """
 
     def __init__(
@@ -88,54 +82,28 @@ class MixtureOrder:
         return kept[number]
 
 
-class _MixtureEpoch:
-    """One epoch of a MixtureOrder, of which slices are asked for."""
+class _MixtureEpoch(OrderByPieces):
+    """One epoch of a MixtureOrder, a period a piece."""
 
     def __init__(self, mixture: MixtureOrder, epoch: int) -> None:
+        super().__init__([*range(0, mixture.samples, PERIOD), mixture.samples])
         self._mixture, self._epoch = mixture, epoch
-        self._last: tuple[int, Tensor] = -1, torch.empty(0, dtype=torch.int64)
 
-    def __len__(self) -> int:
-        return self._mixture.samples
-
-    def __getitem__(self, positions: slice, /) -> Tensor:
-        """(n,) int64: the samples at some positions."""
-        first, last, step = positions.indices(len(self))
-        parts = []
-        while first < last:
-            number, at = divmod(first, PERIOD)
-            parts.append(self._mix_period(number)[at : at + last - first])
-            first += len(parts[-1])
-        return (torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64))[::step]
-
-    def _mix_period(self, number: int) -> Tensor:
-        """The samples of one period in order; the last one asked for is kept."""
-        if self._last[0] != number:
-            mixture, epoch = self._mixture, self._epoch
-            counts = mixture.of_period if number < mixture.periods else mixture.of_rest
-            samples = [
-                mixture.find_places(
-                    source, epoch * mixture.counts[source] + number * mixture.of_period[source], count, epoch
-                )
-                for source, count in enumerate(counts)
-            ]
-            generator = torch.Generator().manual_seed(make_key(mixture.seed, epoch, _MIX, number))
-            sources = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-            sources = sources[torch.randperm(len(sources), generator=generator)]
-            found = torch.empty(len(sources), dtype=torch.int64)
-            for source, rows in enumerate(samples):
-                found[sources == source] = rows  # in the order of its pass
-            self._last = number, found
-        return self._last[1]
+    def make_piece(self, number: int) -> Tensor:
+        mixture, epoch = self._mixture, self._epoch
+        counts = mixture.of_period if number < mixture.periods else mixture.of_rest
+        generator = torch.Generator().manual_seed(make_key(mixture.seed, epoch, _MIX, number))
+        sources = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        sources = sources[torch.randperm(len(sources), generator=generator)]
+        found = torch.empty(len(sources), dtype=torch.int64)
+        for source, count in enumerate(counts):  # each in the order of its pass
+            first = epoch * mixture.counts[source] + number * mixture.of_period[source]
+            found[sources == source] = mixture.find_places(source, first, count, epoch)
+        return found
 
 
 class MixedSource(NamedTuple):
-    """One dataset of a mixture.
-
-    Attributes:
-        name: as in data.mix, with its folder.
-        weight: its share of an epoch's samples, relative to the others.
-    """
+    """One dataset of a mixture: its name in data.mix with its folder, and its weight, relative to the others."""
 
     name: str
     source: DataSource
@@ -177,15 +145,7 @@ def load(
     """The sources as one dataset, which is like the first of them.
 
     An epoch has `samples` places, by default as many as all sources have training samples. Validation and test are
-    those of all sources, each sample once.
-
-    Args:
-        mix: of data.mix.
-        samples: places in an epoch.
-        shuffle_block, shuffle_window: data.shuffle_block and data.shuffle_window; they hold for each source by itself.
-
-    Raises:
-        RequestError: sources that don't go together, or one that has no place in an epoch.
+    those of all sources, each sample once. data.shuffle_block and data.shuffle_window hold for each source by itself.
     """
     if not mix:
         raise RequestError(
@@ -226,11 +186,7 @@ def load(
 
 
 def _describe_shares(mix: Sequence[MixedSource], order: MixtureOrder) -> str:
-    """Each source's share of an epoch, in words.
-
-    Raises:
-        RequestError: one has none.
-    """
+    """Each source's share of an epoch, in words; RequestError where one has none."""
     words = []
     for each, count, least, size in zip(mix, order.counts, order.of_period, order.sizes, strict=True):
         if not count or not least:
@@ -275,8 +231,7 @@ def _shorten(value: object) -> str:
 
 
 def _describe_sample(source: DataSource) -> str:
-    item = get_sample(source.train, 0)
-    return ", ".join(map(describe_shapes, to_pair(item, "sample 0", source.form)))
+    return ", ".join(map(describe_shapes, to_pair(get_sample(source.train, 0), "sample 0", source.form)))
 
 
 def _join(parts: Sequence[Dataset[Any] | None], classes: int) -> Dataset[Any] | None:

@@ -8,6 +8,7 @@ The parts are the same whatever the memory, sorted files give every part its sha
 part do so on the disk.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,13 +40,44 @@ class OrderOfEpoch(Protocol):
         """(n,) int64: the samples at some positions."""
 
 
-class BlockOrder:
+class OrderByPieces(ABC):
+    """An order that is made piece by piece, of which the last one asked for is kept.
+
+    Args:
+        starts: the first position of each piece, and the number of all positions.
+    """
+
+    def __init__(self, starts: Sequence[int]) -> None:
+        self._starts = starts
+        self._last: tuple[int, Tensor] = -1, torch.empty(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, positions: slice, /) -> Tensor:
+        """(n,) int64: the samples at some positions."""
+        first, last, step = positions.indices(len(self))
+        parts, number = [], bisect_right(self._starts, first) - 1
+        while first < last:
+            if self._last[0] != number:
+                self._last = number, self.make_piece(number)
+            start, stop = self._starts[number : number + 2]
+            parts.append(self._last[1][first - start : last - start])
+            first, number = stop, number + 1
+        found = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return found[::step]
+
+    @abstractmethod
+    def make_piece(self, number: int) -> Tensor:
+        """(n,) int64: the samples of a piece in order."""
+
+
+class BlockOrder(OrderByPieces):
     """An order for samples on a disk: blocks of neighbours are shuffled, and then the samples of several blocks.
 
     Each sample comes once. What lies in memory is a number for each block, and one for each sample of a window.
 
     Args:
-        count: of samples.
         block: samples side by side that stay in one window; the last block may be shorter.
         window: blocks whose samples are mixed with each other.
     """
@@ -54,35 +86,16 @@ class BlockOrder:
         self._count, self._block, self._window = count, block, window
         self._key = seed, epoch, _BLOCKS
         self._blocks = shuffle_numbers(-(-count // block), *self._key)
-        self._last: tuple[int, Tensor] = -1, torch.empty(0, dtype=torch.int64)
         missing = -count % block  # in the shorter block
         short = int((self._blocks == len(self._blocks) - 1).nonzero()) // window if missing else -1
         size, windows = block * window, -(-len(self._blocks) // window)
-        self._starts = [at * size - (missing if missing and at > short else 0) for at in range(windows)] + [count]
+        super().__init__([at * size - (missing if missing and at > short else 0) for at in range(windows)] + [count])
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, positions: slice, /) -> Tensor:
-        """(n,) int64: the samples at some positions."""
-        first, last, step = positions.indices(self._count)
-        parts, number = [], bisect_right(self._starts, first) - 1
-        while first < last:
-            start, stop = self._starts[number : number + 2]
-            parts.append(self._mix_window(number)[first - start : last - start])
-            first, number = stop, number + 1
-        found = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-        return found[::step]
-
-    def _mix_window(self, number: int) -> Tensor:
-        """The samples of a window in order; the last one asked for is kept."""
-        if self._last[0] != number:
-            blocks = self._blocks[number * self._window : (number + 1) * self._window]
-            samples = (blocks[:, None] * self._block + torch.arange(self._block)).flatten()
-            samples = samples[samples < self._count]
-            mixed = shuffle_numbers(len(samples), *self._key, number)
-            self._last = number, samples[mixed]
-        return self._last[1]
+    def make_piece(self, number: int) -> Tensor:
+        blocks = self._blocks[number * self._window : (number + 1) * self._window]
+        samples = (blocks[:, None] * self._block + torch.arange(self._block)).flatten()
+        samples = samples[samples < self._count]
+        return samples[shuffle_numbers(len(samples), *self._key, number)]
 
 
 def shuffle_epoch(count: int, seed: int, epoch: int, block: int | None, window: int) -> OrderOfEpoch:
@@ -99,11 +112,8 @@ class SampleOrder(Protocol):
         """(count,) int64; must be the same on every rank and in every call."""
 
 
-def _to_signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
-_GAMMA, _MIX1, _MIX2 = (_to_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_UNSIGNED = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_GAMMA, _MIX1, _MIX2 = (number - (1 << 64) for number in _UNSIGNED)  # as int64
 
 
 def _mix_bits(x: Tensor) -> Tensor:
@@ -124,8 +134,6 @@ class KeyedRandom:
     """The random numbers of one batch of samples.
 
     Args:
-        seed: the run's seed.
-        epoch: which pass over the data, from 0.
         indices: (n,) int64, the samples' indices in their dataset, on the device of the numbers.
     """
 
@@ -149,7 +157,6 @@ def split_by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list
     """Index tensors of consecutive parts of a shuffled dataset; the first part has the remainder.
 
     Args:
-        count: number of samples.
         fractions: shares of the parts after the first, e.g. (0.1, 0.1) for 80/10/10.
     """
     sizes = [round(count * fraction) for fraction in fractions]
@@ -171,7 +178,6 @@ class RowSelection:
     """The rows of one part: a function of its arguments, and no list.
 
     Attributes:
-        rows: of the whole store.
         parts: how many parts are held out: 0 where the store is not divided, 1 or 2.
         part: 0 is the training part, which also has what is left over; 1 and 2 are those held out.
         key: of the random numbers.
@@ -215,14 +221,7 @@ class RowSelection:
 
 
 def divide_rows(rows: int, parts: int, seed: int, where: str) -> list[RowSelection]:
-    """The training part, and so many held-out parts of a tenth each.
-
-    Args:
-        where: names the rows, for messages.
-
-    Raises:
-        RequestError: too few rows.
-    """
+    """The training part, and so many held-out parts of a tenth each; a message names the rows by `where`."""
     if parts and rows < _GROUP:
         raise RequestError(
             f"{where}: {pluralize(rows, 'row')} can't be divided into {parts + 1} parts",

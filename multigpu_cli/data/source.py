@@ -44,8 +44,7 @@ class LoaderOptions:
 class Codec:
     """What makes samples of a dataset's own texts or rows; this one, of samples that are numbers already.
 
-    Attributes:
-        record: what checkpoints record of a pretrained model's tokenizer, where it makes the samples.
+    `record` is what checkpoints record of a pretrained model's tokenizer, where it makes the samples.
     """
 
     record: Mapping[str, str] = MappingProxyType({})
@@ -67,9 +66,8 @@ class DataSource:
         train, val, test: the splits, or None.
         new: unlabeled samples, for predictions only; their targets are placeholders.
         input_shape: shape of one sample as the model receives it (after `prepare`).
-        num_classes: number of classes; 0 if targets are not classes.
+        num_classes: 0 if targets are not classes.
         num_outputs: number of values in a target that is not a class.
-        class_names: one name per class, or empty.
         prepare: a stored batch on its device → the model's input (normalization, channel mode).
         augment: a stored batch and its random numbers → augmented batch; before `prepare`, in training only.
         target_scale: mean and deviation of the training targets of a regression.
@@ -81,11 +79,9 @@ class DataSource:
         order: the user's own order of training samples; None shuffles them by seed and epoch.
         order_has_repeats: that order numbers a sample that comes again beyond the dataset's end, by its length.
         shuffle_block: neighbours that are shuffled as a block, where data.shuffle_block says nothing; see BlockOrder.
-        loader_options: options of the DataLoader.
         form: which parts of a sample are inputs, and which are targets.
         model_kwargs: further arguments that a model's factory may name.
-        fixed_batch_sizes: samples of a micro-batch and of a global batch, if the dataset defines them.
-        epochs: number of epochs, if the dataset defines it.
+        fixed_batch_sizes, epochs: samples of a micro-batch and of a global batch, and epochs, if the data defines them.
         transform_signature: identifies transforms that were fitted to the training split and applied to the samples.
         model, task: the defaults for this dataset.
     """
@@ -133,17 +129,13 @@ class DataSource:
 
 
 class UnlabeledDataset(Dataset[Any]):
-    """A dataset of inputs only: tensors, mappings without a target, or anything that its collate_fn accepts.
-
-    Args:
-        target: the placeholder target of each sample.
-    """
+    """A dataset of inputs only, as its collate_fn accepts them; `target` stands for that of each sample."""
 
     def __init__(self, dataset: Dataset[Any], target: Tensor) -> None:
         self.dataset, self.target = dataset, target
         own = getattr(unwrap_dataset(dataset), "collate_fn", None)
         if own is not None:
-            self.collate_fn = self._collating(own)
+            self.collate_fn = lambda samples: (own(samples), target.expand(len(samples), *target.shape))
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -155,12 +147,6 @@ class UnlabeledDataset(Dataset[Any]):
         if isinstance(item, Mapping):
             return {**item, TARGETS[0]: self.target}
         return (*item, self.target) if isinstance(item, tuple | list) else (item, self.target)
-
-    def _collating(self, own: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        def collate_fn(samples: list[Any]) -> Any:
-            return own(samples), self.target.expand(len(samples), *self.target.shape)
-
-        return collate_fn
 
 
 def wrap_unlabeled(dataset: Dataset[Any], train: Dataset[Any], form: SampleForm = PAIR) -> UnlabeledDataset | None:
@@ -188,9 +174,6 @@ class MaterializedIterable(Dataset[Any]):
 
     Order, resume and exactness then hold as for any dataset. Two limits remain: its random numbers are drawn once, as
     it is read, and not in each epoch; and it must yield the same samples in every process.
-
-    Raises:
-        RequestError: it is empty, or yields more than a hundred thousand samples.
     """
 
     def __init__(self, stream: IterableDataset[Any], name: str, seed: int) -> None:

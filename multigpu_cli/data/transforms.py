@@ -1,9 +1,14 @@
-"""What happens to whole batches on their device: augmentation, the dataset's own preparation, and mixing."""
+"""Images and whole batches: decoded, normalized per channel (--mode), augmented, and mixed as the settings ask for."""
 
-from collections.abc import Callable
-from functools import partial
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,25 +16,185 @@ from multigpu_cli.capabilities import TRANSFORMS, load
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.collate import describe_shapes, to_device
 from multigpu_cli.data.order import KeyedRandom
-from multigpu_cli.data.pixels import random_resized_crop
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.runtime.factories import find_factory
+
+MODES = ("flatten", "average", "first")
+
+
+@dataclass(frozen=True)
+class Standardised:
+    """Normalizes a stored batch (n, C, …) of any dtype to float32, mean 0 and deviation 1 per channel; applies `mode`.
+
+    `flatten` keeps every channel (n, C, …); `average` (their mean) and `first` leave one (n, 1, …). Means and
+    deviations are those of the stored training samples.
+    """
+
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+    mode: str
+    _constants: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        mean, scale = self._on(batch.device, batch.ndim)
+        if self.mode == "first":
+            return (batch[:, :1].float() - mean[:, :1]) * scale[:, :1]
+        standardised = batch.to(torch.float32, copy=True).sub_(mean).mul_(scale)
+        return standardised.mean(dim=1, keepdim=True) if self.mode == "average" else standardised
+
+    def _on(self, device: torch.device, ndim: int) -> tuple[Tensor, Tensor]:
+        """Mean and 1/deviation, (1, C, 1, …); copied to a device once: a copy per batch would stall the stream."""
+        if (device, ndim) not in self._constants:
+            shape = (1, -1) + (1,) * (ndim - 2)
+            mean = torch.tensor(self.mean, device=device).view(shape)
+            scale = torch.tensor([1 / (deviation or 1.0) for deviation in self.deviation], device=device).view(shape)
+            self._constants[device, ndim] = mean, scale
+        return self._constants[device, ndim]
+
+
+def fit_standardised(train: Tensor, mode: str) -> Standardised:
+    """Learn the channels' means and deviations from the stored training samples (n, C, …)."""
+    mean, deviation = zip(*(_moments(train[:, channel]) for channel in range(train.shape[1])), strict=True)
+    return Standardised(mean, deviation, mode)
+
+
+def model_input_shape(sample_shape: Sequence[int], mode: str) -> tuple[int, ...]:
+    """Shape of one sample as the model receives it; RequestError where the mode is none, or not for vectors."""
+    if mode not in MODES:
+        raise RequestError(f"--mode: unknown name {mode!r}", remedy=did_you_mean(mode, MODES))
+    if mode == "flatten":
+        return tuple(sample_shape)
+    if len(sample_shape) < 2:
+        raise RequestError(
+            f"--mode {mode} needs samples with channels; --data gives vectors of {sample_shape[0]} numbers",
+            remedy="use --mode flatten",
+        )
+    return (1, *sample_shape[1:])
+
+
+def _moments(values: Tensor) -> tuple[float, float]:
+    """Mean and standard deviation; for bytes from a histogram, which is exact and needs no float copy of the data."""
+    if values.dtype != torch.uint8:
+        spread, mean = torch.std_mean(values.double(), correction=0)
+        return float(mean), float(spread)
+    counts = torch.bincount(values.flatten(), minlength=256).double()
+    levels = torch.arange(256, dtype=torch.float64)
+    mean = (counts * levels).sum() / counts.sum()
+    return float(mean), float(((counts * (levels - mean) ** 2).sum() / counts.sum()).sqrt())
+
+
+_SHIFT, _FLIP, _CROP = 0, 1, 2  # one stream of random numbers each
+_WIDEST = 4 / 3  # width to height of a crop, and the inverse
+
+
+def shift(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
+    """Shift images (n, C, H, W) by up to `reach` pixels: a random crop of the image padded with 0 (He et al. 2015)."""
+    return _move(images, draws.uniform(_SHIFT, 2), reach)
+
+
+def shift_and_mirror(images: Tensor, draws: KeyedRandom, reach: int) -> Tensor:
+    """`shift`, and a flip left to right with probability ½; their random numbers are drawn in one call."""
+    drawn = draws.uniform_streams((_SHIFT, 2), (_FLIP, 1))
+    return _flip(_move(images, drawn[:, :2], reach), drawn[:, 2:])
+
+
+def random_resized_crop(images: Tensor, draws: KeyedRandom, smallest: float) -> Tensor:
+    """Cut a rectangle out of each image (n, C, H, W), and resize it to the size of the image.
+
+    Its area is `smallest` to 1 of the image's, its width 3/4 to 4/3 of its height before it is cut to the image, as
+    torchvision's RandomResizedCrop (Szegedy et al. 2015).
+    """
+    area, shape, across, down = draws.uniform(_CROP, 4).unbind(1)
+    area, shape = smallest + (1 - smallest) * area, _WIDEST ** (2 * shape - 1)
+    wide, high = (area * shape).sqrt().clamp(max=1), (area / shape).sqrt().clamp(max=1)
+    theta = torch.zeros(len(images), 2, 3, device=images.device)
+    theta[:, 0, 0], theta[:, 1, 1] = wide, high
+    theta[:, 0, 2], theta[:, 1, 2] = (1 - wide) * (2 * across - 1), (1 - high) * (2 * down - 1)
+    grid = torch.nn.functional.affine_grid(theta, list(images.shape), align_corners=False)
+    found = torch.nn.functional.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
+    return found.to(images.dtype) if images.is_floating_point() else found.round_().to(images.dtype)
+
+
+def _move(images: Tensor, drawn: Tensor, reach: int) -> Tensor:
+    n, channels, height, width = images.shape
+    padded = torch.nn.functional.pad(images, (reach,) * 4)
+    runs = padded.flatten().unfold(0, width, 1)  # every run of W pixels, a view; a row of the result is one of them
+    down, right = (drawn * (2 * reach + 1)).long().unbind(1)
+    corner = down.mul_(padded.shape[-1]).add_(right)
+    start = _rows(n * channels, height, *padded.shape[-2:], images.device).view(n, -1) + corner[:, None]
+    return runs.index_select(0, start.flatten()).view(images.shape)
+
+
+@lru_cache(maxsize=8)
+def _rows(planes: int, height: int, tall: int, wide: int, device: torch.device) -> Tensor:
+    """(planes, height) int64: where the rows of each padded plane begin; cached, since every batch needs it."""
+    first = torch.arange(planes, device=device)[:, None] * tall
+    return (first + torch.arange(height, device=device)) * wide
+
+
+def _flip(images: Tensor, drawn: Tensor) -> Tensor:
+    mirror, images = (drawn[:, 0] < 0.5).view(-1, 1, 1, 1), images.contiguous()
+    mirrored = images.flip(-1)
+    if images.shape[-1] * images.element_size() % 8:
+        return torch.where(mirror, mirrored, images)
+    # Eight bytes at a time: where the two differ, take the mirrored bits. `torch.where` broadcasts slowly.
+    eights, found = images.view(torch.int64), mirrored.view(torch.int64)
+    return found.bitwise_xor_(eights).bitwise_and_(-mirror.long()).bitwise_xor_(eights).view(images.dtype)
+
+
+IMAGENET = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
+"""Mean and deviation of ImageNet's pixels, red green blue."""
+
+
+def check_pillow(name: str) -> None:
+    """Refuse the dataset `name`, of images, where Pillow is not installed."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as missing:
+        raise RequestError(
+            f"--data {name} needs Pillow", remedy="pip install pillow, or this program with its extra [images]"
+        ) from missing
+
+
+def check_sizes(size: Any, resize: Any) -> None:
+    """Refuse sizes of which no image can be made."""
+    for name, value, least in (("size", size, 1), ("resize", size if resize is None else resize, size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise RequestError(f"data.args.{name}: {value!r} pixels", remedy=f"a whole number of at least {least}")
+
+
+def decode_image(file: Path | bytes, shorter: int, where: str) -> np.ndarray:
+    """(height, width, 3) bytes, turned the way it was taken, its shorter side resized; messages name it by `where`."""
+    from PIL import Image, ImageOps  # an extra, and not for those who bring no images
+
+    try:
+        with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as opened:
+            opened.draft("RGB", (shorter, shorter))  # a JPEG is then decoded at a fraction of its size
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise RequestError(
+            f"{where} is no image that can be read ({error})", remedy="mend it, or take it away"
+        ) from error
+    scale = shorter / min(image.size)
+    width, height = (max(shorter, round(side * scale)) for side in image.size)
+    return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+
+
+def cut_square(pixels: np.ndarray, size: int, *, augment: bool) -> Tensor:
+    """(3, size, size) bytes from the middle; or from anywhere and half of the time mirrored, by Python's generator."""
+    spare = [pixels.shape[0] - size, pixels.shape[1] - size]
+    top, left = [random.randint(0, room) if augment else room // 2 for room in spare]
+    cut = pixels[top : top + size, left : left + size]
+    if augment and random.random() < 0.5:
+        cut = cut[:, ::-1]
+    return torch.from_numpy(np.ascontiguousarray(cut.transpose(2, 0, 1)))
 
 
 class BatchTransforms:
-    """The transforms of a split's batches.
-
-    Args:
-        config: what the settings ask for, beside the dataset's own augmentation.
-        source: the dataset's own transforms.
-        seed: the run's seed.
-        device: where batches are.
-        training: it is the training split; the settings are for its samples alone.
-
-    Raises:
-        RequestError: there are no classes to mix, or no torchvision for data.rand_augment.
-    """
+    """The transforms of a split's batches: the dataset's own, and for the training split what the settings ask for."""
 
     def __init__(
         self, config: DataConfig, source: DataSource, seed: int, device: torch.device, *, training: bool
@@ -50,11 +215,7 @@ class BatchTransforms:
             self._mixer = load(TRANSFORMS["mix"])(config.mixup, config.cutmix, source.num_classes)
 
     def evaluate(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """A batch as it is evaluated; one of the training split, the first of a run, must fit the settings.
-
-        Raises:
-            RequestError: its samples can't be cropped, augmented or mixed.
-        """
+        """A batch as it is evaluated; one of the training split, the first of a run, must fit the settings."""
         if self._needs_images and not (isinstance(inputs, Tensor) and inputs.ndim == 4):
             raise RequestError(
                 f"data.random_resized_crop: inputs are {describe_shapes(inputs)}",
@@ -73,9 +234,6 @@ class BatchTransforms:
         Args:
             keys: (n,) int64 on the CPU, by which random numbers are drawn.
             micro_batch: samples of a micro-batch; several may have been joined.
-
-        Raises:
-            RequestError: samples can't be mixed.
         """
         if not self._augments and not self._rand_augment and not self._mixer:
             return self._to_model_input(inputs), targets

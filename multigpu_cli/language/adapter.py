@@ -41,39 +41,26 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def choose_adapter(config: Config, *, reference: bool = False) -> Callable[..., nn.Module]:
-    """What `build_model` makes of a network with --adapter."""
-    return partial(adapt_pretrained, config.adapter, reference=reference)
+    """What `build_model` makes of a network with --adapter; see `add_adapter` and `adapt_model`."""
 
+    def adapt_pretrained(network: nn.Module, settings: ModelConfig, seed: int, *, whole_output: bool) -> nn.Module:
+        adapted = add_adapter(network, config.adapter, seed, reference=reference)
+        model = adapt_model(adapted, whole_output=whole_output)
+        check_freeze(model, settings.freeze)
+        return model
 
-def adapt_pretrained(
-    adapter: AdapterConfig,
-    network: nn.Module,
-    config: ModelConfig,
-    seed: int,
-    *,
-    whole_output: bool,
-    reference: bool = False,
-) -> nn.Module:
-    """A network with an adapter, called with the inputs of a batch; see `add_adapter` and `adapt_model`."""
-    model = adapt_model(add_adapter(network, adapter, seed, reference=reference), whole_output=whole_output)
-    check_freeze(model, config.freeze)
-    return model
+    return adapt_pretrained
 
 
 def add_adapter(network: nn.Module, config: AdapterConfig, seed: int, *, reference: bool = False) -> nn.Module:
     """Wrap a network of transformers by peft: the adapter learns, the network stays as it is.
 
-    The first weights follow from the seed alone: a layer with a fresh adapter computes what it did without.
+    The first weights follow from the seed alone: a layer with a fresh adapter computes what it did without. The state
+    dict has what learns, and the reference, and nothing of the network itself.
 
     Args:
         network: a causal language model, perhaps on the meta device.
         reference: with a second one, which gets the weights that `load_initial_weights` gives the first.
-
-    Returns:
-        A `peft.PeftModel` whose `state_dict` has what learns, and the reference, and nothing of the network itself.
-
-    Raises:
-        RequestError: peft is not installed, or a setting names no layer that can have an adapter, or one that can't.
     """
     try:
         with torch.device("cpu"):  # its modules create tensors of their own, which would be on the meta device else
@@ -143,10 +130,6 @@ def find_adapted(model: nn.Module) -> Any:
     return next((each for each in model.modules() if isinstance(getattr(each, "peft_config", None), dict)), None)
 
 
-def has_adapter(model: nn.Module) -> bool:
-    return find_adapted(model) is not None
-
-
 @contextmanager
 def as_reference(model: nn.Module) -> Iterator[None]:
     """While the context lasts the network computes what it did before it learned: with the reference, or no adapter.
@@ -174,10 +157,7 @@ def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def merge_adapter(model: nn.Module) -> nn.Module:
-    """The network of transformers with its adapter added to its weights, computed in float32 or better.
-
-    The model itself is used up.
-    """
+    """The network of transformers, used up, with its adapter added to its weights in float32 or better."""
     adapted = find_adapted(model)
     if any(parameter.dtype in _HALF for parameter in adapted.parameters()):
         adapted.float()
@@ -186,11 +166,7 @@ def merge_adapter(model: nn.Module) -> nn.Module:
 
 
 def check_freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Whether --freeze is about what an adapter has left to learn.
-
-    Raises:
-        RequestError: a pattern matches nothing that learns, or a module that is to learn as a whole.
-    """
+    """Refuse a --freeze pattern that matches nothing that learns, or a module that is to learn as a whole."""
     learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for pattern in patterns:
         names = match_names(learning, pattern, f"--freeze {pattern!r}", "parameter that --adapter lets learn")
@@ -202,11 +178,7 @@ def check_freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _choose_modules(network: nn.Module, config: AdapterConfig) -> dict[str, Any]:
-    """The names of the modules with an adapter, and of those that learn as a whole, as peft's settings.
-
-    Raises:
-        RequestError: see `add_adapter`.
-    """
+    """The names of the modules with an adapter, and of those that learn as a whole, as peft's settings."""
     modules = {name: module for name, module in network.named_modules() if name}
     embedding, head = network.get_input_embeddings(), network.get_output_embeddings()  # type: ignore[operator]
     linear = [name for name, each in modules.items() if isinstance(each, nn.Linear) or _is_conv1d(each)]
@@ -233,11 +205,7 @@ def _choose_modules(network: nn.Module, config: AdapterConfig) -> dict[str, Any]
 
 
 def _find_modules(names: list[str], patterns: Sequence[str], key: str, kind: str) -> list[str]:
-    """The names that match a pattern as a whole, or by their last parts.
-
-    Raises:
-        RequestError: a pattern matches none.
-    """
+    """The names that match a pattern as a whole, or by their last parts; RequestError where one matches none."""
     found: dict[str, None] = {}
     for pattern in patterns:
         matched = [name for name in names if fnmatch(name, pattern) or fnmatch(name, f"*.{pattern}")]
@@ -291,11 +259,11 @@ class Adapter(Part):
     def fitted(self, components: TrainComponents) -> None:
         """Note which weights the adapter learns beside, once: their files may go."""
         spec = components.spec
-        base = run_on_main_rank(self._world, lambda: describe_base(spec.config, spec.source.codec.record))
+        base = run_on_main_rank(self._world, lambda: fingerprint_base_model(spec.config, spec.source.codec.record))
         components.spec = replace(spec, base=base)
 
 
-def describe_base(config: Config, tokenizer: Mapping[str, str]) -> dict[str, str]:
+def fingerprint_base_model(config: Config, tokenizer: Mapping[str, str]) -> dict[str, str]:
     """SHA-256 of the weights beside which an adapter learns, and of the tokenizer; and the chat template's text.
 
     The weights are read once in a process, however often this is called.
@@ -311,11 +279,8 @@ def check_base(before: Mapping[str, str], config: Config, tokenizer: Mapping[str
     Args:
         tokenizer: what made the tokens; see `Codec.record`.
         origin: the run folder or file that has the record.
-
-    Raises:
-        RequestError: names what differs.
     """
-    now = describe_base(config, tokenizer) if before else {}
+    now = fingerprint_base_model(config, tokenizer) if before else {}
     differing = [
         RequestError(
             f"--model-dir {config.model.dir} has {_OTHER.get(name, name)} than {origin} was started with",

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
-from multigpu_cli.language.model_folder import check_weight_files, find_model_folder, import_transformers, load_config
+from multigpu_cli.language.model_folder import (
+    check_weight_files,
+    find_model_folder,
+    find_places,
+    import_transformers,
+    load_config,
+)
 from multigpu_cli.language.token_losses import TokenLosses, TokenTargets, compute_token_losses
 from multigpu_cli.runtime.model_call import Labelled, ModelCall
 
@@ -19,11 +25,7 @@ _LENGTHS = ("n_positions", "max_position_embeddings")  # how configurations call
 
 
 class NamedInputs(nn.Module):
-    """Stands between a transformers network and a task: named or unnamed inputs in, its output object out.
-
-    Args:
-        network: a `transformers.PreTrainedModel`, or whatever names its input.
-    """
+    """Stands between a transformers network and a task: named or unnamed inputs in, its output object out."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -63,9 +65,7 @@ class Logits(NamedInputs):
     """The same with `.logits` out; or, called with `TokenTargets`, the losses of tokens.
 
     The network's own `.loss` is a mean over its micro-batch, so it is of no use where several share a step.
-
-    Attributes:
-        uncompiled: a method that torch.compile leaves alone: the number of tokens differs from batch to batch.
+    `uncompiled` names a method that torch.compile leaves alone: the number of tokens differs from batch to batch.
     """
 
     uncompiled = "compute_losses"
@@ -83,8 +83,7 @@ class Logits(NamedInputs):
     @property
     def limits(self) -> tuple[int, int | None]:
         """How many tokens it has an embedding for, and how many places; None: it names no such number."""
-        places = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
-        return self._causal.get_input_embeddings().num_embeddings, places
+        return self._causal.get_input_embeddings().num_embeddings, find_places(self._causal.config)
 
     @property
     def has_router_loss(self) -> bool:
@@ -113,10 +112,8 @@ class Logits(NamedInputs):
     def _compute_logits(self, output: Callable[..., Any], hidden: Tensor) -> Tensor:
         """(k, width) → logits (k, vocabulary), by what the network's own `forward` does after its backbone.
 
-        That is its head, and in many architectures a scale or a soft cap.
-
-        Args:
-            output: the class of what the backbone returns.
+        That is its head, and in many architectures a scale or a soft cap. `output` is the class of what the backbone
+        returns.
         """
         for module in (self._head, self._backbone):
             if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
@@ -148,15 +145,11 @@ def build(
     """A network with fresh weights: for causal language modelling, or for classes of images or sequences.
 
     Vocabulary, sequence length, image size, channels and number of classes follow from the dataset where the
-    architecture has them and `settings` does not say otherwise.
+    architecture has them and `settings`, of its configuration by transformers' own names, does not say otherwise.
 
     Args:
         task: language-model, or anything else for classes.
         architecture: as in transformers' model_type: gpt2, llama, bert, vit, resnet, …
-        settings: of its configuration, by transformers' own names.
-
-    Raises:
-        RequestError: transformers is not installed, or knows no such architecture or setting.
     """
     try:
         import transformers
@@ -198,16 +191,12 @@ _LISTED = 4
 def build_pretrained(
     model_dir: str | None = None, dtype: str = "float32", attention: str = "sdpa", quantize: str = "none"
 ) -> nn.Module:
-    """The model of a folder, whole: nothing in it is as initialised.
+    """The model of the folder --model-dir, whole: nothing in it is as initialised.
 
     Args:
-        model_dir: --model-dir.
         dtype: of the weights. In half precision AdamW does not move most of them: --amp bf16 computes in it instead.
         attention: sdpa, eager, or flash (of the flash-attn package).
         quantize: none, or 4bit (of the bitsandbytes package): an adapter learns beside linear layers in 4 bits.
-
-    Raises:
-        RequestError: weights are missing, pickled, or not those of the configuration.
     """
     choices = (("dtype", dtype, _DTYPES), ("attention", attention, _ATTENTION), ("quantize", quantize, _QUANTIZED))
     for name, value, known in choices:
@@ -216,7 +205,9 @@ def build_pretrained(
     folder = find_model_folder(model_dir)
     config = load_config(folder)
     if torch.get_default_device().type == "meta":  # a rank that is sent the weights
-        return _build_without_weights(config, dtype, attention)
+        return import_transformers().AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+            config, dtype=_DTYPES[dtype], attn_implementation=_ATTENTION[attention]
+        )
     check_weight_files(folder)
     more = {} if quantize == "none" else {"quantization_config": _configure_4_bits()}
     try:
@@ -250,11 +241,7 @@ def build_pretrained(
 
 
 def _configure_4_bits() -> Any:
-    """NF4 with doubly quantized scales, computing in bfloat16 (Dettmers et al. 2023, QLoRA); not run by any test.
-
-    Raises:
-        RequestError: bitsandbytes is not installed.
-    """
+    """NF4 with doubly quantized scales, computing in bfloat16 (Dettmers et al. 2023, QLoRA); not run by any test."""
     if find_spec("bitsandbytes") is None:
         raise RequestError("model.args.quantize 4bit: bitsandbytes is not installed", remedy="pip install bitsandbytes")
     return import_transformers().BitsAndBytesConfig(
@@ -263,10 +250,3 @@ def _configure_4_bits() -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-
-
-def _build_without_weights(config: Any, dtype: str, attention: str) -> nn.Module:
-    model: nn.Module = import_transformers().AutoModelForCausalLM.from_config(
-        config, dtype=_DTYPES[dtype], attn_implementation=_ATTENTION[attention]
-    )
-    return model

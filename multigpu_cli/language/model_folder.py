@@ -16,21 +16,14 @@ _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def find_model_folder(name: str | None) -> Path:
-    """The folder that --model-dir names: a folder, or a model of that name in Hugging Face's cache on this machine.
-
-    Raises:
-        RequestError: there is none, or it is no model.
-    """
+    """The folder that --model-dir names: a folder, or a model of that name in Hugging Face's cache on this machine."""
     if name is None:
         raise RequestError("--model-dir is missing", remedy="the folder of a model of transformers")
     folder = Path(name)
     if not folder.is_dir():
         folder = _find_cached(name)
     if not (folder / "config.json").is_file():
-        raise RequestError(
-            f"--model-dir {name}: there is no config.json in it",
-            remedy=_suggest_model(folder),
-        )
+        raise RequestError(f"--model-dir {name}: there is no config.json in it", remedy=_suggest_model(folder))
     return folder
 
 
@@ -46,45 +39,29 @@ def _suggest_model(folder: Path) -> str:
 
 
 class TextModel(NamedTuple):
-    """A model of text without its weights.
-
-    Attributes:
-        config, tokenizer: those of transformers.
-        ends: the tokens at which generation stops.
-    """
+    """A model of text without its weights: transformers' config and tokenizer, and the tokens that end generation."""
 
     config: Any
     tokenizer: Any
     ends: tuple[int, ...]
 
-    @property
-    def places(self) -> int | None:
-        """Tokens of the longest text that the model knows places for; None: it names no such number."""
-        return find_places(self.config)
-
 
 def find_places(config: Any) -> int | None:
-    """See `TextModel.places`."""
+    """Tokens of the longest text that a model knows places for; None: its configuration names no such number."""
     places = getattr(config.get_text_config(), "max_position_embeddings", None)
     return places if isinstance(places, int) and places > 0 else None
 
 
 def load_text_model(folder: Path) -> TextModel:
-    """What text is turned into tokens with, and what the model makes of them.
-
-    Raises:
-        RequestError: see `load_config` and `_load_tokenizer`.
-    """
+    """What text is turned into tokens with, and what the model makes of them."""
     config, tokenizer = load_config(folder), _load_tokenizer(folder)
-    return TextModel(config, tokenizer, _find_generation_ends(folder, tokenizer))
+    listed = _read_json(folder / "generation_config.json").get("eos_token_id")
+    ends = (tokenizer.eos_token_id, *(listed if isinstance(listed, list) else [listed]))
+    return TextModel(config, tokenizer, tuple(sorted({token for token in ends if isinstance(token, int)})))
 
 
 def load_config(folder: Path) -> Any:
-    """The configuration; a cache of keys and values is off, because it helps generation only.
-
-    Raises:
-        RequestError: transformers does not know the architecture, or refuses a value; code in the folder is not run.
-    """
+    """The configuration; a cache of keys and values is off: it helps generation only. Code in the folder is not run."""
     transformers = import_transformers()
     from huggingface_hub import errors  # late: transformers needs it
 
@@ -105,11 +82,7 @@ def load_config(folder: Path) -> Any:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """The tokenizer.
-
-    Raises:
-        RequestError: there is none, or none that knows the place of its tokens in the text.
-    """
+    """The tokenizer; RequestError where there is none, or none that knows the place of its tokens in the text."""
     try:
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -125,13 +98,6 @@ def _load_tokenizer(folder: Path) -> Any:
             remedy="AutoTokenizer.from_pretrained(…).save_pretrained(…) writes one",
         )
     return tokenizer
-
-
-def _find_generation_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens at which generation stops: the tokenizer's EOS, and those of generation_config.json."""
-    listed = _read_json(folder / "generation_config.json").get("eos_token_id")
-    more = listed if isinstance(listed, list) else [listed]
-    return tuple(sorted({token for token in (tokenizer.eos_token_id, *more) if isinstance(token, int)}))
 
 
 def describe_tokenizer(tokenizer: Any, template: str | None) -> dict[str, str]:
@@ -152,11 +118,7 @@ def describe_tokenizer(tokenizer: Any, template: str | None) -> dict[str, str]:
 
 
 def hash_weights(folder: Path) -> str:
-    """SHA-256 of the file with the weights; of several files, of their names and sums.
-
-    Raises:
-        RequestError: see `check_weight_files`.
-    """
+    """SHA-256 of the file with the weights; of several files, of their names and sums."""
     check_weight_files(folder)
     sums = {name: _hash_file(folder / name, (folder / name).stat().st_mtime_ns) for name in _list_weight_files(folder)}
     lines = "".join(f"{each}  {name}\n" for name, each in sums.items())
@@ -182,11 +144,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Refuse a folder without all of its weights as safetensors.
-
-    Raises:
-        RequestError: names what is missing, or not whole.
-    """
+    """Refuse a folder without all of its weights as safetensors."""
     if (folder / _INDEX).is_file():
         shards = _list_weight_files(folder)
         if missing := [shard for shard in shards if not (folder / shard).is_file()]:
@@ -220,11 +178,7 @@ def _check_whole(folder: Path, name: str) -> None:
 
 
 def import_transformers() -> Any:
-    """The library.
-
-    Raises:
-        RequestError: it is not installed.
-    """
+    """The library; RequestError where it is not installed."""
     try:
         import transformers
     except ImportError as missing:
@@ -254,11 +208,7 @@ def _find_cached(name: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An object in a file; {} where there is no such file.
-
-    Raises:
-        RequestError: it is not JSON.
-    """
+    """An object in a file; {} where there is no such file; RequestError where it is not JSON."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:

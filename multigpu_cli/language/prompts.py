@@ -1,10 +1,11 @@
-"""Prompts, from a file or the command line, that a model completes; --prompts does so while it learns."""
+"""Prompts, from a file or the command line, that a model completes token by token; --prompts does so as it learns."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from multigpu_cli.data.files import JsonLines
 from multigpu_cli.distributed.collectives import all_gather_object, broadcast_object, run_in_step, run_on_all_ranks
@@ -12,8 +13,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.conversations import FORMS, Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder
-from multigpu_cli.language.generate import answer_prompt
-from multigpu_cli.language.model_folder import TextModel, find_model_folder, load_text_model
+from multigpu_cli.language.model_folder import TextModel, find_model_folder, find_places, load_text_model
 from multigpu_cli.run.part import Part
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.run.run import Run, use_published_weights
@@ -23,12 +23,7 @@ _LAYOUT = 'a .jsonl file of {"prompt": …} or {"messages": […]}, or a .txt fi
 
 
 class Prompt(NamedTuple):
-    """A prompt.
-
-    Attributes:
-        text: what was asked last, for people.
-        tokens: all that the model is given.
-    """
+    """A prompt: the text that was asked last, for people, and all tokens that the model is given."""
 
     text: str
     tokens: list[int]
@@ -57,20 +52,12 @@ class PromptReader:
         self._raw, self._limit = raw or not (template or model.tokenizer.chat_template), limit
 
     def read_text(self, text: str, place: str = "--prompt") -> Prompt:
-        """A prompt as the message of a user.
-
-        Raises:
-            RequestError: it is empty, or fills all places of the model.
-        """
+        """A prompt as the message of a user; RequestError where it is empty, or fills all places of the model."""
         conversation = Conversation(prompt=text) if self._raw else Conversation([{"role": "user", "content": text}])
         return self._encode(text, conversation, place)
 
     def read_file(self, path: Path) -> list[Prompt]:
-        """The prompts of a .jsonl or .txt file.
-
-        Raises:
-            RequestError: there are none, or one is wrong; names its place.
-        """
+        """The prompts of a .jsonl or .txt file; RequestError where there are none, or one is wrong."""
         read = self._read_lines if path.suffix == ".txt" else self._read_records
         try:
             found = list(read(path))
@@ -123,6 +110,83 @@ class PromptReader:
         return Prompt(text, tokens)
 
 
+@torch.no_grad()  # not inference_mode: training may continue with tensors that the model caches in these passes
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    count: int,
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Extend sequences by tokens that are sampled from the model's predictions: (n, t) → (n, t + count) int64.
+
+    Args:
+        model: (n, t) int64 → (n, t, vocabulary) logits, in evaluation mode.
+        tokens: (n, t) int64, at least one each.
+        length: the model's context length.
+        temperature: divides the logits; 0 always takes the most likely token.
+        top_k: sample only from this many of the most likely tokens.
+        generator: on the device of the model.
+    """
+    for _ in range(count):
+        logits = model(tokens[:, -length:])[:, -1].float()
+        tokens = torch.cat([tokens, _draw_tokens(logits, temperature, top_k, generator)], dim=1)
+    return tokens
+
+
+@torch.no_grad()
+def answer_prompt(
+    model: nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    length: int,
+    ends: Collection[int],
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+    agree: Callable[[int], int] = lambda token: token,
+) -> list[int]:
+    """At most `count` tokens that a network of transformers adds to a prompt, up to an end, which is the last of them.
+
+    Args:
+        model: mapping with input_ids and position_ids, (1, t) int64 → logits (1, t, vocabulary), in evaluation mode;
+            where it has a `make_cache`, keys and values of earlier places are computed once.
+        length: places that the model knows; it stops at the last of them.
+        temperature, top_k, generator: as for `generate`.
+        agree: called with each token; returns the one to go on with. Processes that run the model together have to take
+            the same.
+    """
+    device = next(model.parameters()).device
+    cache: dict[str, Any] = getattr(model, "make_cache", dict)()
+    answer: list[int] = []
+    while len(answer) < min(count, length - len(prompt)) and not (answer and answer[-1] in ends):
+        new = answer[-1:] if answer and cache else [*prompt, *answer]
+        places = range(len(prompt) + len(answer) - len(new), len(prompt) + len(answer))
+        inputs: dict[str, Any] = {"input_ids": new, "position_ids": list(places)}
+        inputs = {name: torch.tensor([values], device=device) for name, values in inputs.items()}
+        if cache:
+            inputs |= cache | {"use_cache": True}
+        logits = model(inputs)[:, -1].float()
+        if any(each.get_seq_length() <= places[-1] for each in cache.values()):  # the network has another kind of state
+            cache = {}
+        answer.append(agree(int(_draw_tokens(logits, temperature, top_k, generator))))
+    return answer
+
+
+def _draw_tokens(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """The following token of each of (n, vocabulary) logits: (n, 1) int64."""
+    if temperature == 0:
+        return logits.argmax(1, keepdim=True)
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)
+
+
 def format_answer(tokenizer: Any, tokens: Sequence[int]) -> str:
     """What the model said, without the marks of its template."""
     text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -134,21 +198,16 @@ _SHOWN, _WIDTH = 4, 60  # answers on the terminal, and characters of each, as of
 
 
 class PromptSamples(Part):
-    """What --prompts asks.
-
-    Attributes:
-        prompts: as the chat template of the training renders them.
-        model: what answers are turned into text with, and the tokens that end them.
-        places: tokens of prompt and answer at most.
-    """
+    """What --prompts asks, by the chat template of the training; prompt and answer have `places` tokens at most."""
 
     def __init__(self, spec: RunSpec, world: World) -> None:
         self.prompts: list[Prompt] = run_on_all_ranks(world, lambda: self._read(spec))
 
     def _read(self, spec: RunSpec) -> list[Prompt]:
         self.model = model = load_text_model(find_model_folder(spec.config.model.dir))
-        self.places, template = model.places or spec.source.input_shape[-1], spec.source.codec.record.get("template")
-        reader = PromptReader(model, template or None, self.places, spec.config.data.args.get("template_args"))
+        self.places = find_places(model.config) or spec.source.input_shape[-1]
+        template, values = spec.source.codec.record.get("template"), spec.config.data.args.get("template_args")
+        reader = PromptReader(model, template or None, self.places, values)
         return reader.read_file(Path(str(spec.config.log.prompts)))
 
     def epoch_end(self, run: Run) -> None:

@@ -1,17 +1,22 @@
-"""Language modelling: the next token at every place of a sequence, by cross-entropy."""
+"""Tasks of language models: the next token at every place of a sequence, and direct preference optimization.
+
+Source of the latter: Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+2023, eq. 7; label smoothing is that of Mitchell, "A note on DPO with noisy preferences" (cDPO), 2023.
+"""
 
 from collections.abc import Callable
-from math import exp
+from math import exp, inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid
 
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.adapter import as_reference, find_adapted
 from multigpu_cli.language.hugging_face import Logits
 from multigpu_cli.language.text import Vocabulary
 from multigpu_cli.language.token_losses import (
@@ -24,6 +29,7 @@ from multigpu_cli.language.token_losses import (
     score_logits,
 )
 from multigpu_cli.runtime.model_call import IGNORED
+from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
 from multigpu_cli.tasks.classification import compute_accuracy, count_right
@@ -36,9 +42,6 @@ class LanguageModel(Task):
 
     Loss and accuracy are means over the targets that count, on all workers together: nats per token, and the share of
     tokens that were the likeliest ones; perplexity is e to the loss. The better result has the lower loss.
-
-    Raises:
-        RequestError: the dataset has no vocabulary, or has preferences.
     """
 
     unit = "token"
@@ -107,10 +110,9 @@ class LanguageModel(Task):
 
 
 def check_network(model: nn.Module, source: DataSource) -> None:
-    """Whether the loss of the next token is all that a network of transformers has to learn.
+    """Refuse a network of transformers that sees the token that it is to foretell, or has a loss beside.
 
-    Raises:
-        RequestError: it sees that token, or has a loss beside: a product of means over a micro-batch, not a sum.
+    The latter would be a product of means over a micro-batch, and no sum.
     """
     if not isinstance(model, Logits):
         return
@@ -126,10 +128,7 @@ def check_network(model: nn.Module, source: DataSource) -> None:
 
 
 def try_chunks(model: nn.Module) -> tuple[bool, str]:
-    """Whether a model computes the losses of tokens in chunks, and how many tokens' logits there are at a time.
-
-    The latter is for the plan, and "" where the question does not arise.
-    """
+    """Whether a model computes the losses of tokens in chunks; and of how many tokens at once, for the plan."""
     if not isinstance(model, Logits):
         return False, ""
     vocabulary, places = model.limits
@@ -142,3 +141,86 @@ def _check_logits(logits: Tensor, targets: Tensor) -> Tensor:
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"outputs {tuple(logits.shape)} for targets {tuple(targets.shape)}: (n, tokens, vocabulary)?")
     return logits
+
+
+class DPO(Task):
+    """Inputs and targets (n, 2, t) of n pairs, the chosen answer first; model outputs (2n, t, vocabulary).
+
+    The reference is the network with the adapter of --init-from, or without one, and without dropout. The reward of an
+    answer is `beta` times the logarithm of how much likelier it is than there, summed over its tokens. The loss is the
+    mean over the pairs of the global batch of -log σ(reward of the chosen answer - reward of the rejected one): ln 2
+    before the first step, where the network has no dropout. Accuracy is the share of pairs whose chosen answer has the
+    higher reward. The better result has the lower loss. The greater `beta`, the closer the network is held to the
+    reference.
+    """
+
+    rows_per_sample = 2
+    sums = ("chosen_reward", "rejected_reward")
+    expected_shapes = "targets (n, 2, t) int64 tokens, -100 where none counts; outputs (2n, t, vocabulary) logits"
+
+    def __init__(self, source: DataSource, config: TaskConfig, beta: float = 0.1) -> None:
+        super().__init__(source, config)
+        if source.noun != "pairs":
+            raise RequestError(
+                "--task dpo: the data are no preferences: a prompt, and a chosen and a rejected answer to it",
+                remedy="--data chat with records that have fields chosen and rejected (data.args.format=preference)",
+            )
+        if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta < inf:
+            raise RequestError(f"task.args.beta: {beta!r}", remedy="a number above 0, such as 0.1")
+        if config.label_smoothing >= 0.5:
+            raise RequestError(
+                f"--label-smoothing {config.label_smoothing:g}: with --task dpo it is the share of pairs whose answers "
+                "were mixed up, and nothing could be learned of so many",
+                remedy="a number below 0.5",
+            )
+        self._beta, self._in_chunks = beta, False
+
+    def check_model(self, model: nn.Module, precision: Precision) -> None:
+        """See `Task`; without an adapter there is no reference."""
+        if find_adapted(model) is None:
+            raise RequestError(
+                "--task dpo: the network has no adapter, and the reference is the network without it",
+                remedy="--adapter lora",
+            )
+        with precision.autocast():
+            check_network(model, self.source)
+            self._in_chunks, self.logits_note = try_chunks(model)
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return self._losses(self._rewards(model, batch)).sum()
+
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
+        rewards = self._rewards(model, batch)
+        counts = count_right(rewards[:, 0] > rewards[:, 1], rewards)
+        return BatchMetrics(self._losses(rewards).double().sum(), counts, rewards.double().sum(0))
+
+    def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
+        return dict(zip(self.sums, self._rewards(model, batch).T.tolist(), strict=True))
+
+    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
+        return {"accuracy": compute_accuracy(counts, units)}
+
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        return {"margin": means["chosen_reward"] - means["rejected_reward"]} | means
+
+    def _losses(self, rewards: Tensor) -> Tensor:
+        """(n, 2) → (n,)"""
+        margins, smoothing = rewards[:, 0] - rewards[:, 1], self.config.label_smoothing
+        losses = -logsigmoid(margins)
+        return torch.lerp(losses, -logsigmoid(-margins), smoothing) if smoothing else losses
+
+    def _rewards(self, model: Any, batch: Batch) -> Tensor:
+        """(n, 2): chosen and rejected. Differences are taken by token, which are small and lose no digits."""
+        with as_reference(model), eval_mode(model):
+            reference = self._compute_losses(model, batch)
+        gains = (reference - self._compute_losses(model, batch)).sum(1)
+        return self._beta * gains.view(-1, 2)
+
+    def _compute_losses(self, model: Any, batch: Batch) -> Tensor:
+        """(2n, t): of each target, 0 where none counts."""
+        inputs = {name: part.flatten(0, 1) for name, part in batch.inputs.items()}
+        targets = batch.targets.flatten(0, 1)
+        if not self._in_chunks:
+            return score_logits(model(inputs), targets).losses
+        found: TokenLosses = model(TokenTargets(inputs, targets, batch.tokens and batch.tokens.learned))
+        return found.losses

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from multigpu_cli.data.files import locate_single_file
 from multigpu_cli.data.source import Codec, DataSource
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.model_call import IGNORED
 
-IGNORED = -100  # targets beyond the end: no loss (torch's own default)
 _SPLITS = ("train", "val", "test")
 _KINDS = ("characters", "bytes", "arrays")
 _UNICODE = 0x110000
@@ -37,21 +37,13 @@ class Vocabulary(Codec, ABC):
 
 
 class Characters(Vocabulary):
-    """One token per distinct character, in the order of code points.
-
-    Args:
-        symbols: (size,) uint32 code points, ascending.
-    """
+    """One token per distinct character, in the order of code points: `symbols` (size,) uint32, ascending."""
 
     def __init__(self, symbols: np.ndarray) -> None:
         self.symbols, self.size = symbols, len(symbols)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text.
-
-        Raises:
-            RequestError: a character that is not in the vocabulary.
-        """
+        """The tokens of a text; RequestError for a character that is not in the vocabulary."""
         own = {chr(symbol): token for token, symbol in enumerate(self.symbols.tolist())}
         if unknown := sorted(set(text) - own.keys()):
             raise RequestError(
@@ -89,11 +81,7 @@ class Numbers(Vocabulary):
         self.size = size
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text.
-
-        Raises:
-            RequestError: a word that is not a number, or that is beyond the vocabulary.
-        """
+        """The tokens of a text; RequestError for a word that is not a number, or that is beyond the vocabulary."""
         words = text.split()
         if wrong := [word for word in words if not word.isdecimal() or int(word) >= self.size]:
             raise RequestError(
@@ -162,7 +150,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     Args:
         tokens: (n,) whole numbers, at least two.
         block: length of a window; a moving one needs block + 1 tokens.
-        vocabulary: tokens are below this.
         count: windows in an epoch (default: as many as cover the text).
     """
 
@@ -215,9 +202,6 @@ def load(
         windows: samples in an epoch (default: as many as cover the training text).
         vocabulary: how many tokens an array knows (default: the largest in it, plus one).
         dtype: number format of .bin files.
-
-    Raises:
-        RequestError: files that are missing or too short, arguments that don't fit.
     """
     _check(tokens, block, val, windows, vocabulary)
     arrays = _arrays(Path(data_dir).expanduser(), dtype) if data_dir and tokens in (None, "arrays") and not file else {}

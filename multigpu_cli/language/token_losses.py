@@ -29,7 +29,6 @@ class TokenTargets(NamedTuple):
     """What a network is called with for the losses of tokens, in place of logits.
 
     Attributes:
-        inputs: as of a batch.
         targets: (n, t) int64, -100 where none counts.
         learned: how many targets count at most, which the host knows; None: all may.
         smoothing: of labels.
@@ -56,12 +55,7 @@ class TokenLosses(NamedTuple):
 def compute_token_losses(
     head: Callable[[Tensor], Tensor], vocabulary: int, hidden: Tensor, wanted: TokenTargets
 ) -> TokenLosses:
-    """The losses of the tokens that have a target.
-
-    Args:
-        head: (k, width) → logits (k, vocabulary).
-        hidden: (n, t, width).
-    """
+    """The losses of the tokens that have a target; head: (k, width) → logits (k, vocabulary), hidden: (n, t, width)."""
     targets, rows = wanted.targets.flatten(), hidden.flatten(0, -2)
     places = _find_places(targets, wanted.learned)
     if places is not None:
@@ -112,12 +106,8 @@ def count_tokens_at_once(vocabulary: int) -> int:
 def find_difference(model: nn.Module, vocabulary: int, device: torch.device, places: int | None = None) -> str:
     """Compare the token losses of a network with those of its logits, on a few tokens.
 
-    Args:
-        vocabulary: tokens that the network has an embedding for.
-        places: tokens of a text at most.
-
-    Returns:
-        why they can't be used, "" if they are the same.
+    Returns why they can't be used, "" if they are the same. The vocabulary is that of the embedding; a text has at most
+    so many `places`.
     """
     tokens = (torch.arange(min(_PROBE, places or _PROBE), device=device) * 7 % vocabulary)[None]
     targets = tokens.roll(-1).masked_fill(tokens % 3 == 0, IGNORED)
@@ -142,15 +132,7 @@ _AHEAD = 1e-4  # of the change at the changed token; of a network that has learn
 
 
 def check_causal(model: nn.Module, vocabulary: int, device: torch.device, places: int | None = None) -> None:
-    """Change the last token: the logits before it, which foretell it, may not move.
-
-    Args:
-        model: (1, t) int64 → logits (1, t, vocabulary).
-        places: tokens of a text at most.
-
-    Raises:
-        RequestError: they move.
-    """
+    """Change the last token: the logits before it, (1, t, vocabulary), which foretell it, may not move."""
     tokens = (torch.arange(min(_FIRST + _SECOND, places or _FIRST + _SECOND), device=device) * 7 % vocabulary)[None]
     other = tokens.clone()
     other[:, -1] = (other[:, -1] + 1 + vocabulary // 2) % vocabulary
@@ -167,14 +149,7 @@ def check_causal(model: nn.Module, vocabulary: int, device: torch.device, places
 
 
 def check_packing(model: nn.Module, vocabulary: int, device: torch.device) -> None:
-    """Change one of two packed texts: the other's logits may not move.
-
-    Args:
-        model: mapping with input_ids and position_ids, (1, t) int64 → logits (1, t, vocabulary).
-
-    Raises:
-        RequestError: they move, so that texts have to stand alone.
-    """
+    """Change one of two packed texts: the other's logits may not move, or else texts have to stand alone."""
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None].to(device)
     tokens = (torch.arange(_FIRST + _SECOND, device=device) * 7 % vocabulary)[None]
 

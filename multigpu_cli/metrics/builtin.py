@@ -74,11 +74,7 @@ class AUROC(_WholeSplit):
     """
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Keep a batch.
-
-        Raises:
-            ValueError: there are not two classes.
-        """
+        """Keep a batch; ValueError where there are not two classes."""
         if outputs.ndim != 2 or outputs.shape[1] != 2 or targets.shape != outputs.shape[:1]:
             raise ValueError(f"outputs {tuple(outputs.shape)} for targets {tuple(targets.shape)}: two classes only")
         super().update(outputs[:, 1].double() - outputs[:, 0].double(), targets)
@@ -99,11 +95,7 @@ class R2(_WholeSplit):
     """The coefficient of determination; of several numbers in a target, their mean, as scikit-learn's r2_score."""
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Keep a batch.
-
-        Raises:
-            ValueError: outputs and targets differ in shape.
-        """
+        """Keep a batch; ValueError where outputs and targets differ in shape."""
         if outputs.shape != targets.shape or not targets.is_floating_point():
             raise ValueError(f"outputs {tuple(outputs.shape)} for targets {tuple(targets.shape)}: numbers of one shape")
         super().update(outputs.flatten(1) if outputs.ndim > 1 else outputs.unsqueeze(1), targets.view(len(targets), -1))

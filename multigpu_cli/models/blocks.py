@@ -20,12 +20,8 @@ def find_blocks_to_wrap(model: nn.Module, patterns: Sequence[str] = ()) -> list[
     """The names of modules, inner ones first: those that match a pattern, or else the model's repeated blocks.
 
     Of a row of blocks of several classes those count whose class holds most of its parameters: the convolutions, say,
-    and not the norms between them, which would be gathered one by one.
-
-    A module that shares a weight with another part of the model is left out: such weights are gathered together.
-
-    Raises:
-        RequestError: a pattern that matches no module.
+    and not the norms between them, which would be gathered one by one. A module that shares a weight with another part
+    of the model is left out: such weights are gathered together.
     """
     named = {name: module for name, module in model.named_modules() if name and _can_be_gathered(module)}
     if patterns:

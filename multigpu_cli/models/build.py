@@ -1,19 +1,27 @@
-"""Builds the model of a run from its settings: factory, SyncBatchNorm, frozen parameters, checkpointed activations."""
+"""Builds the model of a run from its settings: factory, SyncBatchNorm, frozen parameters, checkpointed activations.
 
+Ranks that are sent their weights build it on the meta device, where tensors have shapes and no memory. Nothing is
+initialised there: some of torch's initialisers return at once for such tensors, and leave them as they are.
+"""
+
+import gc
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from difflib import get_close_matches
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
-from multigpu_cli.capabilities import ADAPTERS, MODELS, OUTPUTS, load, load_given
+from multigpu_cli.capabilities import ADAPTERS, BUILDERS, MODELS, OUTPUTS, load, load_given
 from multigpu_cli.config.code_names import match_names
 from multigpu_cli.config.schema import Config, ModelConfig
 from multigpu_cli.config.types import quote_value
@@ -38,9 +46,6 @@ def build_model(
         offered: input_shape, num_classes, task, mode, seed.
         whole_output: as for `adapt_model`.
         adapt: in place of `adapt_model`, from `find_adapter`.
-
-    Raises:
-        RequestError: no such model, arguments or adapter it does not take, or something that is no nn.Module.
     """
     model: nn.Module = call_model_factory(find_model_factory(name, config.args), offered, config.args)
     if not isinstance(model, nn.Module):
@@ -54,20 +59,12 @@ def build_model(
 
 
 def find_adapter(config: Config, *, reference: bool = False) -> Callable[..., nn.Module] | None:
-    """What the settings want to be made of a new network, to learn in its place; see `capabilities.ADAPTERS`.
-
-    Args:
-        reference: and it keeps beside that what was loaded first; see `RunSpec.has_reference`.
-    """
+    """What the settings want to be made of a new network, to learn in its place; see `capabilities.ADAPTERS`."""
     return next((choose(config, reference=reference) for choose in load_given(ADAPTERS, config)), None)
 
 
 def refuse_torchscript(model: nn.Module, origin: str) -> None:
-    """Refuse a network that was scripted or traced: it takes no hooks, and its code is not that of torch.compile.
-
-    Raises:
-        RequestError: it, or a part of it, is a TorchScript module; the message begins with `origin`.
-    """
+    """Refuse a network that was scripted or traced: it takes no hooks, and its code is not that of torch.compile."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise RequestError(
             f"{origin} a TorchScript module", remedy="the nn.Module that it was made of, with --compile default"
@@ -77,8 +74,7 @@ def refuse_torchscript(model: nn.Module, origin: str) -> None:
 def adapt_model(model: nn.Module, *, whole_output: bool = False) -> nn.Module:
     """A network that is called with the inputs of a batch: itself, or with an adapter where it is one of transformers.
 
-    Args:
-        whole_output: of transformers' output objects, whole or their logits.
+    With `whole_output` that returns transformers' output objects, else their logits.
     """
     if not is_of_transformers(model):
         bind_call(model)
@@ -93,11 +89,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 
 
 def prepare_model(model: nn.Module, config: ModelConfig, name: str) -> nn.Module:
-    """What the settings ask for beside the network itself: SyncBatchNorm, frozen parameters, checkpointed activations.
-
-    Raises:
-        RequestError: nothing is left to train.
-    """
+    """What the settings ask for beside the network itself: SyncBatchNorm, frozen parameters, checkpointing."""
     if config.sync_bn:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     frozen = find_frozen(model, config.freeze)
@@ -112,10 +104,7 @@ def prepare_model(model: nn.Module, config: ModelConfig, name: str) -> nn.Module
 
 
 def use_channels_last(model: nn.Module) -> bool:
-    """Lay the kernels of 2-d convolutions out with channels last, which makes a step about 1.5 times as fast.
-
-    Returns False where the model has none, and nothing was changed.
-    """
+    """Lay 2-d convolutions' kernels out with channels last, for steps 1.5 times as fast; False where there are none."""
     if not has_2d_convolutions(model):
         return False
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -127,11 +116,7 @@ def has_2d_convolutions(model: nn.Module) -> bool:
 
 
 def find_frozen(model: nn.Module, patterns: Sequence[str]) -> list[Tensor]:
-    """The parameters whose names match one of --freeze's shell patterns, and that would learn otherwise.
-
-    Raises:
-        RequestError: a pattern that matches nothing.
-    """
+    """The parameters whose names match one of --freeze's shell patterns, and that would learn otherwise."""
     parameters = dict(model.named_parameters())
     names = {name for pattern in patterns for name in match_names(list(parameters), pattern, f"--freeze {pattern!r}")}
     return [parameter for name, parameter in parameters.items() if name in names and parameter.requires_grad]
@@ -145,12 +130,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     the same numbers again, and BatchNorm does not count a batch twice.
     """
     for block in _blocks(model):
-        block.forward = partial(
-            checkpoint,
-            block.forward,
-            use_reentrant=False,
-            context_fn=partial(_contexts, block),
-        )
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(_contexts, block))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -181,11 +161,7 @@ _NO_DEFAULT = inspect.Parameter.empty
 
 
 def find_model_factory(name: str, args: Mapping[str, Any]) -> Callable[..., Any]:
-    """The factory of a built-in network, of one of a library (timm/resnet18), or the user's own (module:factory).
-
-    Raises:
-        RequestError: there is none of that name, or its arguments ask for weights to be downloaded.
-    """
+    """The factory of a built-in network, of one of a library (timm/resnet18), or the user's own (module:factory)."""
     library, slash, network = name.partition("/")
     if not slash or library + slash not in MODELS:
         return factories.find_factory(name, MODELS, flag="--model")
@@ -200,9 +176,6 @@ def call_model_factory(factory: Callable[..., Any], offered: Mapping[str, Any], 
 
     A factory with **kwargs does not name all that it takes: it is called with the number of classes too, and one of
     timm with what fits its network to the images. Where it refuses these, it is called without them.
-
-    Raises:
-        RequestError: the factory does not take the arguments, or failed.
     """
     likely = {name: value for name, value in _likely_keywords(factory, offered).items() if name not in args}
     if _package(factory) == "torchvision":
@@ -234,17 +207,15 @@ def suggest_outputs(name: str, args: Mapping[str, Any], returned: int, wanted: i
 
 def _find_in_library(library: str, network: str) -> Callable[..., Any]:
     name = f"{library}/{network}"
-    known: dict[str, Callable[..., Any]] = factories.find_factory(name, {name: MODELS[f"{library}/"]}, flag="--model")()
+    known: list[str] = factories.find_factory(name, {name: MODELS[f"{library}/"]}, flag="--model")()
     if network in known:
-        return known[network]
+        return load(BUILDERS[library])(network)  # type: ignore[no-any-return]
     without_tag, tag, _ = network.partition(".")
     if tag and without_tag in known:
         raise _no_download(network, f"{library}/{without_tag}")
     nearest = get_close_matches(network, known, n=4, cutoff=0.0)
-    raise RequestError(
-        f"--model {name}: {library} has no such network among its {len(known)}",
-        remedy=did_you_mean(network, nearest),
-    )
+    problem = f"--model {name}: {library} has no such network among its {len(known)}"
+    raise RequestError(problem, remedy=did_you_mean(network, nearest))
 
 
 def _no_download(what: str, name: str) -> RequestError:
@@ -259,12 +230,61 @@ def _likely_keywords(factory: Callable[..., Any], offered: Mapping[str, Any]) ->
     if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {}
     likely = {name: offered[name] for name in ("num_classes",) if name in offered}
-    if _package(factory) == "timm":
-        from multigpu_cli.models.networks.timm import fit_to_images  # late: where timm has been loaded already
+    if _package(factory) == "timm" and len(offered["input_shape"]) == 3:
+        from timm import get_pretrained_cfg  # late: where it has been loaded already
 
-        likely |= fit_to_images(factory, offered["input_shape"])
+        channels, *size = offered["input_shape"]
+        made_for = get_pretrained_cfg(getattr(factory, "__name__", ""))
+        if channels != 3:
+            likely["in_chans"] = channels
+        if made_for and made_for.fixed_input_size and list(made_for.input_size[1:]) != size:
+            likely["img_size"] = tuple(size)
     return {name: value for name, value in likely.items() if name not in parameters}
 
 
 def _package(factory: Callable[..., Any]) -> str:
     return str(getattr(factory, "__module__", "")).partition(".")[0]
+
+
+META = torch.device("meta")
+
+
+def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module | None, str]:
+    """Call a factory on the meta device; returns the network, or why it would not be what the factory builds else."""
+    before, earlier = torch.get_rng_state(), _list_meta_tensors()
+    try:
+        with META:
+            model = build()
+    except Exception as error:  # the user's own code may raise anything; if not for this, the whole build raises it too
+        return None, f"on the meta device its factory raises {type(error.__cause__ or error).__name__}"
+    if any(map(is_lazy, model.parameters())):
+        return None, "its first pass creates weights"
+    gc.collect()  # what it built by the way
+    for buffer in filter(Tensor._is_view, model.buffers()):
+        # such as a mask with new dims: nobody need give a value to what it is a view of
+        torch.utils.swap_tensors(buffer, torch.empty_like(buffer))
+    if not torch.equal(before, torch.get_rng_state()):
+        return None, "its factory draws random numbers on a device of its own choice"
+    known = set(map(id, chain(model.parameters(), model.buffers(), earlier)))
+    if any(id(tensor) not in known for tensor in _list_meta_tensors()):  # wherever they are kept, nobody gives a value
+        return None, "it has tensors that are neither parameters nor buffers"
+    return model, ""
+
+
+def copy_to_meta(model: nn.Module) -> nn.Module:
+    """A copy of the network whose parameters and buffers have no memory."""
+    memory: dict[int, Tensor] = {id(buffer): buffer.to(META) for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memory[id(parameter)] = nn.Parameter(parameter.to(META), requires_grad=parameter.requires_grad)
+    return deepcopy(model, memory)
+
+
+def find_unsaved_tensors(model: nn.Module) -> list[str]:
+    """The names of parameters and buffers that are in no state dict, and so in no checkpoint."""
+    saved = model.state_dict(keep_vars=True).keys()
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return [name for name, _ in tensors if name not in saved]
+
+
+def _list_meta_tensors() -> list[Tensor]:
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.is_meta]

@@ -29,8 +29,6 @@ class EnvSource(DataSource):
 
     Attributes:
         make: split, numbers of the environments, device → a group.
-        action: the space of actions.
-        settings: of PPO.
         environments, group: their number over all workers, and the number that step together.
     """
 
@@ -61,11 +59,7 @@ class EnvSource(DataSource):
 
 
 def open_environments(config: Config) -> EnvSource:
-    """Probe the environments that --data names, and compute the sizes of rollouts and batches.
-
-    Raises:
-        RequestError: the environments do not exist, or the sizes do not divide each other.
-    """
+    """Probe the environments that --data names, and compute the sizes of rollouts and batches."""
     settings: PPOSettings = factories.call_factory(PPOSettings, {}, config.task.args, where="task")
     make = partial(_group, config, *find_group_factory(config.data.name))
     probe = make("train", range(1), torch.device("cpu"))
@@ -117,11 +111,7 @@ def _group(
 
 
 def _sizes(config: Config, settings: PPOSettings) -> tuple[int, int, int]:
-    """Environments, how many step together, and decisions in a micro-batch.
-
-    Raises:
-        RequestError: one does not divide the other.
-    """
+    """Environments, how many step together, and decisions in a micro-batch, which have to divide each other."""
     environments = config.task.num_envs or _ENVIRONMENTS
     group = config.task.env_group or next(size for size in (8, 4, 2, 1) if environments % size == 0)
     if environments % group:

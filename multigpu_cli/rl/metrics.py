@@ -12,18 +12,14 @@ from multigpu_cli.environments.base import EnvironmentGroup
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.rl.env_source import EnvSource
 from multigpu_cli.rl.objective import METRICS
-from multigpu_cli.rl.policy import Policy
-from multigpu_cli.rl.rollout import Network
+from multigpu_cli.rl.policy import Network, Policy
 from multigpu_cli.tasks.base import divide
 
 
 class PPOMetrics:
     """Counts over all workers, and the metrics of the epoch's optimizer steps so far.
 
-    Attributes:
-        decisions: decisions in all optimizer steps; one counts in every pass.
-        steps: environment steps.
-        episodes: finished episodes.
+    Decisions are those in all optimizer steps, so one counts in every pass; steps are those of environments.
     """
 
     def __init__(self, source: EnvSource, world: World) -> None:
@@ -54,12 +50,7 @@ class PPOMetrics:
         self.steps += self._source.steps
 
     def record_returns(self, ended: Tensor, returns: Tensor, values: Tensor) -> None:
-        """Record the returns of all workers' rollouts.
-
-        Args:
-            ended: (3,) number of episodes, and sums of their rewards and lengths.
-            returns, values: of all decisions.
-        """
+        """Record the returns of all workers; `ended` (3,) has episodes, and sums of their rewards and lengths."""
         self._ended = [before + new for before, new in zip(self._ended, ended.tolist(), strict=True)]
         self.episodes += int(ended[0])
         spread = returns.double().var()
@@ -80,11 +71,7 @@ class PPOMetrics:
         return float(sums[1] / sums[0])
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """Fields of a `train` line; all ranks call it together.
-
-        Args:
-            seconds: of training since the last call.
-        """
+        """Fields of a `train` line, after so many seconds of training; all ranks call it together."""
         fields: dict[str, Any] = {"env_steps": self.steps, "episodes": self.episodes}
         if self._source.settings.target_kl:
             fields["steps_taken"] = self.steps_taken
@@ -108,11 +95,7 @@ _GROUP = 32  # episodes that are played as one batch, on any number of workers
 
 
 class Episodes:
-    """The first episode of so many environments of a split, each played by one worker.
-
-    Attributes:
-        size: how many episodes.
-    """
+    """The first episode of so many (`size`) environments of a split, each played by one worker."""
 
     def __init__(self, source: EnvSource, split: str, world: World, size: int) -> None:
         self.source, self.split, self.world, self.size = source, split, world, size
@@ -123,18 +106,11 @@ class Episodes:
         """Nothing to close."""
 
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> NoReturn:
-        """Not available: episodes have no samples.
-
-        Raises:
-            RequestError: always.
-        """
+        """Refused: episodes have no samples."""
         raise RequestError("--task ppo has episodes, not samples with predictions", remedy="multigpu evaluate")
 
     def play(self, network: Network, policy: Policy, memory: int) -> Iterator[tuple[range, dict[str, Tensor]]]:
-        """Yield the numbers of the episodes of each group of this worker, and their metrics, (E,) each.
-
-        The most likely action is always taken.
-        """
+        """Yield this worker's episodes by groups: their numbers and metrics, (E,) each, of the likeliest actions."""
         count = -(-self.size // _GROUP)
         rank, workers = self.world.rank, self.world.size
         for number in range(count * rank // workers, count * (rank + 1) // workers):

@@ -46,8 +46,7 @@ def advantages(
 class RunningMoments:
     """Count, mean and squared deviations of k quantities, by Chan's parallel update (Chan et al. 1979).
 
-    Attributes:
-        state: (1 + 2k,) float64 on the CPU: count, means, sums of squared deviations.
+    `state` (1 + 2k,) float64 on the CPU has count, means and sums of squared deviations.
     """
 
     def __init__(self, size: int) -> None:
@@ -61,13 +60,8 @@ class RunningMoments:
             if not count:
                 continue
             whole, away = before + count, mean - old_mean
-            self.state = torch.cat(
-                [
-                    whole,
-                    old_mean + away * count / whole,
-                    old_squares + squares + away.square() * before * count / whole,
-                ]
-            )
+            spread = old_squares + squares + away.square() * before * count / whole
+            self.state = torch.cat([whole, old_mean + away * count / whole, spread])
 
     @property
     def mean(self) -> Tensor:
@@ -157,12 +151,7 @@ class RolloutBatch(NamedTuple):
 def losses(
     log_probabilities: Tensor, entropies: Tensor, values: Tensor, then: RolloutBatch, settings: PPOSettings
 ) -> tuple[Tensor, Tensor]:
-    """(…,) losses, and (5, …) METRICS of each decision, detached (Schulman et al. 2017, equations 7 and 9).
-
-    Args:
-        log_probabilities, entropies, values: (…,) of the current policy.
-        then: of the policy during the rollout.
-    """
+    """(…,) losses, and (5, …) METRICS of each decision, detached (Schulman et al. 2017, equations 7 and 9)."""
     moved = log_probabilities - then.log_probabilities
     ratio = moved.exp()
     clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)

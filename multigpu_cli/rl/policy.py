@@ -5,16 +5,19 @@ Lou, Wang and Liu, "A Novel Deep Reinforcement Learning Based Automated Stock Tr
 Networks" (CLSTM-PPO), arXiv 2212.02721, 2022.
 """
 
-import math
 from abc import ABC, abstractmethod
-from math import prod, sqrt
+from collections.abc import Callable
+from math import log, pi, prod, sqrt
 from typing import Any
 
 import torch
-from torch import Tensor, cat, nn
+from torch import Tensor, nn
 
 from multigpu_cli.environments.base import Box, Discrete
 from multigpu_cli.models.networks.mlp import Normalizer
+
+Network = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""observations (T, n, *shape), begun (T, n), memory (n, S) → outputs (T, n, k), values (T, n), memory (n, S)."""
 
 
 class Policy(ABC):
@@ -72,7 +75,7 @@ class Gaussian(Policy):
 
     def __init__(self, space: Box) -> None:
         self.space = space
-        self.size = math.prod(space.shape)
+        self.size = prod(space.shape)
         self.outputs, self.noise, self.shape, self.dtype = 2 * self.size, (self.size,), space.shape, torch.float32
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -87,8 +90,8 @@ class Gaussian(Policy):
         mean, log_deviation = outputs.split(self.size, -1)
         flat = actions.reshape(mean.shape)
         away = (flat - mean) * (-log_deviation).exp()
-        density = -0.5 * away.square() - log_deviation - 0.5 * math.log(2 * math.pi)
-        entropy = log_deviation + 0.5 * (1 + math.log(2 * math.pi))
+        density = -0.5 * away.square() - log_deviation - 0.5 * log(2 * pi)
+        entropy = log_deviation + 0.5 * (1 + log(2 * pi))
         return density.sum(-1), entropy.sum(-1)
 
     def to_env_actions(self, actions: Tensor) -> Tensor:
@@ -103,10 +106,7 @@ def build_policy(space: Discrete | Box) -> Policy:
 class Heads(nn.Module):
     """Maps features to a policy's outputs: logits, or means with a deviation that does not depend on the features.
 
-    Args:
-        features: number of features of the actor.
-        outputs: number of outputs of the policy.
-        action: the action space; one with a `shape` (Box) has means and logarithms of deviations as outputs.
+    A space of actions with a `shape` (Box) has means and logarithms of deviations as outputs.
     """
 
     def __init__(self, features: int, outputs: int, action: Any) -> None:
@@ -123,16 +123,18 @@ class Heads(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """Two perceptrons with tanh, as in CleanRL's ppo.py."""
+    """Two perceptrons of `depth` layers with tanh, as in CleanRL's ppo.py."""
 
     memory_size = 0
 
-    def __init__(self, input_shape: tuple[int, ...], outputs: int, action: Any, width: int, depth: int) -> None:
+    def __init__(
+        self, input_shape: tuple[int, ...], num_classes: int, action: Any, width: int = 64, depth: int = 2
+    ) -> None:
         super().__init__()
         self.normalizer = Normalizer(input_shape)
         self.dimensions = len(input_shape)
         self.actor, self.critic = (_perceptron(prod(input_shape), width, depth) for _ in range(2))
-        self.heads = Heads(width, outputs, action)
+        self.heads = Heads(width, num_classes, action)
         self.value = orthogonal(nn.Linear(width, 1), 1.0)
 
     def forward(self, observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,14 +145,16 @@ class ActorCritic(nn.Module):
 class RecurrentActorCritic(nn.Module):
     """A perceptron, an LSTM over time, and linear actor and critic on its output (CleanRL's ppo_atari_lstm.py)."""
 
-    def __init__(self, input_shape: tuple[int, ...], outputs: int, action: Any, width: int, hidden: int) -> None:
+    def __init__(
+        self, input_shape: tuple[int, ...], num_classes: int, action: Any, width: int = 64, hidden: int = 64
+    ) -> None:
         super().__init__()
         self.memory_size = 2 * hidden
         self.normalizer = Normalizer(input_shape)
         self.dimensions = len(input_shape)
         self.features = _perceptron(prod(input_shape), width, 1)
         self.lstm = orthogonal_lstm(nn.LSTM(width, hidden))
-        self.heads = Heads(hidden, outputs, action)
+        self.heads = Heads(hidden, num_classes, action)
         self.value = orthogonal(nn.Linear(hidden, 1), 1.0)
 
     def forward(self, observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,14 +166,9 @@ class RecurrentActorCritic(nn.Module):
 def unroll_lstm(lstm: nn.LSTM, inputs: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """Run an LSTM over (T, n, features), resetting its state where an episode begins.
 
-    The steps between two resets, of any sequence, are one call of the LSTM for the whole batch.
-
-    Args:
-        begun: (T, n), nonzero at the first step of an episode.
-        memory: (n, 2 · hidden), hidden state and cell state before the first step.
-
-    Returns:
-        Outputs (T, n, hidden), and the memory after the last step.
+    The steps between two resets, of any sequence, are one call of the LSTM for the whole batch. `begun` (T, n) is
+    nonzero at the first step of an episode; `memory` (n, 2 · hidden) holds hidden state and cell state before the first
+    step. Returns outputs (T, n, hidden), and the memory after the last step.
     """
     keep = (begun == 0).to(inputs.dtype).unsqueeze(-1)
     steps = len(inputs)
@@ -205,51 +204,35 @@ def _perceptron(features: int, width: int, depth: int) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def build(input_shape: tuple[int, ...], num_classes: int, action: Any, width: int = 64, depth: int = 2) -> nn.Module:
-    """Actor and critic of `depth` hidden layers each."""
-    return ActorCritic(input_shape, num_classes, action, width, depth)
-
-
-def build_lstm(
-    input_shape: tuple[int, ...], num_classes: int, action: Any, width: int = 64, hidden: int = 64
-) -> nn.Module:
-    """Actor and critic that share an LSTM of `hidden` units."""
-    return RecurrentActorCritic(input_shape, num_classes, action, width, hidden)
-
-
 class CascadedActorCritic(nn.Module):
     """An LSTM extractor over each observation's window, then one LSTM over time for the actor and one for the critic.
 
     Args:
         input_shape: (window, …), the last observations with the newest at the end; one dimension is a window of one.
-        extractor_rate: the extractor's learning rate, as a share of the schedule's.
-
-    Attributes:
-        rate_factors: prefixes of parameter names, and the factors for their learning rate.
+        features, hidden: units of the extractor, and of actor and critic each.
+        extractor_rate: the extractor's learning rate, as a share of the schedule's: by prefixes of parameter names the
+            attribute `rate_factors` has such factors.
     """
 
     def __init__(
         self,
         input_shape: tuple[int, ...],
-        outputs: int,
+        num_classes: int,
         action: Any,
-        features: int,
-        hidden: int,
-        extractor_rate: float,
+        features: int = 128,
+        hidden: int = 128,
+        extractor_rate: float = 1.0,
     ) -> None:
         super().__init__()
         self.window = input_shape if len(input_shape) > 1 else (1, *input_shape)
         self.memory_size = 4 * hidden
         self.rate_factors = {"extractor.": extractor_rate} if extractor_rate != 1 else {}
         self.normalizer = Normalizer(input_shape)
-        self.extractor = nn.ModuleDict(
-            {
-                "lstm": orthogonal_lstm(nn.LSTM(prod(self.window[1:]), features)),
-                "linear": orthogonal(nn.Linear(features, features), 2**0.5),
-            }
-        )
+        lstm = orthogonal_lstm(nn.LSTM(prod(self.window[1:]), features))
+        linear = orthogonal(nn.Linear(features, features), 2**0.5)
+        self.extractor = nn.ModuleDict({"lstm": lstm, "linear": linear})
         self.actor, self.critic = (orthogonal_lstm(nn.LSTM(features, hidden)) for _ in range(2))
-        self.heads = Heads(hidden, outputs, action)
+        self.heads = Heads(hidden, num_classes, action)
         self.value = orthogonal(nn.Linear(hidden, 1), 1.0)
 
     def forward(self, observations: Tensor, begun: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -260,16 +243,4 @@ class CascadedActorCritic(nn.Module):
         own, critics = memory.chunk(2, -1)
         acted, own = unroll_lstm(self.actor, features, begun, own)
         valued, critics = unroll_lstm(self.critic, features, begun, critics)
-        return self.heads(acted), self.value(valued).squeeze(-1), cat([own, critics], -1)
-
-
-def build_clstm(
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    action: Any,
-    features: int = 128,
-    hidden: int = 128,
-    extractor_rate: float = 1.0,
-) -> nn.Module:
-    """CLSTM: an extractor of `features` units, actor and critic of `hidden` units each."""
-    return CascadedActorCritic(input_shape, num_classes, action, features, hidden, extractor_rate)
+        return self.heads(acted), self.value(valued).squeeze(-1), torch.cat([own, critics], -1)

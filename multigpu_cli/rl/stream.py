@@ -2,34 +2,153 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.data.loader import Batch, StepWork
+from multigpu_cli.data.loader import Batch, BatchStream, StepWork
 from multigpu_cli.distributed.collectives import all_reduce_sum
 from multigpu_cli.distributed.world import World
+from multigpu_cli.environments.base import EnvironmentGroup
 from multigpu_cli.planning.batch import BatchPlan, make_key
 from multigpu_cli.rl.env_source import EnvSource
 from multigpu_cli.rl.metrics import PPOMetrics
 from multigpu_cli.rl.objective import RolloutBatch, RunningMoments, advantages, sum_moments
-from multigpu_cli.rl.policy import Policy
-from multigpu_cli.rl.rollout import Collector, Rollout
+from multigpu_cli.rl.policy import Network, Policy
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
 
 _CHOICES, _ORDER = 0xAC7, 0x08D  # keep these random streams apart
 
 
+_STATE = ("begun", "memory", "tally", "promised")
+
+
+@dataclass
+class Rollout:
+    """T steps of E environments: all (T, E, …), but `memory` (E, S) of the policy before the first step.
+
+    Attributes:
+        begun: 1.0 where the observation is the first of an episode.
+        cut_values: value of the true last observation where an episode was truncated.
+        after: (E,) value of the observation after the last step.
+    """
+
+    observations: Tensor
+    begun: Tensor
+    actions: Tensor
+    log_probabilities: Tensor
+    values: Tensor
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    cut_values: Tensor
+    memory: Tensor
+    after: Tensor
+
+
+class Collector:
+    """A group of environments, reset here, and the policy's memory in them; `number` counts over all workers."""
+
+    def __init__(
+        self, environments: EnvironmentGroup, number: int, size: int, memory: int, device: torch.device
+    ) -> None:
+        self.environments, self.number, self._size, self._device = environments, number, size, device
+        self._observation = environments.reset()
+        self._begun = torch.ones(size, device=device)
+        self._memory = torch.zeros(size, memory, device=device)
+        self._tally = torch.zeros(2, size, dtype=torch.float64, device=device)  # reward and length so far
+        self._promised = torch.zeros(size, device=device)  # discounted sum of the rewards so far
+
+    def state(self) -> dict[str, Any]:
+        """Copies of what `load_state` needs."""
+        state = {name: getattr(self, f"_{name}").clone() for name in _STATE}
+        return state | {"environments": self.environments.state()}
+
+    def load_state(self, state: dict[str, Any]) -> int:
+        """Restore a state; returns how many environments had to restart their episode."""
+        self._observation, restarted = self.environments.load_state(state["environments"])
+        for name in _STATE:
+            setattr(self, f"_{name}", state[name].to(self._device))
+        return restarted
+
+    def discount_returns(self, rollout: Rollout, gamma: float) -> Tensor:
+        """(T, E): at each step of its last rollout, the discounted sum of the episode's rewards so far."""
+        sums = torch.empty_like(rollout.rewards)
+        over = rollout.terminated | rollout.truncated
+        for step, reward in enumerate(rollout.rewards):
+            sums[step] = self._promised * gamma + reward
+            self._promised = torch.where(over[step], 0.0, sums[step])
+        return sums
+
+    def collect(self, network: Network, policy: Policy, noise: Tensor) -> tuple[Rollout, Tensor]:
+        """Take T steps, choosing actions with the noise, (T, E, *policy.noise).
+
+        Also returns (3,) of the episodes that ended in it: their number, and sums of rewards and lengths.
+        """
+        steps, size = len(noise), self._size
+        rollout = self._allocate(steps, policy)
+        all_outputs = torch.zeros(steps, size, policy.outputs, device=self._device)
+        ended = torch.zeros(3, dtype=torch.float64, device=self._device)
+        with torch.no_grad():
+            for step in range(steps):
+                outputs, values, memory = self._forward(network, self._observation, self._begun)
+                actions = policy.choose_actions(outputs, noise[step])
+                rollout.observations[step], rollout.begun[step] = self._observation, self._begun
+                all_outputs[step], rollout.actions[step], rollout.values[step] = outputs, actions, values
+                stepped = self.environments.step(policy.to_env_actions(actions))
+                self._memory = memory
+                over = stepped.terminated | stepped.truncated
+                rollout.rewards[step] = stepped.reward
+                rollout.terminated[step], rollout.truncated[step] = stepped.terminated, stepped.truncated
+                self._tally[0] += stepped.reward
+                self._tally[1] += 1
+                if bool(over.any()):
+                    if bool(stepped.truncated.any()):
+                        going_on = torch.zeros(size, device=self._device)
+                        rollout.cut_values[step] = self._forward(network, stepped.last_observation, going_on)[1]
+                    ended[0] += over.sum()
+                    ended[1:] += self._tally[:, over].sum(1)
+                    self._tally[:, over] = 0
+                self._observation, self._begun = stepped.observation, over.to(torch.float32)
+            rollout.log_probabilities.copy_(policy.evaluate_actions(all_outputs, rollout.actions)[0])
+            rollout.after.copy_(self._forward(network, self._observation, self._begun)[1])
+        return rollout, ended
+
+    def _forward(self, network: Network, observation: Tensor, begun: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        outputs, values, memory = network(observation[None], begun[None], self._memory)
+        return outputs[0].float(), values[0].float(), memory
+
+    def _allocate(self, steps: int, policy: Policy) -> Rollout:
+        size, device = self._size, self._device
+
+        def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(steps, size, *shape, dtype=dtype, device=device)
+
+        return Rollout(
+            observations=room(*self.environments.observation_shape),
+            begun=room(),
+            actions=room(*policy.shape, dtype=policy.dtype),
+            log_probabilities=room(),
+            values=room(),
+            rewards=room(),
+            terminated=room(dtype=torch.bool),
+            truncated=room(dtype=torch.bool),
+            cut_values=room(),
+            memory=self._memory.clone(),
+            after=torch.zeros(size, device=device),
+        )
+
+
 class PolicyInput(NamedTuple):
-    """Inputs of the model.
+    """Inputs of the model; `slot` is the optimizer step within its epoch.
 
     Attributes:
         observations, begun: (T, n, …), whole sequences, or (1, n, …) decisions in any order without memory.
         memory: (n, S) before the first of the T steps.
-        slot: the optimizer step within its epoch.
     """
 
     observations: Tensor
@@ -38,30 +157,21 @@ class PolicyInput(NamedTuple):
     slot: int
 
 
-class RolloutStream:
+class RolloutStream(BatchStream):
     """One worker's stream: acts in its groups of environments, and divides their decisions into micro-batches.
 
     A worker's groups are a contiguous block, and micro-batch g of every step holds decisions of group g, so no
     observation is communicated: only rewards and values, from which every rank computes the same statistics.
-
-    Args:
-        source: the environments.
-        seed: the run's.
-        moved: called at each step of the environments.
     """
 
-    resumable_only_at_epoch = (
-        True  # what was decided belongs to the weights of that moment: an epoch is not begun in its middle
-    )
+    resumable_only_at_epoch = True  # what was decided belongs to the weights of that moment
 
     def __init__(
         self, source: EnvSource, policy: Policy, world: World, seed: int, moved: Callable[[], None] = lambda: None
     ) -> None:
         self.source, self.policy, self.world, self.seed, self._moved = source, policy, world, seed, moved
-        self.size, self.data_location = (
-            source.num_train_samples,
-            f"made by the policy in {source.environments} environments",
-        )
+        self.size = source.num_train_samples
+        self.data_location = f"made by the policy in {source.environments} environments"
         groups = source.groups
         self.mine = range(groups * world.rank // world.size, groups * (world.rank + 1) // world.size)
         self.metrics = PPOMetrics(source, world)
@@ -82,9 +192,6 @@ class RolloutStream:
             environments = self.source.make("train", range(number * size, (number + 1) * size), device)
             self._collectors.append(Collector(environments, number, size, self._memory, device))
 
-    def close(self) -> None:
-        """Nothing to close."""
-
     def sample_order(self, epoch: int) -> Tensor:
         """(samples,) int64: decisions are numbered in the order of training."""
         return torch.arange(self.size)
@@ -102,12 +209,7 @@ class RolloutStream:
     def epoch(
         self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
     ) -> Iterator[StepWork]:
-        """The steps of an update: the layout of each, and this worker's micro-batches.
-
-        Args:
-            epoch: the update.
-            start: the first step; the epoch begins with a new rollout.
-        """
+        """The steps of an update from step `start` on: each with its layout and this worker's micro-batches."""
         self._collect(epoch)
         self._far = False
         for step in range(start, plan.steps_per_epoch):
@@ -119,16 +221,13 @@ class RolloutStream:
             yield layout, (self._batch(index, step, torch.arange(first, stop)) for index, first, stop in layout.passes)
 
     def next_step(self, step: int, plan: BatchPlan) -> int:
-        """The step after this one, or the next epoch's first if a pass has moved the policy too far.
-
-        All ranks call it together."""
+        """The step after this one, or the next epoch's first if a pass has moved the policy too far; collective."""
         within, settings = step % plan.steps_per_epoch, self.source.settings
         self.metrics.decisions += plan.num_samples(within)
         if not settings.target_kl or (within + 1) % self.source.minibatches:
             return step + 1
-        self._far = (
-            self.metrics.divergence(range(within + 1 - self.source.minibatches, within + 1)) > settings.target_kl
-        )
+        last_pass = range(within + 1 - self.source.minibatches, within + 1)
+        self._far = self.metrics.divergence(last_pass) > settings.target_kl
         return step - within + plan.steps_per_epoch if self._far else step + 1
 
     def optimizer_steps_done_at(self, step: int, plan: BatchPlan) -> int:
@@ -151,9 +250,7 @@ class RolloutStream:
     def load_state(self, groups: list[dict[str, Any]], shared: dict[str, Any]) -> int:
         """Restore a state; returns how many environments of this worker had to restart their episode.
 
-        Args:
-            groups: the states of all groups, in order.
-            shared: the rest of `state` of any rank.
+        `groups` has the states of all groups, in order, and `shared` the rest of `state` of any rank.
         """
         self._seen.state, self._paid.state = shared["seen"], shared["paid"]
         self.metrics.load_state(shared["told"])

@@ -29,9 +29,6 @@ class PPO(Task):
     Networks are called with observations (T, n, *shape), begun (T, n) and memory (n, S), and return outputs (T, n, k),
     values (T, n) and the memory after the last step; their attribute `memory_size` is S, 0 for those without memory.
     The better result has the greater mean reward of an episode.
-
-    Raises:
-        RequestError: the source is a dataset.
     """
 
     expected_shapes = (

@@ -122,11 +122,7 @@ class Task(ABC):
         return Loader(data, self.source, config, device=world.device, seed=seed, workers_here=here)
 
     def check_model(self, model: nn.Module, precision: Precision) -> None:  # noqa: B027 - most tasks need no more of it
-        """Check the model before its first batch.
-
-        Raises:
-            RequestError: the model does not fit the task.
-        """
+        """Check the model before its first batch; raise RequestError where it does not fit the task."""
 
     def class_names(self, classes: int) -> tuple[str, ...]:
         """The dataset's names of the classes, or else their numbers."""
@@ -161,11 +157,7 @@ class Task(ABC):
         return {}
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
-        """Predictions and targets as columns of a table with one row per sample, in plain values.
-
-        Raises:
-            RequestError: the task has no such table.
-        """
+        """Predictions and targets as columns of a table with one row per sample, in plain values."""
         raise RequestError(
             f"--task {type(self).__name__}: predictions are not supported", remedy="a task that supports them"
         )
@@ -179,11 +171,7 @@ class Task(ABC):
         return ""
 
     def log_fields(self, seconds: float) -> dict[str, Any]:
-        """More fields of a `train` line; all ranks call it together.
-
-        Args:
-            seconds: of training since the previous line.
-        """
+        """More fields of a `train` line, after so many seconds of training; all ranks call it together."""
         return {}
 
     def state(self, world: World) -> dict[str, Any]:
@@ -208,12 +196,9 @@ class Task(ABC):
         """One pass: each sample counted once, and the same bits on any number of workers.
 
         The sums of each batch have a slot of their own, which one worker fills; the slots are added without rounding
-        (Shewchuk's fsum).
-
-        Raises:
-            OutOfMemory: a batch did not fit on some rank; raised on all of them.
-            torch.OutOfMemoryError, or a RuntimeError like it: it did not fit on this rank, and others wait for its part
-                of their passes (`equal_passes`).
+        (Shewchuk's fsum). A batch that did not fit on some rank raises OutOfMemory on all of them; with `equal_passes`
+        it raises torch.OutOfMemoryError, or a RuntimeError like it, on this rank, and others wait for its part of their
+        passes.
         """
         meter = MetricMeter(self.own_metrics, -(-loader.size // batch_size), world)
         measure = partial(self._pass, model, loader, world, precision, batch_size, meter)
@@ -269,11 +254,7 @@ def divide(part: float, whole: float) -> float:
 
 
 def per_class_rows(names: Iterable[str], counts: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:
-    """One row for each class, for the final report.
-
-    Args:
-        counts: of each class: correct predictions, all predictions of it, and samples that belong to it.
-    """
+    """A row for each class in the final report; counts are its correct predictions, all of them, and its samples."""
     return [
         {
             "class": name,
@@ -298,10 +279,8 @@ class LossNormalizer:
     """Counts the units of each step on the device, and rescales its gradient to the mean over them.
 
     The number is known only when all workers have fetched their samples, so losses are divided by the expected number,
-    and gradients are corrected once they are reduced. With samples as units there is nothing to correct.
-
-    Attributes:
-        last: units of the last step, over all workers.
+    and gradients are corrected once they are reduced. With samples as units there is nothing to correct. `last` has the
+    units of the last step, over all workers.
     """
 
     def __init__(self, task: Task, world: World) -> None:
@@ -317,11 +296,7 @@ class LossNormalizer:
         """At the end of a step: correct the reduced gradient to the real number of units.
 
         The mean over no unit is NaN, so that the optimizer skips a step without any: momentum and decay would move the
-        weights.
-
-        Args:
-            counted: units of this worker's micro-batches; there may be none.
-            samples: of the step, over all workers.
+        weights. `counted` are the units of this worker's micro-batches, `samples` those of the step over all workers.
         """
         self.last = samples
         if self._task.unit == "sample":

@@ -23,9 +23,6 @@ class Classification(Task):
 
     With task.class_weights the loss of a training sample is multiplied by the weight of its class, as by torch's
     CrossEntropyLoss(weight=…), and the mean is over samples. Evaluations weigh all samples the same.
-
-    Raises:
-        RequestError: the dataset has no classes, or labels that are not among them.
     """
 
     expected_shapes = "targets (n,) int64 class numbers; outputs (n, classes) logits"
@@ -171,11 +168,8 @@ LARGEST_TABLE = 256
 def count_classes(outputs: Tensor, targets: Tensor, *, table: bool = False) -> Tensor:
     """(3, classes) int64 of a batch: correct predictions, all predictions, and samples of each class.
 
-    Args:
-        outputs: (n, classes) logits.
-        targets: (n,) int64 class numbers.
-        table: a confusion table comes below, (classes, classes): row = true class, column = predicted; none of more
-            than LARGEST_TABLE classes.
+    With `table` a confusion table comes below, (classes, classes): row = true class, column = predicted; none of more
+    than LARGEST_TABLE classes.
     """
     classes, known = outputs.shape[1], ~outputs.isnan().any(1)
     predicted, true = outputs.argmax(1)[known], targets[known]

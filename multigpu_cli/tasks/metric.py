@@ -18,10 +18,10 @@ Moved = Callable[[], None]
 class Metric(ABC):
     """One metric beside the task's own: begun, given this worker's batches in order, and reduced over all workers.
 
-    A split is cut into the same batches on any number of workers, and each worker has a contiguous block of them.
+    A split is cut into the same batches on any number of workers, and each worker has a contiguous block of them. In
+    journal and summary it is called val_NAME and test_NAME.
 
     Args:
-        name: val_NAME and test_NAME are what it is called in journal and summary.
         code: what --metric names.
         own_code: makes a fresh object for each evaluation; or the function: outputs, targets → (n,) values, or a pair.
     """
@@ -35,33 +35,18 @@ class Metric(ABC):
 
     @abstractmethod
     def add(self, number: int, outputs: Any, targets: Any, samples: int) -> None:
-        """Count one of this worker's batches; it must not communicate.
+        """Count one of this worker's batches, by its number over all workers; it must not communicate.
 
-        Args:
-            number: of the batch, over all workers.
-            outputs, targets: what `Task.pair_with_targets` returned.
-
-        Raises:
-            TrainingError: the user's code failed, or returned something else than it has to.
+        Outputs and targets are what `Task.pair_with_targets` returned. TrainingError where the user's code failed, or
+        returned something else than it has to.
         """
 
     @abstractmethod
     def reduce(self, world: World, moved: Moved) -> float:
-        """The number over the whole split, the same on every rank; all ranks call it together.
-
-        Args:
-            moved: called now and then, so that the watchdog sees progress.
-
-        Raises:
-            TrainingError: the user's code failed, or returned no number.
-        """
+        """The number over the whole split on every rank; all ranks call it together. It calls `moved` now and then."""
 
     def parse_number(self, value: Any) -> float:
-        """What `compute` returned, as a number.
-
-        Raises:
-            TrainingError: it is none.
-        """
+        """What `compute` returned, as a number; TrainingError where it is none."""
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.detach().reshape(()).double().item()
         if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
@@ -89,12 +74,7 @@ def to_tensor(value: Any) -> Tensor | None:
 
 
 class MetricMeter:
-    """Takes the model's outputs out of the task's own pass over each batch, so that none is computed twice.
-
-    Args:
-        metrics: they are begun.
-        batches: of the evaluation, over all workers.
-    """
+    """Takes the model's outputs out of the task's own pass over each batch, so that none is computed twice."""
 
     def __init__(self, metrics: Sequence[Metric], batches: int, world: World) -> None:
         self._metrics, self._outputs = metrics, list[Any]()
@@ -115,14 +95,7 @@ class MetricMeter:
             noting.remove()
 
     def add(self, number: int, samples: int, compare: Callable[[Any], tuple[Any, Any]]) -> None:
-        """Count the batch that was recorded last.
-
-        Args:
-            compare: the model's outputs → what metrics compare with what.
-
-        Raises:
-            TrainingError: a metric failed, or changed what it was given.
-        """
+        """Count the batch recorded last; `compare` makes of the model's outputs what metrics compare with what."""
         if not self._metrics:
             return
         if len(self._outputs) != 1:

@@ -19,15 +19,10 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {"squared": mse_loss, "absolute": l1
 class Regression(Task):
     """Targets (n,) or (n, k) floats, model outputs the same, or (n, 1) for (n,); the better result has the lower loss.
 
-    The loss of a sample is the mean over its k numbers, as in torch's own losses. An evaluation also gives `mae`, the
-    mean absolute error, and `rmse`, the root of the mean squared one. Where the dataset says how its targets spread,
-    the model learns them standardised, and the loss is of those; mae and rmse are in the targets' own unit.
-
-    Args:
-        loss: squared, absolute or huber (Huber 1964, with its edge at 1).
-
-    Raises:
-        RequestError: no such loss.
+    The loss of a sample is the mean over its k numbers, as in torch's own losses: squared, absolute or huber (Huber
+    1964, with its edge at 1). An evaluation also gives `mae`, the mean absolute error, and `rmse`, the root of the mean
+    squared one. Where the dataset says how its targets spread, the model learns them standardised, and the loss is of
+    those; mae and rmse are in the targets' own unit.
     """
 
     sums = ("absolute", "squared")

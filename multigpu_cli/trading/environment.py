@@ -5,7 +5,7 @@ to sell or buy, sales come before purchases, costs are a share of the traded val
 shares are sold. If the cash does not suffice, all purchases are reduced in proportion and rounded down to whole shares.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from math import sqrt
@@ -28,7 +28,6 @@ class TradingRules:
     """The rules of an episode.
 
     Attributes:
-        cash: the initial cash, in the prices' currency.
         max_shares: shares of a symbol that an action of 1 buys and an action of -1 sells.
         cost: the cost of a trade, as a share of its value.
         reward_scale: the reward is the change of the portfolio's value times this factor.
@@ -54,7 +53,6 @@ class Trading(EnvironmentGroup):
 
     Args:
         span: first and last day of the split.
-        numbers: the global numbers of the E environments.
         dtype: of observations and rewards; money is float64 throughout.
         recording: store each day's value and count trades, for the metrics; else only the return is known. The
             baselines' metrics are those of the first environment's dates.
@@ -157,8 +155,7 @@ class Trading(EnvironmentGroup):
     def _look_ahead(self, shares: Tensor) -> Tensor:
         """Gather the table rows of the next days and allocate their observations; returns this day's observation.
 
-        Args:
-            shares: (E, window, 1 + n), the shares of the portfolios in cash and each symbol, up to this day.
+        `shares` (E, window, 1 + n) are those of the portfolios in cash and each symbol, up to this day.
         """
         window, self._looked = shares.shape[1], self._elapsed
         ahead = min(_AHEAD, self._days - self._elapsed)
@@ -255,11 +252,11 @@ def figures(values: Tensor) -> dict[str, Tensor]:
 
 
 def buy_and_hold(fill: Tensor, close: Tensor, cash: float, cost: float) -> Tensor:
-    """(T,): the value of equal sums in each of n symbols, bought on the first day and held.
+    """(T,): the value of equal sums in each of n symbols, bought on the first day and held, also as fractions of
+    shares.
 
-    Args:
-        fill, close: (T, n), the price at which an order of that day is executed, and the price at the end of the day.
-        cost: the cost of a trade, as a share of its value. Fractions of shares can be bought.
+    `fill` and `close` (T, n) are the prices at which an order of that day is executed, and at the end of the day;
+    `cost` is a share of a trade's value.
     """
     held = cash / fill.shape[1] / (fill[0] * (1 + cost))
     return torch.cat([close.new_tensor([cash]), close[1:] @ held])
@@ -289,18 +286,10 @@ def _rebalance(worths: Tensor, total: Tensor, cost: float) -> Tensor:
 
 @dataclass(frozen=True)
 class EquityCurves:
-    """Three portfolios over the same dates, with the same initial cash.
-
-    Attributes:
-        dates: T dates.
-        policy, buy_and_hold, equal_weight: (T,) float64 values.
-        remark: a description of the prices.
-    """
+    """The values (T,) float64 of three portfolios over the same dates, with the same initial cash."""
 
     dates: tuple[date, ...]
-    policy: Tensor
-    buy_and_hold: Tensor
-    equal_weight: Tensor
+    curves: dict[str, Tensor]
     remark: str
 
     @classmethod
@@ -308,20 +297,16 @@ class EquityCurves:
         """A policy's values (T,) from a day of the market on, with those of the baselines."""
         days = slice(first, first + len(policy))
         fill, close = torch.from_numpy(market.fill[days]), torch.from_numpy(market.close[days])
-        once, equal = buy_and_hold(fill, close, cash, cost), hold_equal_shares(fill, close, cash, cost)
-        return cls(market.dates[days], policy, once, equal, market.remark)
-
-    def iterate_curves(self) -> Iterator[tuple[str, Tensor]]:
-        yield from (("policy", self.policy), ("buy_and_hold", self.buy_and_hold), ("equal_weight", self.equal_weight))
+        rivals = {"buy_and_hold": buy_and_hold, "equal_weight": hold_equal_shares}
+        others = {name: invest(fill, close, cash, cost) for name, invest in rivals.items()}
+        return cls(market.dates[days], {"policy": policy} | others, market.remark)
 
     def as_dict(self) -> dict[str, Any]:
         """The dates, the values of each portfolio and the remark, as plain values."""
-        values = {name: found.tolist() for name, found in self.iterate_curves()}
+        values = {name: found.tolist() for name, found in self.curves.items()}
         return {"dates": [str(day) for day in self.dates], "values": values, "prices": self.remark}
 
     def rivals(self) -> dict[str, float]:
         """Metrics of the two baselines, by name."""
-        found: dict[str, float] = {}
-        for rival, values in list(self.iterate_curves())[1:]:
-            found |= {f"{rival}_{name}": float(value) for name, value in figures(values).items()}
-        return found
+        rivals = {name: figures(values) for name, values in self.curves.items() if name != "policy"}
+        return {f"{rival}_{name}": float(value) for rival, found in rivals.items() for name, value in found.items()}

@@ -26,12 +26,11 @@ class Market:
     """Daily tables of n symbols on T dates.
 
     Attributes:
-        symbols, dates: the names of columns and rows.
-        close: (T, n), the price of a share at the end of a day.
-        fill: (T, n), the price at which an order of that day is executed.
-        features: (T, 5 n + 1), the features of a day: for each symbol its log return over 0.02, its MACD over 0.02
-            of its price, (RSI - 50) / 50, CCI / 100, ADX / 50; then the square root of turbulence / n. They depend
-            only on the day and the days before it, not on statistics of the whole period.
+        close, fill: (T, n), the price of a share at the end of a day, and that at which an order of the day is
+            executed.
+        features: (T, 5 n + 1), the features of a day: for each symbol its log return over 0.02, its MACD over 0.02 of
+            its price, (RSI - 50) / 50, CCI / 100, ADX / 50; then the square root of turbulence / n. They depend only on
+            the day and the days before it, not on statistics of the whole period.
         stopped: (T,) bool, days of high turbulence, on which all shares are sold and none bought.
         days: the first and the last day of each split.
         remark: a description of the prices.
@@ -78,9 +77,6 @@ def build(
         turbulence_window: days that a day's returns are compared with.
         fill: an order of a day is executed at its close, or at the open of the next day.
         val_from, test_from: first date of validation and test (default: 70, 15 and 15 % of the dates).
-
-    Raises:
-        RequestError: too few dates for a split or for turbulence.
     """
     unrest = turbulence_indicators(prices.close, turbulence_window)
     days = _split(prices.dates, max(window - 1, 2 * period), val_from, test_from)

@@ -19,14 +19,7 @@ _LAYOUT = "use one CSV file per symbol, with columns Date, Open, High, Low, Clos
 
 @dataclass(frozen=True)
 class Prices:
-    """The prices of each symbol on each date.
-
-    Attributes:
-        symbols: n names.
-        dates: T dates on which all symbols were traded, oldest first.
-        open, high, low, close: (T, n) float64.
-        remark: their origin, which the plan shows.
-    """
+    """Prices (T, n) float64 of n symbols on T dates on which all were traded, oldest first; `remark`: their origin."""
 
     symbols: tuple[str, ...]
     dates: tuple[date, ...]
@@ -47,9 +40,6 @@ def read_prices(data_dir: str, symbols: Sequence[str] = (), *, adjusted: bool = 
         symbols: names of the files, without .csv, in the order of the actions; empty for all, sorted by name.
         adjusted: multiply all prices of a day by Adj Close / Close if every file has that column, so that dividends
             count as gains. The factor depends on later dividends, so features must use ratios of prices only.
-
-    Raises:
-        RequestError: the folder or files are missing or damaged; the message names each file and line.
     """
     files = _files(Path(data_dir).expanduser(), symbols)
     tables, faults = [], []
@@ -154,9 +144,8 @@ def _numbers(where: str, row: list[str], places: list[int]) -> tuple[float, ...]
             raise _wrong(where, f"{row[place]!r} is not a price above 0", "correct the price, or remove the line")
         values.append(value)
     if values[2] > values[1]:
-        raise _wrong(
-            where, f"the low {values[2]:g} is above the high {values[1]:g}", "correct the prices, or remove the line"
-        )
+        fault = f"the low {values[2]:g} is above the high {values[1]:g}"
+        raise _wrong(where, fault, "correct the prices, or remove the line")
     return tuple(values)
 
 
@@ -173,9 +162,6 @@ def draw_prices(seed: int, symbols: int = 5, days: int = 1500) -> Prices:
     """Geometric Brownian motion with one common factor: the past does not predict the future.
 
     A policy's return on such prices beyond their drift is chance.
-
-    Raises:
-        RequestError: a size is out of range.
     """
     for name, value, least in (("symbols", symbols, 1), ("days", days, 2)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -44,9 +44,6 @@ def group(
         made_days, made_seed: number of days and seed of the synthetic prices, which do not depend on --seed.
         val_from, test_from, turbulence, turbulence_window, period, fill: see market.build.
         length, start, window, cash, max_shares, cost, reward_scale: see TradingRules; the first two are for training.
-
-    Raises:
-        RequestError: prices are missing or damaged, or an argument is out of range.
     """
     _check(locals())
     training = split == "train"

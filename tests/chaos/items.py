@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.data.builtin import digits as in_memory
+from multigpu_cli.data.builtin import small_images
 
 
 class Items(Dataset[tuple[Tensor, int]]):
@@ -23,4 +23,4 @@ class Items(Dataset[tuple[Tensor, int]]):
 
 def digits(split: str, seed: int) -> Items:
     """One part of scikit-learn's digits."""
-    return Items(getattr(in_memory.load(seed), split))
+    return Items(getattr(small_images.digits(seed), split))

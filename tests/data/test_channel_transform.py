@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multigpu_cli.data.pixels import MODES, Standardised, fit_standardised, model_input_shape
+from multigpu_cli.data.transforms import MODES, Standardised, fit_standardised, model_input_shape
 from multigpu_cli.errors import RequestError
 
 BATCH = torch.randn(50, 3, 4, 5, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 5.0, 0.1]).view(

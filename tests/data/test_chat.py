@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.collate import IGNORED, to_pair
+from multigpu_cli.data.collate import to_pair
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.chat.samples import Chats, Packs, pad_samples
+from multigpu_cli.language.chat.samples import PackedDataset, SFTDataset, pad_samples
 from multigpu_cli.language.model_folder import describe_tokenizer, load_text_model
 from multigpu_cli.language.prompts import PromptReader
+from multigpu_cli.runtime.model_call import IGNORED
 from tests.support.tiny_language_models import CHATML, make_model_folder, make_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -48,7 +49,7 @@ def open_chat(
 def test_labels_stand_at_learned_tokens_only(tmp_path: Path, model_dir: Path) -> None:
     source = open_chat(write(tmp_path / "a.jsonl", TALKS), model_dir, packing="off", val=0)
     tokenizer, chats = make_tokenizer(), source.train
-    assert isinstance(chats, Chats)
+    assert isinstance(chats, SFTDataset)
     sample = chats[3]
     learned = sample["labels"] != IGNORED
     assert tokenizer.decode(sample["labels"][learned]) == "xxxx<|im_end|>"
@@ -62,7 +63,7 @@ def test_a_batch_is_filled_up_with_what_is_never_a_target(tmp_path: Path, model_
     """PAD is EOS here: the model still learns EOS, and not the padding."""
     source = open_chat(write(tmp_path / "a.jsonl", TALKS), model_dir, packing="off")
     chats = source.train
-    assert isinstance(chats, Chats)
+    assert isinstance(chats, SFTDataset)
     samples = [chats[0], chats[1]]
     short, long = sorted(len(sample["input_ids"]) for sample in samples)
     batch = pad_samples(samples, padding=PAD)
@@ -82,8 +83,8 @@ def test_packs_hold_each_sample_once_and_change_with_the_epoch(tmp_path: Path, m
     path = write(tmp_path / "a.jsonl", TALKS)
     packs = open_chat(path, model_dir, val=0).train
     chats = open_chat(path, model_dir, packing="off", val=0).train
-    assert isinstance(packs, Packs)
-    assert isinstance(chats, Chats)
+    assert isinstance(packs, PackedDataset)
+    assert isinstance(chats, SFTDataset)
     alone = sorted(chats[n]["input_ids"].tolist() for n in range(len(chats)))
     found = []
     for epoch in (0, 1, 0):
@@ -103,7 +104,7 @@ def test_packs_hold_each_sample_once_and_change_with_the_epoch(tmp_path: Path, m
 
 def test_a_pack_that_an_epoch_does_not_need_counts_for_nothing(tmp_path: Path, model_dir: Path) -> None:
     packs = open_chat(write(tmp_path / "a.jsonl", TALKS), model_dir).train
-    assert isinstance(packs, Packs)
+    assert isinstance(packs, PackedDataset)
     empty = {name: torch.zeros(0, dtype=torch.int64) for name in packs[0]}
     batch = packs.collate_fn([empty])
     assert batch["input_ids"].shape == (1, 1)
@@ -114,8 +115,8 @@ def test_splits_by_seed_or_by_file(tmp_path: Path, model_dir: Path) -> None:
     one = write(tmp_path / "one.jsonl", TALKS)
     source = open_chat(one, model_dir, packing="off", val=0.1)
     train, val = source.train, source.val
-    assert isinstance(train, Chats)
-    assert isinstance(val, Chats)
+    assert isinstance(train, SFTDataset)
+    assert isinstance(val, SFTDataset)
     assert (len(train), len(val)) == (36, 4)
     assert sorted([*train.rows, *val.rows]) == list(range(40))
     folder = tmp_path / "folder"
@@ -135,7 +136,7 @@ def test_what_is_too_long_is_said_dropped_or_cut(tmp_path: Path, model_dir: Path
     assert len(dropped.train) == 40  # type: ignore[arg-type]
     assert "1 overlong sample of train dropped" in dropped.note
     cut = open_chat(path, model_dir, 45, "off", val=0, overlong="truncate").train
-    assert isinstance(cut, Chats)
+    assert isinstance(cut, SFTDataset)
     assert len(cut[40]["input_ids"]) == 45
     assert PAD not in cut[40]["labels"].tolist(), "its end was cut off, and is not made up"
 
@@ -157,7 +158,7 @@ def test_of_a_tokenizer_that_cuts_the_same_is_recorded_before_its_first_text_and
     tokenizer.save_pretrained(folder)
     source = open_chat(write(tmp_path / "a.jsonl", TALKS), folder)
     packs = source.train
-    assert isinstance(packs, Packs)
+    assert isinstance(packs, PackedDataset)
     assert packs.chats.lengths.min() > 8
     assert source.codec.record == describe_tokenizer(load_text_model(folder).tokenizer, None)
 

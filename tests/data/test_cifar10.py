@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from multigpu_cli.data.builtin.cifar10 import load
+from multigpu_cli.data.builtin.small_images import cifar10 as load
 from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.errors import RequestError
 

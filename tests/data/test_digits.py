@@ -2,7 +2,7 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.data.builtin.digits import load
+from multigpu_cli.data.builtin.small_images import digits as load
 from multigpu_cli.data.order import KeyedRandom
 
 

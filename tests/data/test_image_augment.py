@@ -1,10 +1,13 @@
+from functools import partial
+
 import pytest
 import torch
 
 from multigpu_cli.data.order import KeyedRandom
-from multigpu_cli.data.pixels import mirror, random_resized_crop, shift, shift_and_mirror
+from multigpu_cli.data.transforms import random_resized_crop, shift, shift_and_mirror
 
 INDICES = torch.arange(200)
+mirror = partial(shift_and_mirror, reach=0)
 IMAGES = torch.randint(1, 256, (200, 3, 6, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 

@@ -22,7 +22,11 @@ def test_types_hold_for_all_rows(tmp_path: Path) -> None:
     store = JsonStore([write_jsonl(tmp_path / "a.jsonl", rows)])
     assert store.columns["x"].dtype == "float64"
     assert store.read("x", [0, 1]).tolist() == [1.0, 2.5]
-    assert (store.columns["y"].gaps, store.columns["deep"].gaps, store.columns["deep"].kind) == (1, 2, "other")
+    assert (store.columns["y"].null_count, store.columns["deep"].null_count, store.columns["deep"].kind) == (
+        1,
+        2,
+        "other",
+    )
     with pytest.raises(RequestError, match="more than 1,000"):
         store.list_values("x")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.builtin.mnist import fashion_mnist, mnist
+from multigpu_cli.data.builtin.small_images import fashion_mnist, mnist
 from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.errors import RequestError
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from multigpu_cli.config.schema import DataConfig
-from multigpu_cli.data.collate import IGNORED, to_pair
+from multigpu_cli.data.collate import to_pair
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder
-from multigpu_cli.language.chat.samples import Pairs, encode_pair
+from multigpu_cli.language.chat.samples import PreferenceDataset, encode_pair
+from multigpu_cli.runtime.model_call import IGNORED
 from tests.support.tiny_language_models import make_model_folder, make_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -54,8 +55,8 @@ def test_a_pair_is_one_sample_and_a_batch_holds_both_answers(tmp_path: Path, mod
     assert (source.task, source.model, source.noun) == ("dpo", "pretrained", "pairs")
     assert source.note.startswith("36 answers (preference) of ")
     pairs = source.train
-    assert isinstance(pairs, Pairs)
-    assert isinstance(source.val, Pairs)
+    assert isinstance(pairs, PreferenceDataset)
+    assert isinstance(source.val, PreferenceDataset)
     assert (len(pairs), len(source.val)) == (18, 2)
     samples = [pairs[0], pairs[3]]
     for (chosen, rejected), index in zip(samples, (0, 3), strict=True):
@@ -105,7 +106,7 @@ def test_an_overlong_answer_is_named_dropped_with_its_pair_or_cut_alone(tmp_path
     assert len(dropped.train) == 20  # type: ignore[arg-type]
     assert "1 overlong answer of train dropped" in dropped.note
     cut = open_pairs(path, records, model_dir, 45, overlong="truncate").train
-    assert isinstance(cut, Pairs)
+    assert isinstance(cut, PreferenceDataset)
     whole = open_pairs(path, records, model_dir, 64, overlong="truncate").train[20]
     assert [len(side["input_ids"]) for side in cut[20]] == [len(whole[0]["input_ids"]), 45]
     assert [PAD in side["labels"].tolist() for side in cut[20]] == [True, False]

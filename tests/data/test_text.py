@@ -12,7 +12,8 @@ from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.text import IGNORED, Vocabulary, Windows
+from multigpu_cli.language.text import Vocabulary, Windows
+from multigpu_cli.runtime.model_call import IGNORED
 
 TEXT = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz", k=1000))
 

@@ -16,8 +16,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.source import Codec
 from multigpu_cli.distributed.world import World
 from multigpu_cli.language import prompts as prompt_samples
-from multigpu_cli.language.generate import answer_prompt
-from multigpu_cli.language.prompts import PromptSamples, format_sample
+from multigpu_cli.language.prompts import PromptSamples, answer_prompt, format_sample
 from multigpu_cli.monitor.journal import read_events
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder

@@ -15,7 +15,7 @@ from torch import nn
 
 from multigpu_cli.distributed.world import World
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.models.meta import build_on_meta
+from multigpu_cli.models.build import build_on_meta
 from multigpu_cli.strategies.fsdp.fsdp import FSDP2
 from tests.gpu.simulated.gpus import each_rank, front_door, train_on_gpus
 from tests.gpu.simulated.install import Simulated

@@ -18,8 +18,7 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.adapter import add_adapter
-from multigpu_cli.language.dpo import DPO
-from multigpu_cli.language.task import LanguageModel
+from multigpu_cli.language.task import DPO, LanguageModel
 from multigpu_cli.models.build import adapt_model
 from multigpu_cli.runtime.precision import Precision
 from tests.support.tiny_language_models import SIZES

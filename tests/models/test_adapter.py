@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from multigpu_cli.checkpoint.initial_weights import load_initial_weights
 from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.adapter import adapter_weights, as_reference, has_adapter, merge_adapter
-from multigpu_cli.models.build import build_model, find_adapter
-from multigpu_cli.models.meta import build_on_meta, find_unsaved_tensors
+from multigpu_cli.language.adapter import adapter_weights, as_reference, find_adapted, merge_adapter
+from multigpu_cli.models.build import build_model, build_on_meta, find_adapter, find_unsaved_tensors
 from multigpu_cli.optimizers.eval_weights import EMAModel, list_unsaved_parameters
 from tests.support.tiny_language_models import SIZES, make_model_folder
 
@@ -61,8 +60,8 @@ def test_an_adapter_begins_as_the_network_and_learns_beside_it(
 ) -> None:
     base = build_model(ModelConfig(), "pretrained", {"model_dir": str(folders[architecture])})
     model = build(folders[architecture], kind)
-    assert has_adapter(model)
-    assert not has_adapter(base)
+    assert find_adapted(model) is not None
+    assert find_adapted(base) is None
     torch.testing.assert_close(compute_logits(model), compute_logits(base))
     assert {name for name, p in model.named_parameters() if p.requires_grad} == set(model.state_dict())
     learn(model)

@@ -3,7 +3,7 @@ from torch import nn
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
-from multigpu_cli.models.networks import convnet, gpt, resnet
+from multigpu_cli.models.networks import convnet, gpt
 
 
 def small_gpt() -> nn.Module:
@@ -15,7 +15,7 @@ def test_the_repeated_blocks_are_found() -> None:
     assert (
         describe_blocks(small_gpt(), ["blocks.0", "blocks.1"]) == "2 blocks (Block: blocks.0 … blocks.1) and the rest"
     )
-    assert len(find_blocks_to_wrap(resnet.resnet18((3, 8, 8), 3, width=8))) == 8
+    assert len(find_blocks_to_wrap(convnet.resnet18((3, 8, 8), 3, width=8))) == 8
 
 
 def test_norms_between_larger_blocks_are_not_gathered_one_by_one() -> None:

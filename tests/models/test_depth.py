@@ -5,7 +5,7 @@ from collections import OrderedDict
 from torch import nn
 
 from multigpu_cli.models.blocks import measure_depths
-from multigpu_cli.models.networks import gpt, mlp, resnet
+from multigpu_cli.models.networks import convnet, gpt, mlp
 
 
 def by_part(model: nn.Module, words: int) -> dict[str, int]:
@@ -27,7 +27,7 @@ def test_a_transformers_blocks_count_between_embedding_and_head() -> None:
 
 
 def test_stages_of_residual_blocks_count_by_the_blocks() -> None:
-    depths = measure_depths(resnet.resnet18((3, 32, 32), 10, width=8))
+    depths = measure_depths(convnet.resnet18((3, 32, 32), 10, width=8))
     assert sorted(set(depths.values())) == list(range(10))
     assert {depth for name, depth in depths.items() if name.startswith("stages.7.")} == {8}
 

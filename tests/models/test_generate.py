@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
-from multigpu_cli.language.generate import answer_prompt
+from multigpu_cli.language.prompts import answer_prompt
 from multigpu_cli.models.build import build_model, find_adapter
 from tests.support.tiny_language_models import SIZES, make_model_folder
 from tests.support.trained_folders import learn

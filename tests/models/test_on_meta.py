@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.models.meta import build_on_meta, copy_to_meta, find_unsaved_tensors
+from multigpu_cli.models.build import build_on_meta, copy_to_meta, find_unsaved_tensors
 from tests.support.awkward_models import shy
 
 

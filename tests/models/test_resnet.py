@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.networks.resnet import resnet18
+from multigpu_cli.models.networks.convnet import resnet18
 
 
 def test_it_is_the_network_of_the_paper():

@@ -80,7 +80,7 @@ def forget_packages() -> Iterator[None]:
     """Neither package has been imported, and what is imported meanwhile is forgotten afterwards."""
 
     def loaded() -> dict[str, ModuleType]:
-        ours = ("torchvision", "timm", "mine_with_torchvision", "multigpu_cli.models.networks.t")
+        ours = ("torchvision", "timm", "mine_with_torchvision")
         return {name: module for name, module in sys.modules.items() if name.startswith(ours)}
 
     before = loaded()

@@ -8,7 +8,7 @@ import torch
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.environments.base import Box, Discrete
 from multigpu_cli.optimizers.build import base_rate, build_optimizer, set_rate
-from multigpu_cli.rl.policy import build_clstm as build
+from multigpu_cli.rl.policy import CascadedActorCritic as build
 from multigpu_cli.run.request.from_config import compute_rate_factors
 
 

@@ -6,14 +6,14 @@ import torch
 from torch import nn
 
 from multigpu_cli.environments.base import Box, Discrete
-from multigpu_cli.rl.policy import build, build_lstm, unroll_lstm
+from multigpu_cli.rl.policy import ActorCritic, RecurrentActorCritic, unroll_lstm
 
 
 def test_outputs_for_discrete_and_real_actions() -> None:
     observations, begun = torch.randn(5, 3, 2, 4), torch.zeros(5, 3)
-    outputs, values, memory = build((2, 4), 3, Discrete(3))(observations, begun, torch.zeros(3, 0))
+    outputs, values, memory = ActorCritic((2, 4), 3, Discrete(3))(observations, begun, torch.zeros(3, 0))
     assert (outputs.shape, values.shape, memory.shape) == ((5, 3, 3), (5, 3), (3, 0))
-    model: Any = build_lstm((2, 4), 6, Box((3,), -1.0, 1.0), hidden=7)
+    model: Any = RecurrentActorCritic((2, 4), 6, Box((3,), -1.0, 1.0), hidden=7)
     outputs, values, memory = model(observations, begun, torch.zeros(3, 14))
     assert (outputs.shape, values.shape, memory.shape, model.memory_size) == ((5, 3, 6), (5, 3), (3, 14), 14)
     assert outputs[..., 3:].unique().tolist() == [0.0], "the logarithm of a deviation of 1"

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from multigpu_cli.environments.base import Discrete
 from multigpu_cli.rl.policy import build_policy
-from multigpu_cli.rl.rollout import Collector
+from multigpu_cli.rl.stream import Collector
 from tests.support.toy_env import Corridor
 from tests.support.world import CPU
 

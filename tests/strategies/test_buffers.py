@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.errors import TrainingError
-from multigpu_cli.models.networks.resnet import ResNet
+from multigpu_cli.models.networks.convnet import ResNet
 from multigpu_cli.strategies.buffers import StepBuffers
 from tests.support.op_counter import Operations
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup, StepReturn
 from multigpu_cli.planning.batch import make_key
-from multigpu_cli.rl.policy import build, build_lstm
+from multigpu_cli.rl.policy import ActorCritic, RecurrentActorCritic
 from tests.support.user_code import Deed
 
 
@@ -94,7 +94,7 @@ class Doing(nn.Module):
 
 
 def net(input_shape: tuple[int, ...], num_classes: int, action: Discrete | Box, lstm: bool = False) -> nn.Module:
-    made = build_lstm if lstm else build
+    made = RecurrentActorCritic if lstm else ActorCritic
     return Doing(made(input_shape, num_classes, action, 8))
 
 
@@ -111,6 +111,6 @@ class Overflowing(Doing):
 
 
 def overflowing(input_shape: tuple[int, ...], num_classes: int, action: Discrete | Box, at: int) -> nn.Module:
-    made = Overflowing(build(input_shape, num_classes, action, 8))
+    made = Overflowing(ActorCritic(input_shape, num_classes, action, 8))
     made.at = at
     return made

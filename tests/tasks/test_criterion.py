@@ -15,7 +15,7 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import adapt_model, is_of_transformers
-from multigpu_cli.tasks.criterion import Criterion
+from multigpu_cli.tasks.own_loss import Criterion
 
 TARGETS = torch.tensor([0, 2, 1, 2])
 LOGITS = torch.nn.functional.one_hot(torch.tensor([0, 2, 1, 0]), 3).float()

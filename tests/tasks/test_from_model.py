@@ -18,7 +18,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.language.text import Windows, load
 from multigpu_cli.models.build import adapt_model
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.tasks.from_model import FromModel
+from multigpu_cli.tasks.own_loss import FromModel
 from tests.support.run_training import run_training
 
 CPU = torch.device("cpu")

@@ -84,7 +84,7 @@ def test_curves_cover_the_dates_of_the_policy():
     market = build(draw_prices(2, symbols=3, days=200), period=10, turbulence_window=20)
     curves = EquityCurves.over(market, 120, torch.full((30,), 500.0, dtype=torch.float64), 500.0, 0.001)
     assert curves.dates == market.dates[120:150]
-    assert [len(values) for _, values in curves.iterate_curves()] == [30, 30, 30]
+    assert [len(values) for values in curves.curves.values()] == [30, 30, 30]
     assert set(curves.rivals()) == {
         f"{rival}_{figure}"
         for rival in ("buy_and_hold", "equal_weight")

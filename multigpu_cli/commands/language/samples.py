@@ -12,14 +12,13 @@ from multigpu_cli.checkpoint.weights import TrainedWeights, load_trained_weights
 from multigpu_cli.commands.inference import LoadedRun, load_run_without_data, load_text_model_of_run
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.config.schema import Config
-from multigpu_cli.data.collate import IGNORED
 from multigpu_cli.data.load import open_data
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.chat.samples import Chats
-from multigpu_cli.language.generate import answer_prompt, generate
-from multigpu_cli.language.prompts import PromptReader, format_answer
+from multigpu_cli.language.chat.samples import SFTDataset
+from multigpu_cli.language.model_folder import find_places
+from multigpu_cli.language.prompts import PromptReader, answer_prompt, format_answer, generate
 from multigpu_cli.language.text import Numbers, Vocabulary
-from multigpu_cli.runtime.model_call import ModelCall
+from multigpu_cli.runtime.model_call import IGNORED, ModelCall
 
 _MARKS = "⟦", "⟧"
 _GREEN = "\x1b[32m", "\x1b[0m"
@@ -64,7 +63,9 @@ def preview_data(config: Config, count: int) -> Preview:
     source = open_data(config)
     train: Any = source.train
     vocabulary = source.codec
-    chats: Chats = getattr(train, "chats", getattr(train, "answers", train))  # by themselves, of packs or pairs too
+    chats: SFTDataset = getattr(
+        train, "chats", getattr(train, "answers", train)
+    )  # by themselves, of packs or pairs too
     assert isinstance(vocabulary, Vocabulary)
     shown = range(min(count * chats.width, len(chats)))
     samples = [_show(chats, index, vocabulary) for index in shown]
@@ -85,7 +86,7 @@ def format_preview(preview: Preview, marks: tuple[str, str]) -> Iterator[str]:
         yield "".join(each.text.join(marks) if each.learned else each.text for each in sample.stretches)
 
 
-def _show(chats: Chats, index: int, vocabulary: Vocabulary) -> PreviewedSample:
+def _show(chats: SFTDataset, index: int, vocabulary: Vocabulary) -> PreviewedSample:
     sample = chats[index]
     tokens, learned = sample["input_ids"].tolist(), sample["labels"] != IGNORED
     changes = (torch.nonzero(learned[1:] != learned[:-1]).flatten() + 1).tolist()
@@ -144,7 +145,7 @@ def generate_text(request: InferenceRequest, prompt: str, sampling: Sampling) ->
 def _answer(weights: TrainedWeights, run: LoadedRun, prompt: str, sampling: Sampling) -> str:
     """Of a fine-tuned model: up to its end, by the chat template of the training."""
     text = load_text_model_of_run(weights, run)
-    limit = text.places or run.source.input_shape[-1]  # a training may have had shorter samples
+    limit = find_places(text.config) or run.source.input_shape[-1]  # a training may have had shorter samples
     template = weights.settings.get("base", {}).get("template")
     values = run.config.data.args.get("template_args")
     asked = PromptReader(text, template or None, limit, values, raw=sampling.raw).read_text(prompt)

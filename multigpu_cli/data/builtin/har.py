@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.files import DatasetFiles
 from multigpu_cli.data.order import SPLIT, KeyedRandom, shuffle_numbers
-from multigpu_cli.data.pixels import fit_standardised, model_input_shape
 from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.transforms import fit_standardised, model_input_shape
 from multigpu_cli.errors import RequestError
 
 SIGNALS = tuple(f"{sensor}_{axis}" for sensor in ("body_acc", "body_gyro", "total_acc") for axis in "xyz")
@@ -139,12 +139,7 @@ def _numbers(file: Path) -> np.ndarray:
 
 
 def split_by_group(groups: Tensor, val_groups: int, seed: int) -> tuple[Tensor, Tensor]:
-    """(training, validation) sample indices such that no group (a subject, a recording) is in both.
-
-    Args:
-        groups: (n,) the group of each sample.
-        val_groups: number of groups for validation, chosen by seed.
-    """
+    """(training, validation) sample indices, drawn by seed; no group (n,), a subject or recording, is in both."""
     names = groups.unique()
     if not 0 < val_groups < len(names):
         raise RequestError(

@@ -21,14 +21,7 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
 
     X and y alone are divided by seed, 80/10/10; without X_val, 10 % of the training samples are set aside. Whole
     numbers y (n,) are classes, other numbers ask for regression, 0 and 1 in (n, k) are several labels, and whole
-    numbers in the shape of X are the tokens that follow.
-
-    Args:
-        file: name of the file, where the folder holds several.
-        new: another file, with X alone, for predictions.
-
-    Raises:
-        RequestError: no such file, arrays that are missing or don't fit each other.
+    numbers in the shape of X are the tokens that follow. `new` is another file, with X alone, for predictions.
     """
     path = locate_single_file("npz", data_dir, file, _LAYOUT)
     arrays = _arrays(path)

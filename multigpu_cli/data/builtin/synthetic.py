@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.data.pixels import fit_standardised, model_input_shape
 from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.transforms import fit_standardised, model_input_shape
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import make_key
 
@@ -36,11 +36,8 @@ def load(
     Args:
         shape: of one sample, channels first; (20,) gives vectors.
         train, val, test: number of samples; 0 leaves out the validation or test split.
-        difficulty: 0 is trivial; for ten classes of images the best possible accuracy is 98 % at 1, 85 % at 1.5 and
-            69 % at 2.
-
-    Raises:
-        RequestError: an argument is out of range.
+        difficulty: 0 is trivial; for ten classes of images the best possible accuracy is 98 % at 1, 85 % at 1.5 and 69
+            % at 2.
     """
     _check(shape, classes, train, val, test, difficulty)
     input_shape = model_input_shape(shape, mode)

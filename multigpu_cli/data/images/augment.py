@@ -17,17 +17,11 @@ from multigpu_cli.data.collate import describe_shapes, to_device
 from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.errors import RequestError
 
-_STREAM = 3  # of random numbers; those of image_augment.py are 0 to 2
+_STREAM = 3  # of random numbers; those of transforms.py are 0 to 2
 
 
 class _Operation(NamedTuple):
-    """One of the operations.
-
-    Attributes:
-        apply: images (n, C, H, W) and a level → images.
-        first, last: the level at the magnitudes 0 and 30.
-        signed: half of the images get the negative level.
-    """
+    """An operation on images (n, C, H, W) at a level, `first` to `last` by magnitude, of either sign if `signed`."""
 
     apply: Callable[[Tensor, float], Tensor]
     first: float = 0.0
@@ -68,22 +62,14 @@ _OPERATIONS = (
 
 
 class RandAugment:
-    """Two operations on each image, one after the other.
-
-    Args:
-        magnitude: 0 to 30, the strength of all operations.
-    """
+    """Two operations on each image, one after the other, of a strength (`magnitude`) from 0 to 30."""
 
     def __init__(self, magnitude: int) -> None:
         levels = ((float(torch.linspace(each.first, each.last, 31)[magnitude]), each) for each in _OPERATIONS)
         self._choices = [(each.apply, sign * level) for level, each in levels for sign in (1, -1 if each.signed else 1)]
 
     def __call__(self, images: Tensor, draws: KeyedRandom) -> Tensor:
-        """Images (n, 1 or 3, H, W) uint8, augmented.
-
-        Args:
-            draws: of these images, on the CPU: the host must know which operation an image gets.
-        """
+        """Images (n, 1 or 3, H, W) uint8, augmented; draws are on the CPU: the host must know the operations."""
         for drawn in draws.uniform(_STREAM, 2).unbind(1):
             images = self._apply((drawn * len(self._choices)).long(), images)
         return images
@@ -98,11 +84,7 @@ class RandAugment:
         return found
 
     def check(self, inputs: Any) -> None:
-        """Refuse what torchvision's operations can't work on.
-
-        Raises:
-            RequestError: no batch of images (n, 1 or 3, H, W) uint8.
-        """
+        """Refuse what torchvision's operations can't work on."""
         images = isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.shape[1] in (1, 3)
         if not images or inputs.dtype != torch.uint8:
             raise RequestError(

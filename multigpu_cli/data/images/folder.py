@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 from multigpu_cli.config.paths import IMAGES
 from multigpu_cli.data.files import locate_other_file
 from multigpu_cli.data.order import split_by_sample
-from multigpu_cli.data.pixels import (
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.transforms import (
     IMAGENET,
     Standardised,
     check_pillow,
@@ -23,7 +24,6 @@ from multigpu_cli.data.pixels import (
     decode_image,
     model_input_shape,
 )
-from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
 
 _VALIDATION = ("val", "valid", "validation")
@@ -75,11 +75,7 @@ def load(
     Args:
         size: the square that the model sees, in pixels.
         resize: what the shorter side becomes first (default: a seventh more than `size`).
-        augment: cut and mirror training images at random.
         new: a folder of images whose classes nobody knows, for predictions.
-
-    Raises:
-        RequestError: no such folders, or Pillow is not installed.
     """
     check_sizes(size, resize)
     root = _root(data_dir)

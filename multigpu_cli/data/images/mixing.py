@@ -24,10 +24,6 @@ class SampleMixer:
     Args:
         mixup, cutmix: both parameters of the beta distribution of the shares, None for neither; with both, each sample
             meets one of them, with probability ½.
-        classes: how many there are.
-
-    Raises:
-        RequestError: there are none.
     """
 
     def __init__(self, mixup: float | None, cutmix: float | None, classes: int) -> None:
@@ -44,9 +40,6 @@ class SampleMixer:
             inputs: (n, …) floating, as the model meets them; CutMix takes images (n, C, H, W).
             targets: (n,) int64 class numbers.
             micro_batch: samples of a micro-batch; several of them may have been joined (DataParallel).
-
-        Raises:
-            RequestError: as `check`.
         """
         self.check(inputs, targets)
         partner = _choose_partners(draws, micro_batch)
@@ -66,11 +59,7 @@ class SampleMixer:
         return mixed, other + (own - other) * share[:, None]
 
     def check(self, inputs: Any, targets: Any) -> None:
-        """Refuse what can't be mixed.
-
-        Raises:
-            RequestError: inputs are no tensor of numbers, or for CutMix no images; targets are no class numbers.
-        """
+        """Refuse inputs that are no tensor of numbers, for CutMix no images, and targets that are no class numbers."""
         fits = isinstance(inputs, Tensor) and inputs.is_floating_point() and (inputs.ndim == 4 or not self._cutmix_odds)
         if not fits:
             raise RequestError(

@@ -5,7 +5,7 @@ width a microsecond or two, where `datasets` takes a hundred.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,18 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from multigpu_cli.data.files import find_part_files
-from multigpu_cli.data.rows.store import Column
+from multigpu_cli.data.rows.store import Column, RowStore
 from multigpu_cli.errors import RequestError
 
 _IMAGES = "Image"  # Hugging Face's name of the type
 
 
 def load_pyarrow() -> Any:
-    """The package pyarrow.
-
-    Raises:
-        RequestError: it is not installed.
-    """
+    """The package pyarrow; RequestError where it is not installed."""
     try:
         import pyarrow  # an extra: few bring Arrow files
     except ImportError as missing:
@@ -48,19 +44,11 @@ class _Chunk(NamedTuple):
     bits: int | None = None
 
 
-class ArrowStore:
-    """A RowStore of Arrow files, one after the other; see there.
-
-    Args:
-        files: in order; each a stream or a file of Arrow, not compressed.
-
-    Raises:
-        RequestError: a file is damaged or compressed, or its columns differ from the first one's.
-    """
+class ArrowStore(RowStore):
+    """A RowStore of Arrow files, one after the other; each a stream or a file of Arrow, not compressed."""
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.files = [Path(file).absolute() for file in files]
-        self.label = str(files[0]) if len(files) == 1 else str(Path(files[0]).parent)
+        super().__init__(files)
         batches = [batch for file in self.files for batch in _read_batches(file)]
         self._schema = _check_schemas(self.files, batches)
         self._batches = [batch for batch in batches if batch.num_rows]
@@ -74,14 +62,10 @@ class ArrowStore:
             for at, field in enumerate(self._schema)
         }
 
-    def __reduce__(self) -> tuple[Callable[..., "ArrowStore"], tuple[list[Path]]]:
-        return ArrowStore, (self.files,)
-
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
-        """A column of some rows: (n, *shape) numbers, or a list of bytes or texts."""
         column, places = self.columns[name], self._find_places(np.asarray(rows, dtype=np.int64))
         chunks = self._chunks.get(name) or self._open_column(column)
         if column.kind != "number":
@@ -91,7 +75,6 @@ class ArrowStore:
         return found
 
     def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
-        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
         column, places = self.columns[name], self._find_places(np.asarray(rows, dtype=np.int64))
         chunks = self._chunks.get(name) or self._open_column(column)
         if chunks[0].bits is not None:
@@ -107,12 +90,8 @@ class ArrowStore:
 
     def list_values(self, name: str) -> list[Any]:
         """The different values of a column; reads the whole column, and no other."""
-        pyarrow = load_pyarrow()
-        place = self._schema.get_field_index(name)
-        found = set()
-        for batch in self._batches:
-            found |= set(pyarrow.compute.unique(batch.column(place)).to_pylist())
-        return list(found)
+        unique, place = load_pyarrow().compute.unique, self._schema.get_field_index(name)
+        return list({value for batch in self._batches for value in unique(batch.column(place)).to_pylist()})
 
     def _find_places(self, rows: np.ndarray) -> list[tuple[int, int]]:
         """The record batch of each row, and the row in it; asked for once for each column, so the last are kept."""
@@ -196,8 +175,8 @@ def _describe(field: Any, feature: Any, chunks: Sequence[Any]) -> Column:
     types = load_pyarrow().types
     kind = getattr(field.type, "storage_type", field.type)
     feature = feature if isinstance(feature, dict) else {}
-    gaps = sum(chunk.null_count for chunk in chunks)
-    known = {"name": field.name, "gaps": gaps, "description": str(field.type)}
+    nulls = sum(chunk.null_count for chunk in chunks)
+    known = {"name": field.name, "null_count": nulls, "description": str(field.type)}
     if feature.get("_type") == _IMAGES or types.is_binary(kind) or types.is_large_binary(kind):
         return Column(kind="bytes", **known)
     if types.is_string(kind) or types.is_large_string(kind):
@@ -266,11 +245,7 @@ LAYOUT = (
 
 
 def find_arrow_files(data_dir: str | None) -> dict[str, list[Path]]:
-    """The files of each part: of train, val and test, or of `train` alone where nothing is divided.
-
-    Raises:
-        RequestError: no such folder, a part without files, or one that is not finished.
-    """
+    """The files of each part: of train, val and test, or of `train` alone where nothing is divided."""
     return find_part_files("arrow", data_dir, (".arrow",), LAYOUT, _list_files)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from multigpu_cli.checkpoint.files import flush_folder
 from multigpu_cli.config.types import parse_path
 from multigpu_cli.data.rows.arrow import load_pyarrow
 from multigpu_cli.errors import RequestError, pluralize
@@ -25,16 +26,19 @@ _KINDS = {
 _PIECE = 2**23  # bytes of text that are parsed at once; the first piece decides the types
 _BATCH = 2**25  # bytes of a record batch
 _FILE = 2**29  # bytes of an Arrow file
+_AS_STORED: dict[str, Any] = {
+    "_format_columns": None,
+    "_format_kwargs": {},
+    "_format_type": None,
+    "_output_all_columns": False,
+    "_split": None,
+}
+"""Of what `datasets.load_from_disk` reads beside the files: all columns, as they are."""
 _SUPPORTED = "a .parquet, .csv, .tsv or .jsonl file (text may be gzipped), or a folder with files of one of these kinds"
 
 
 class Converted(NamedTuple):
-    """What was written.
-
-    Attributes:
-        rows, bytes, files: how many.
-        columns: name → type, in Arrow's words.
-    """
+    """What was written: how many rows, bytes and files, and the type of each column in Arrow's words."""
 
     rows: int
     bytes: int
@@ -46,9 +50,6 @@ def convert_to_arrow(source: Path, target: Path) -> Converted:
     """Write the rows of a file, or of the files of a folder in the order of their names, to a new folder.
 
     The folder appears whole or not at all. Memory holds about two record batches of 32 MB, and of Parquet a row group.
-
-    Raises:
-        RequestError: the target exists, the source is none or is damaged, or its files have different columns.
     """
     if os.path.lexists(target):
         raise RequestError(f"--to {target} exists already", remedy="a new folder, or remove that one first")
@@ -60,7 +61,7 @@ def convert_to_arrow(source: Path, target: Path) -> Converted:
         written = _write_folder(files, draft)
         draft.chmod(0o777 & ~_read_umask())
         draft.rename(target)
-        _sync(target.parent)
+        flush_folder(target.parent)
     except OSError as error:
         raise RequestError(f"--to {target}: {error}", remedy="a folder with room that can be written") from error
     finally:
@@ -109,33 +110,17 @@ def _write_folder(files: list[Path], folder: Path) -> Converted:
     for file, name in zip(written, names, strict=True):
         file.rename(folder / name)
         sizes.append((folder / name).stat().st_size)
-        _sync(folder / name)
+        flush_folder(folder / name)
     (folder / "dataset_info.json").write_text("{}\n")
-    (folder / "state.json").write_text(json.dumps(_describe_state(names), indent=2) + "\n")
-    _sync(folder / "state.json")
-    _sync(folder)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": os.urandom(8).hex(), **_AS_STORED}
+    (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+    flush_folder(folder / "state.json")
+    flush_folder(folder)
     return Converted(rows, sum(sizes), len(names), {field.name: str(field.type) for field in schema})
 
 
-def _describe_state(names: list[str]) -> dict[str, Any]:
-    """What `datasets.load_from_disk` reads beside the files."""
-    return {
-        "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": os.urandom(8).hex(),
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": None,
-    }
-
-
 def _join_batches(files: list[Path]) -> Iterator[Any]:
-    """Tables of about `_BATCH` bytes, all with the columns of the first file.
-
-    Raises:
-        RequestError: names the file, and about which row.
-    """
+    """Tables of about `_BATCH` bytes, with the columns of the first file; an error names file and row."""
     pyarrow = load_pyarrow()
     schema, waiting, size = None, [], 0
     for file in files:
@@ -197,14 +182,6 @@ def _close(writer: Any, sink: Any) -> None:
             each.close()
 
 
-def _sync(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def _read_umask() -> int:
     umask = os.umask(0o022)
     os.umask(umask)
@@ -212,11 +189,7 @@ def _read_umask() -> int:
 
 
 def convert_data(source: str, to: str) -> dict[str, Any]:
-    """Convert a file or folder; returns what was written, for JSON.
-
-    Raises:
-        RequestError: a path that is none, or what `convert_to_arrow` refuses.
-    """
+    """Convert a file or folder; returns what was written, for JSON."""
     paths = []
     for label, value in (("SOURCE", source), ("--to", to)):
         try:

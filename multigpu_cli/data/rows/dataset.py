@@ -9,20 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.collate import IGNORED
 from multigpu_cli.data.order import RowSelection
-from multigpu_cli.data.pixels import cut_square, decode_image
 from multigpu_cli.data.rows.store import RowStore
+from multigpu_cli.data.transforms import cut_square, decode_image
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.model_call import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowRoles:
-    """What the columns of a store are for.
+    """What the columns of a store are for: those that the model sees, and the one that it predicts.
 
     Attributes:
-        inputs: the columns that the model sees.
-        target: the column that it predicts.
         stacked: inputs are single numbers, side by side in a vector.
         labels: the class number of each value of the target, where these are not class numbers themselves.
         num_classes: 0 where targets are numbers.
@@ -36,12 +34,7 @@ class RowRoles:
 
 
 class NumberRows(Dataset[tuple[Tensor, Tensor]]):
-    """Rows of numbers: inputs (features,) float32 or as they are stored, and the target. It draws no random numbers.
-
-    Attributes:
-        num_classes: 0 where targets are numbers.
-        shape, dtype: of the inputs of a sample.
-    """
+    """Rows of numbers: inputs (features,) float32 or as they are stored, and the target. It draws no random numbers."""
 
     def __init__(self, store: RowStore, selection: RowSelection, roles: RowRoles) -> None:
         self.store, self.selection, self.roles = store, selection, roles
@@ -101,11 +94,7 @@ class TokenRows(NumberRows):
 
 
 class ImageRows(Dataset[tuple[Tensor, Tensor]]):
-    """Bytes (3, size, size) of an encoded image, and the target; resized and cut as in --data image-folder.
-
-    Attributes:
-        num_classes: 0 where targets are numbers.
-    """
+    """Bytes (3, size, size) of an encoded image, and the target; resized and cut as in --data image-folder."""
 
     def __init__(
         self, store: RowStore, selection: RowSelection, roles: RowRoles, sizes: tuple[int, int], *, augment: bool
@@ -131,11 +120,7 @@ def make_batch(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.n
 
 
 def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRoles) -> Tensor:
-    """(n,) int64 class numbers, or (n, …) float32.
-
-    Raises:
-        RequestError: a row has a label that training does not know.
-    """
+    """(n,) int64 class numbers, or (n, …) float32; RequestError where training does not know a row's label."""
     found = store.read(roles.target, rows)
     if not roles.num_classes:
         return torch.from_numpy(np.asarray(found, dtype=np.float32))

@@ -8,45 +8,44 @@ from typing import Any
 import numpy as np
 
 from multigpu_cli.data.files import UNCHANGED, OpenFiles
-from multigpu_cli.data.rows.store import Column, open_index
+from multigpu_cli.data.rows.store import Column, RowStore, open_index
 from multigpu_cli.errors import RequestError
 
 _VALUES = 1000  # different values of a field that the index keeps
 _PIECE = 65536  # rows
 
 
-class JsonStore:
+class JsonStore(RowStore):
     """A RowStore of JSON lines, one object per line; empty lines do not count. See there.
 
     The first pass reads every line, so that types hold for all of them, and writes an index beside the files.
-
-    Args:
-        files: in order.
-
-    Raises:
-        RequestError: a line is no JSON object, or a field holds numbers in one row and something else in another.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.files = [Path(file).absolute() for file in files]
-        self.label = str(files[0]) if len(files) == 1 else str(Path(files[0]).parent)
+        super().__init__(files)
         index = open_index("jsonl", self.files, 3, self._index, "jsonl 1")
         self._rows, self._open = index.rows, OpenFiles(self.files)
         fields = index.facts["fields"]
-        self.columns = {name: _to_column(name, field, len(self._rows)) for name, field in fields.items()}
+        self.columns = {
+            name: Column(
+                name=name,
+                kind=field["kind"],
+                shape=tuple(field["shape"]),
+                dtype=field["dtype"],
+                null_count=len(self._rows) - field["rows"],
+                description=_describe(field["kind"], field["shape"]),
+            )
+            for name, field in fields.items()
+        }
         self._values = {name: field["values"] for name, field in fields.items()}
         self._last: tuple[bytes, list[dict[str, Any]]] = b"", []
         if not len(self._rows):
             raise RequestError(f"--data jsonl: {self.label}: no rows", remedy="one JSON object per line")
 
-    def __reduce__(self) -> tuple[Callable[..., "JsonStore"], tuple[list[Path]]]:
-        return JsonStore, (self.files,)
-
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
-        """A field of some rows: (n, *shape) numbers, or a list of texts."""
         column, records = self.columns[name], self._parse(np.asarray(rows, dtype=np.int64))
         try:
             values = [record[name] for record in records]
@@ -54,12 +53,7 @@ class JsonStore:
         except (KeyError, TypeError, ValueError) as error:
             raise RequestError(f"--data jsonl: {self.label} has changed: no {name!r}", remedy=UNCHANGED) from error
 
-    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
-        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
-        out[at] = self.read(name, rows)
-
     def list_values(self, name: str) -> list[Any]:
-        """The different values of a field."""
         if self._values[name] is None:
             raise RequestError(
                 f"--data jsonl: {self.label}: {name!r} has more than {_VALUES:,} different values",
@@ -78,15 +72,13 @@ class JsonStore:
 
     def _index(self, write: Callable[[np.ndarray], None]) -> dict[str, Any]:
         fields: dict[str, dict[str, Any]] = {}
-        count = 0
         for number, file in enumerate(self.files):
             places, at = [], 0
             with file.open("rb") as opened:
                 for line, text in enumerate(opened, 1):
                     if text.strip():
-                        _note_record(fields, _parse_line(text, f"{file}:{line}"), f"{file}:{line}", count)
+                        _note_record(fields, _parse_line(text, f"{file}:{line}"), f"{file}:{line}")
                         places.append((number, at, len(text)))
-                        count += 1
                     at += len(text)
                     if len(places) == _PIECE:
                         write(np.array(places))
@@ -108,7 +100,7 @@ def _parse_line(text: bytes, place: str) -> dict[str, Any]:
     return record
 
 
-def _note_record(fields: dict[str, dict[str, Any]], record: dict[str, Any], place: str, count: int) -> None:
+def _note_record(fields: dict[str, dict[str, Any]], record: dict[str, Any], place: str) -> None:
     """Add what a record teaches of its fields."""
     for name, value in record.items():
         if value is None:
@@ -150,14 +142,3 @@ def _classify(value: Any) -> tuple[str, list[int], str]:
 
 def _describe(kind: str, shape: Sequence[int]) -> str:
     return f"numbers {tuple(shape)}" if shape else {"text": "a text", "number": "a number"}.get(kind, "something else")
-
-
-def _to_column(name: str, field: dict[str, Any], rows: int) -> Column:
-    return Column(
-        name=name,
-        kind=field["kind"],
-        shape=tuple(field["shape"]),
-        dtype=field["dtype"],
-        gaps=rows - field["rows"],
-        description=_describe(field["kind"], field["shape"]),
-    )

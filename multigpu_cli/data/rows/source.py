@@ -1,16 +1,23 @@
-"""From stores of rows to a DataSource: which columns are inputs, what the target is, and how rows are divided."""
+"""--data arrow, jsonl and tar: from rows on the disk to a DataSource: inputs, target, and how rows are divided."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial, wraps
+from inspect import Signature, signature
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Dataset
 
+from multigpu_cli.data.files import find_part_files
 from multigpu_cli.data.order import RowSelection, divide_rows
-from multigpu_cli.data.pixels import IMAGENET, Standardised, check_pillow, check_sizes, model_input_shape
+from multigpu_cli.data.rows.arrow import ArrowStore, find_arrow_files
 from multigpu_cli.data.rows.dataset import ImageRows, NumberRows, RowRoles, TokenRows
+from multigpu_cli.data.rows.jsonl import JsonStore
 from multigpu_cli.data.rows.store import Column, RowStore
-from multigpu_cli.data.source import FEW, DataSource, to_float
+from multigpu_cli.data.rows.tar import TarStore
+from multigpu_cli.data.source import FEW, DataSource
+from multigpu_cli.data.transforms import IMAGENET, Standardised, check_pillow, check_sizes, model_input_shape
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.runtime.model_call import TARGETS
 
@@ -18,6 +25,10 @@ LARGE = 2**24  # rows; more of them are shuffled in blocks
 BLOCK = 4096  # rows of such a block
 _SCALED_BY = 4096  # training rows that teach means and deviations
 _TOKENS = "input_ids"
+
+Parts = Mapping[str, tuple[RowStore, RowSelection]]
+Built = tuple[Mapping[str, Dataset[Any]], dict[str, Any]]
+"""The samples of each part, and arguments of their DataSource."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +60,7 @@ class RowOptions:
 def build_row_source(
     name: str, stores: Mapping[str, RowStore], mode: str, seed: int, options: RowOptions
 ) -> DataSource:
-    """The samples of stores called train, and perhaps val and test; what is missing is divided from train.
-
-    Raises:
-        RequestError: columns that don't exist or don't go together, or too few rows.
-    """
+    """The samples of stores called train, and perhaps val and test; what is missing is divided from train."""
     train = stores["train"]
     target, inputs = _choose_columns(name, train, options)
     for store in stores.values():
@@ -61,19 +68,22 @@ def build_row_source(
     parts = _divide(name, stores, seed)
     block = BLOCK if len(parts["train"][1]) > LARGE else None
     if inputs[0].name == _TOKENS and len(inputs) == 1:
-        return replace(_build_tokens(inputs[0], target, parts, options), shuffle_block=block)
-    labels, names = _find_classes(name, train, target, options)
-    roles = RowRoles(
-        inputs=tuple(column.name for column in inputs),
-        target=target.name,
-        stacked=inputs[0].kind == "number" and not inputs[0].shape,
-        labels=labels,
-        num_classes=len(names),
-    )
-    if inputs[0].kind == "bytes":
-        return replace(_build_images(name, parts, roles, names, mode, options), shuffle_block=block)
-    samples = {part: NumberRows(store, rows, roles) for part, (store, rows) in parts.items()}
-    return replace(_build_numbers(samples, names, mode), shuffle_block=block)
+        samples, facts = _build_tokens(inputs[0], target, parts, options)
+    else:
+        labels, names = _find_classes(name, train, target, options)
+        roles = RowRoles(
+            inputs=tuple(column.name for column in inputs),
+            target=target.name,
+            stacked=inputs[0].kind == "number" and not inputs[0].shape,
+            labels=labels,
+            num_classes=len(names),
+        )
+        build = partial(_build_images, name, options) if inputs[0].kind == "bytes" else _build_numbers
+        samples, facts = build(parts, roles, mode)
+        task = "classification" if names else "regression"
+        facts |= {"num_classes": len(names), "class_names": names, "task": task}
+    val, test = samples.get("val"), samples.get("test")
+    return DataSource(train=samples["train"], val=val, test=test, shuffle_block=block, **facts)
 
 
 def _choose_columns(name: str, store: RowStore, options: RowOptions) -> tuple[Column, list[Column]]:
@@ -101,9 +111,9 @@ def _choose_columns(name: str, store: RowStore, options: RowOptions) -> tuple[Co
             remedy=f"data.columns={inputs[0].name}, one column, or several of single numbers",
         )
     for used in (*inputs, target):
-        if used.gaps:
+        if used.null_count:
             raise RequestError(
-                f"--data {name}: column {used.name!r} has {used.gaps:,} rows without a value",
+                f"--data {name}: column {used.name!r} has {used.null_count:,} rows without a value",
                 remedy=f"fill or leave out such rows before, or data.ignore={used.name}",
             )
     return target, inputs
@@ -147,7 +157,7 @@ def _check_same_columns(name: str, train: RowStore, store: RowStore, used: Seque
             )
 
 
-def _divide(name: str, stores: Mapping[str, RowStore], seed: int) -> dict[str, tuple[RowStore, RowSelection]]:
+def _divide(name: str, stores: Mapping[str, RowStore], seed: int) -> Parts:
     train = stores["train"]
     parts = {part: (store, RowSelection(len(store))) for part, store in stores.items()}
     held = [] if "val" in stores else ["val"] if "test" in stores else ["val", "test"]
@@ -183,9 +193,7 @@ def _find_classes(
     return {value: number for number, value in enumerate(values)}, tuple(map(str, values))
 
 
-def _build_tokens(
-    column: Column, target: Column, parts: Mapping[str, tuple[RowStore, RowSelection]], options: RowOptions
-) -> DataSource:
+def _build_tokens(column: Column, target: Column, parts: Parts, options: RowOptions) -> Built:
     if options.vocabulary is None:
         raise RequestError(
             f"--data: column {column.name!r} holds tokens, of how many?", remedy="--set data.vocabulary=50257, say"
@@ -197,25 +205,11 @@ def _build_tokens(
         )
     roles = RowRoles(inputs=(column.name,), target=target.name, num_classes=options.vocabulary)
     samples = {part: TokenRows(store, rows, roles) for part, (store, rows) in parts.items()}
-    return DataSource(
-        train=samples["train"],
-        val=samples.get("val"),
-        test=samples.get("test"),
-        input_shape=column.shape,
-        num_classes=options.vocabulary,
-        model="gpt",
-        task="language-model",
-    )
+    facts = {"input_shape": column.shape, "num_classes": options.vocabulary, "model": "gpt", "task": "language-model"}
+    return samples, facts
 
 
-def _build_images(
-    name: str,
-    parts: Mapping[str, tuple[RowStore, RowSelection]],
-    roles: RowRoles,
-    names: tuple[str, ...],
-    mode: str,
-    options: RowOptions,
-) -> DataSource:
+def _build_images(name: str, options: RowOptions, parts: Parts, roles: RowRoles, mode: str) -> Built:
     check_pillow(name)
     check_sizes(options.size, options.resize)
     sizes = options.size, options.resize or options.size * 8 // 7
@@ -223,40 +217,75 @@ def _build_images(
         part: ImageRows(store, rows, roles, sizes, augment=options.augment and part == "train")
         for part, (store, rows) in parts.items()
     }
-    return DataSource(
-        train=samples["train"],
-        val=samples.get("val"),
-        test=samples.get("test"),
-        input_shape=model_input_shape((3, options.size, options.size), mode),
-        num_classes=len(names),
-        class_names=names,
-        prepare=Standardised(*IMAGENET, mode),
-        model="resnet18",
-        task="classification" if names else "regression",
-    )
+    shape = model_input_shape((3, options.size, options.size), mode)
+    return samples, {"input_shape": shape, "prepare": Standardised(*IMAGENET, mode), "model": "resnet18"}
 
 
-def _build_numbers(samples: Mapping[str, NumberRows], names: tuple[str, ...], mode: str) -> DataSource:
+def _build_numbers(parts: Parts, roles: RowRoles, mode: str) -> Built:
     """Single numbers are standardised by what some training rows, spread evenly, teach; arrays stay as they are."""
+    samples = {part: NumberRows(store, rows, roles) for part, (store, rows) in parts.items()}
     train = samples["train"]
     some = np.unique(np.linspace(0, len(train) - 1, min(len(train), _SCALED_BY)).astype(np.int64))
     inputs, targets = train.fetch_batch(some)
-    scale = None
-    if train.roles.stacked:
+    facts: dict[str, Any] = {
+        "input_shape": model_input_shape(inputs.shape[1:], mode),
+        "num_outputs": int(targets.shape[1:].numel()),
+        "model": "mlp",
+    }
+    if roles.stacked:
         moments = inputs.double()
         mean, deviation = moments.mean(dim=0).tolist(), moments.std(dim=0, correction=0).tolist()
-        scale = Standardised(tuple(mean), tuple(deviation), "flatten")
-    spread = None if names or targets.ndim > 1 else (float(targets.mean()), float(targets.std(correction=0)) or 1.0)
-    return DataSource(
-        train=train,
-        val=samples.get("val"),
-        test=samples.get("test"),
-        input_shape=model_input_shape(inputs.shape[1:], mode),
-        num_classes=len(names),
-        num_outputs=int(targets.shape[1:].numel()),
-        class_names=names,
-        prepare=scale or to_float,
-        target_scale=spread,
-        model="mlp",
-        task="classification" if names else "regression",
-    )
+        facts["prepare"] = Standardised(tuple(mean), tuple(deviation), "flatten")
+    if not roles.num_classes and targets.ndim == 1:
+        facts["target_scale"] = float(targets.mean()), float(targets.std(correction=0)) or 1.0
+    return samples, facts
+
+
+_TAR = "a .tar shard or a folder with several, whose members are KEY.jpg and KEY.cls, say"
+_JSON = "one .jsonl file, one JSON object per line; or a folder with train.jsonl, validation.jsonl, test.jsonl"
+
+Load = Callable[..., DataSource]
+
+
+def take_options(*but: str) -> Callable[[Load], Load]:
+    """Let a function of `RowOptions` take them one by one, as the user's data.args name them, but for some."""
+
+    def decorate(load: Load) -> Load:
+        @wraps(load)
+        def load_with_options(data_dir: str | None, mode: str, seed: int, **options: Any) -> DataSource:
+            return load(data_dir, mode, seed, RowOptions(**options))
+
+        own = list(signature(load).parameters.values())[:-1]
+        taken = [each for name, each in signature(RowOptions).parameters.items() if name not in but]
+        load_with_options.__signature__ = Signature([*own, *taken])  # type: ignore[attr-defined]
+        return load_with_options
+
+    return decorate
+
+
+@take_options()
+def load_arrow_rows(data_dir: str | None, mode: str, seed: int, options: RowOptions) -> DataSource:
+    """The rows of a folder that `save_to_disk` wrote, of a Dataset or a DatasetDict; or of .arrow files."""
+    stores = {part: ArrowStore(files) for part, files in find_arrow_files(data_dir).items()}
+    return build_row_source("arrow", stores, mode, seed, options)
+
+
+@take_options("vocabulary")
+def load_tar_rows(data_dir: str | None, mode: str, seed: int, options: RowOptions) -> DataSource:
+    """The samples of shards; where nothing is said, the target is .cls, and the input the only image or array."""
+    files = find_part_files("tar", data_dir, (".tar", ".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2"), _TAR)
+    stores = {part: TarStore(each) for part, each in files.items()}
+    known = stores["train"].columns
+    if options.target is None and "cls" in known:
+        options = replace(options, target="cls")
+    wide = [name for name, column in known.items() if column.kind == "bytes" or column.shape]
+    if options.columns is None and len(wide) == 1:
+        options = replace(options, columns=wide)
+    return build_row_source("tar", stores, mode, seed, options)
+
+
+@take_options("size", "resize", "augment")
+def load_json_rows(data_dir: str | None, mode: str, seed: int, options: RowOptions) -> DataSource:
+    """The records of a file or folder."""
+    files = find_part_files("jsonl", data_dir, (".jsonl", ".ndjson"), _JSON)
+    return build_row_source("jsonl", {part: JsonStore(each) for part, each in files.items()}, mode, seed, options)

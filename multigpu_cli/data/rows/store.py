@@ -5,12 +5,13 @@ import json
 import mmap
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -19,15 +20,13 @@ from multigpu_cli.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column of a store.
+    """One column of a store, by the name that the files give it.
 
     Attributes:
-        name: as the files call it.
         kind: number, of a fixed shape; bytes (an encoded image, say), text, or other, which nobody reads.
-        shape: of the numbers in one row.
-        dtype: NumPy's name of their type.
+        shape, dtype: of the numbers in one row; NumPy's name of their type.
         class_names: the names of the classes that the numbers stand for, where the files say so.
-        gaps: rows without a value, as far as the files say it.
+        null_count: rows without a value, as far as the files say it.
         description: the type in the words of the files, for messages.
     """
 
@@ -36,7 +35,7 @@ class Column:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     class_names: tuple[str, ...] = ()
-    gaps: int = 0
+    null_count: int = 0
     description: str = ""
 
     @property
@@ -44,39 +43,35 @@ class Column:
         return self.kind == "number" and np.dtype(self.dtype).kind in "iub"
 
 
-class RowStore(Protocol):
+class RowStore(ABC):
     """Rows on the disk; reading is safe in forked processes, and a pickled store opens its files anew.
 
-    Attributes:
-        label: its files, for messages.
-        columns: by name, in the files' order.
+    `label` names its files in messages; `columns` are in the files' order.
     """
 
-    label: str
     columns: dict[str, Column]
 
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = [Path(file).absolute() for file in files]
+        self.label = str(files[0]) if len(files) == 1 else str(Path(files[0]).parent)
+
+    def __reduce__(self) -> tuple[Callable[..., "RowStore"], tuple[list[Path]]]:
+        return type(self), (self.files,)
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
-        """A column of some rows: (n, *shape) numbers, or a list of bytes or texts.
-
-        Raises:
-            RequestError: a row has no such value; names it.
-        """
+        """A column of some rows: (n, *shape) numbers, or a list of bytes or texts; an error names a row without one."""
 
     def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
-        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type.
+        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
+        out[at] = self.read(name, rows)
 
-        Raises:
-            RequestError: as `read`.
-        """
-
+    @abstractmethod
     def list_values(self, name: str) -> list[Any]:
-        """The different values of a column of single numbers or texts, in any order.
-
-        Raises:
-            RequestError: too many rows to read them all for that.
-        """
+        """The different values of a column of single numbers or texts; RequestError where they are too many."""
 
 
 _MAGIC = b"mgpuidx1"
@@ -86,12 +81,7 @@ Build = Callable[[Callable[[np.ndarray], None]], dict[str, Any]]
 
 
 class Index(NamedTuple):
-    """A table of places, and what was learned of the files on the way.
-
-    Attributes:
-        rows: (n, width) int64, mapped.
-        facts: plain values.
-    """
+    """A table of places, (n, width) int64 and mapped, and what was learned of the files on the way, as plain values."""
 
     rows: np.ndarray
     facts: dict[str, Any]
@@ -100,16 +90,9 @@ class Index(NamedTuple):
 def open_index(name: str, files: Sequence[Path], width: int, build: Build, version: str) -> Index:
     """The index that an earlier process has left beside the first file, or else one that is made now.
 
-    It holds as long as names, sizes and times of change of all files are the same. Processes that ask for it at once
-    wait for the first of them. Where the folder can't be written, each process makes its own, which ends with it.
-
-    Args:
-        name: of the dataset, for messages.
-        width: numbers in a row.
-        version: of what `build` writes.
-
-    Raises:
-        RequestError: there is no room, or `build` refuses the files.
+    It holds as long as names, sizes and times of change of all files are the same, and the version of what `build`
+    writes. Processes that ask for it at once wait for the first of them. Where the folder can't be written, each
+    process makes its own, which ends with it.
     """
     facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     mark = {"version": version, "files": facts, "width": width}

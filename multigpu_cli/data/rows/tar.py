@@ -6,6 +6,7 @@ The shards stay as they are; an index of the members' places is made once, and a
 import json
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import numpy as np
 
 from multigpu_cli.config.paths import IMAGES
 from multigpu_cli.data.files import OpenFiles
-from multigpu_cli.data.rows.store import Column, open_index
+from multigpu_cli.data.rows.store import Column, RowStore, open_index
 from multigpu_cli.errors import RequestError
 
 _NUMBERS = ("cls", "id", "index")  # a whole number as text: it is kept in the index itself
@@ -34,22 +35,15 @@ class _Member(NamedTuple):
     size: int
 
 
-class TarStore:
+class TarStore(RowStore):
     """A RowStore of shards that are not compressed; see there. A member KEY.ENDING is in the column ENDING.
 
     Images are bytes; .cls, .id and .index hold a whole number; .txt a text; .npy an array; of the object in a .json,
     its numbers and texts are columns json.FIELD, as the first sample has them.
-
-    Args:
-        files: the shards, in order.
-
-    Raises:
-        RequestError: a shard is compressed or damaged, or its samples are of other members than the first one.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.files = [Path(file).absolute() for file in files]
-        self.label = str(files[0]) if len(files) == 1 else str(Path(files[0]).parent)
+        super().__init__(files)
         for file in self.files:
             _check_uncompressed(file)
         self._endings, self._open = _read_endings(self.files), OpenFiles(self.files)
@@ -60,14 +54,10 @@ class TarStore:
         gaps = dict(zip(self._endings, index.facts["gaps"], strict=True))
         self.columns = {column.name: column for each in self._endings for column in self._describe(each, gaps[each])}
 
-    def __reduce__(self) -> tuple[Callable[..., "TarStore"], tuple[list[Path]]]:
-        return TarStore, (self.files,)
-
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
-        """A column of some rows: (n, *shape) numbers, or a list of bytes or texts."""
         ending, _, field = name.partition("json.")
         column, at = self.columns[name], 1 + 2 * self._endings.index(ending or "json")
         places = self._rows[np.asarray(rows, dtype=np.int64)]
@@ -81,12 +71,7 @@ class TarStore:
             return np.stack([self._read_array(content, column) for content in contents])
         return [_decode(content, name, self.label) for content in contents] if column.kind == "text" else contents
 
-    def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
-        """Write a column of numbers of some rows to the entries `at` of (n, *shape), whatever its type."""
-        out[at] = self.read(name, rows)
-
     def list_values(self, name: str) -> list[Any]:
-        """The different values of a column of whole numbers."""
         if (found := self._values.get(name)) is None:
             raise RequestError(
                 f"--data tar: {self.label}: the classes in .{name} are not known before all of them are read",
@@ -107,26 +92,23 @@ class TarStore:
     def _describe(self, ending: str, gaps: int) -> Iterator[Column]:
         """The columns of one kind of member, by the first sample that has it."""
         at, last = 2 * self._endings.index(ending) + 1, ending.rpartition(".")[2].lower()
+        column = partial(Column, name=ending, null_count=gaps)
         if ending in _NUMBERS:
-            yield Column(name=ending, kind="number", dtype="int64", gaps=gaps, description="a whole number")
-            return
-        if f".{last}" in IMAGES:
-            yield Column(name=ending, kind="bytes", gaps=gaps, description="an image")
-            return
-        if last in _TEXTS:
-            yield Column(name=ending, kind="text", gaps=gaps, description="a text")
-            return
-        row = next((row for row in self._rows[:1000] if row[at + 1] >= 0), None)
-        content = b"" if row is None else self._open.read(int(row[0]), int(row[at]), int(row[at + 1]))
-        if last == "npy" and content:
-            array = _load_array(content, ending, self.label)
-            yield Column(
-                name=ending, kind="number", shape=array.shape, dtype=str(array.dtype), gaps=gaps, description="an array"
-            )
-        elif ending == "json" and content:
-            yield from _describe_json(content, gaps)
+            yield column(kind="number", dtype="int64", description="a whole number")
+        elif f".{last}" in IMAGES:
+            yield column(kind="bytes", description="an image")
+        elif last in _TEXTS:
+            yield column(kind="text", description="a text")
         else:
-            yield Column(name=ending, kind="other", gaps=gaps, description=f".{ending} files")
+            row = next((row for row in self._rows[:1000] if row[at + 1] >= 0), None)
+            content = b"" if row is None else self._open.read(int(row[0]), int(row[at]), int(row[at + 1]))
+            if last == "npy" and content:
+                array = _load_array(content, ending, self.label)
+                yield column(kind="number", shape=array.shape, dtype=str(array.dtype), description="an array")
+            elif ending == "json" and content:
+                yield from _describe_json(content, gaps)
+            else:
+                yield column(kind="other", description=f".{ending} files")
 
     def _index(self, write: Callable[[np.ndarray], None]) -> dict[str, Any]:
         values: dict[str, set[int] | None] = {each: set() for each in self._endings if each in _NUMBERS}
@@ -248,10 +230,10 @@ def _describe_json(content: bytes, gaps: int) -> Iterator[Column]:
         record = None
     for field, value in record.items() if isinstance(record, dict) else ():
         if isinstance(value, str):
-            yield Column(name=f"json.{field}", kind="text", gaps=gaps, description="a text")
+            yield Column(name=f"json.{field}", kind="text", null_count=gaps, description="a text")
         elif isinstance(value, bool | int | float):
             dtype = "float64" if isinstance(value, float) else "int64"
-            yield Column(name=f"json.{field}", kind="number", dtype=dtype, gaps=gaps, description="a number")
+            yield Column(name=f"json.{field}", kind="number", dtype=dtype, null_count=gaps, description="a number")
 
 
 def _read_field(content: bytes, field: str, column: Column, label: str) -> Any:

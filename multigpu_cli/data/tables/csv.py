@@ -52,9 +52,6 @@ class CsvTable:
     """A file as text, spaces around cells removed.
 
     Attributes:
-        path: the file, for messages.
-        columns: names in order.
-        rows: one list of cells each.
         lines: which line of the file each row begins in, from 1.
         warnings: what looks wrong but may be meant.
         unnamed: the columns that have no name in the file, and are called column_1, … by their places.
@@ -129,11 +126,7 @@ def list_missing_words() -> list[str]:
 
 
 def read_csv(path: Path, format: CsvFormat) -> CsvTable:
-    """Read a whole file; empty lines are left out.
-
-    Raises:
-        RequestError: names the line where the file can't be read as a table.
-    """
+    """Read a whole file; empty lines are left out. A message names the line where it can't be read as a table."""
     _check_format(format)
     text = _read_text(path)
     hint = re.match(r"sep=(.)\r?\n", text)  # which Excel writes, and reads
@@ -279,15 +272,7 @@ def _check_lengths(path: Path, rows: list[list[str]], lines: list[int]) -> None:
 
 
 def _check_header(path: Path, head: list[str], columns: list[str], rows: list[list[str]]) -> tuple[str, ...]:
-    """Warnings.
-
-    Args:
-        head: the first row.
-        columns: the names that it gives.
-
-    Raises:
-        RequestError: a name stands there twice, or nothing comes after the names.
-    """
+    """Warnings; RequestError where the first row has a name twice, or nothing comes after it."""
     like_data = _looks_like_data(head, rows)
     remedy = "--set data.header=none, if the first row is data" if like_data else "another name for one of them"
     name, count = Counter(columns).most_common(1)[0]
@@ -302,11 +287,7 @@ def _check_header(path: Path, head: list[str], columns: list[str], rows: list[li
 
 
 def _read_decimal_commas(path: Path, columns: list[str], rows: list[list[str]], lines: list[int]) -> None:
-    """Write a point for the comma in columns of numbers; words among them stay, and are warned of like others.
-
-    Raises:
-        RequestError: numbers of a column are written in two ways.
-    """
+    """Write a point for the comma in columns of numbers; words among them stay, and are warned of like others."""
     for at, name in enumerate(columns):
         if not any("," in row[at] for row in rows):
             continue

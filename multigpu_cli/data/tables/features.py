@@ -62,9 +62,6 @@ class TableFeatures(Codec):
         """(n, features) float32: numbers, then a mark for each gap that training knows, then one-hot categories.
 
         A cell that is no number in a column of numbers counts as a gap.
-
-        Raises:
-            RequestError: the table lacks a column.
         """
         found = []
         if self.scaler is not None:

@@ -48,9 +48,6 @@ def load(
         ignore: columns to leave out, such as an id.
         kind: classification, regression, or auto: words, and whole numbers of at most 20 values, are classes.
         separator, header, decimal: see CsvFormat; they hold for all files.
-
-    Raises:
-        RequestError: no such file or column, rows of another length, or a kind of target that it is not.
     """
     if kind not in ("auto", "classification", "regression"):
         raise RequestError(f"data.kind: {kind!r}", remedy="auto, classification or regression")
@@ -80,13 +77,7 @@ def load(
 def _build_source(
     table: CsvTable, target: str, chosen: list[int], kind: str, parts: list[Part], new: CsvTable | None
 ) -> DataSource:
-    """Features and targets of all parts, by what the first of them teaches.
-
-    Args:
-        chosen: the places of the columns that are used.
-        parts: train, val and test.
-        new: rows without a target.
-    """
+    """Features and targets of all parts, and of new rows without a target, by what the first part teaches."""
     columns = [table.columns[place] for place in chosen]
     features = learn_features(parts[0], columns)
     targets, names = _read_targets(parts, target, kind, table)
@@ -183,11 +174,7 @@ def _read_new(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvT
 
 
 def _check_numbers(features: TableFeatures, parts: Sequence[Part], path: Path) -> list[str]:
-    """Warnings about cells of the same file that are no numbers.
-
-    Raises:
-        RequestError: another file has some.
-    """
+    """Warnings about cells of the same file that are no numbers; RequestError where another file has some."""
     found = {part.table.path: features.find_words(part) for part in parts if part.table.path != path}
     if wrong := [line for lines in found.values() for line in lines]:
         raise RequestError("\n".join(wrong), remedy="numbers there, or nothing")
@@ -202,11 +189,7 @@ def _check_numbers(features: TableFeatures, parts: Sequence[Part], path: Path) -
 def _read_targets(
     parts: Sequence[Part], target: str, kind: str, table: CsvTable
 ) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Class numbers with the names of the classes, or numbers and no names.
-
-    Raises:
-        RequestError: numbers are wanted and there are words, or a part has labels that the table does not have.
-    """
+    """Class numbers with the names of the classes, or numbers and no names."""
     cells = [np.array(part.table.select(target), dtype=object)[part.rows].tolist() for part in parts]
     here = set(table.select(target))
     learned = set(map(to_number, here))  # a test file does not decide
@@ -243,13 +226,7 @@ def _check_labels(test: Part, target: str, strange: Sequence[str], table: CsvTab
 
 
 def read_table(path: Path, format: CsvFormat) -> CsvTable:
-    """A .jsonl or CSV file; see `read_csv`.
-
-    A field that a record lacks, or that is null, is an empty cell.
-
-    Raises:
-        RequestError: names the line where the file can't be read as a table.
-    """
+    """A .jsonl or CSV file; see `read_csv`. A field that a record lacks, or that is null, is an empty cell."""
     if path.suffix != ".jsonl" or not path.is_file():
         return read_csv(path, format)
     records = JsonLines(path)

@@ -1,17 +1,15 @@
 """Conversations, or plain text, from .jsonl files, for fine-tuning a language model."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
-from multigpu_cli.data.collate import IGNORED
 from multigpu_cli.data.files import JsonLines, locate_data, locate_other_file
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import DataSource
@@ -21,9 +19,23 @@ from multigpu_cli.language.chat import encoder as chat_tokens
 from multigpu_cli.language.chat.conversations import FORMS, PREFERENCE, detect_form, read_conversation
 from multigpu_cli.language.chat.encoder import LOSS_ON, ChatEncoder, ChatTokens, check_template_values
 from multigpu_cli.language.chat.records import TokenFile, open_tokens
-from multigpu_cli.language.chat.samples import Answers, Chats, Packs, Pairs, check_differences, encode_pair
-from multigpu_cli.language.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
+from multigpu_cli.language.chat.samples import (
+    AnswerDataset,
+    PackedDataset,
+    PreferenceDataset,
+    SFTDataset,
+    check_differences,
+    encode_pair,
+)
+from multigpu_cli.language.model_folder import (
+    TextModel,
+    describe_tokenizer,
+    find_model_folder,
+    find_places,
+    load_text_model,
+)
 from multigpu_cli.language.text import Subwords
+from multigpu_cli.runtime.model_call import IGNORED
 
 _OVERLONG = ("stop", "drop", "truncate")
 _UNLIMITED = 10**9  # what tokenizers say that know no longest text is above
@@ -47,7 +59,6 @@ def load(
 
     Args:
         data_dir: a .jsonl file, or a folder with train.jsonl and perhaps val.jsonl and test.jsonl.
-        seed: draws the validation split and the packs.
         model_dir: the model, whose tokenizer and chat template are used.
         max_length: tokens of a sample or pack (default: as many as the model knows places for).
         packing: on or off: several samples in a row, in training alone; pairs of preferences never share one.
@@ -58,21 +69,24 @@ def load(
         overlong: stop, drop or truncate: samples of more than max_length tokens.
         val: share for validation, drawn by seed; without effect where there is a val.jsonl.
         file: the .jsonl file in data_dir, where there are several.
-
-    Raises:
-        RequestError: a record that is none, a template that does not fit, samples of which nothing is learned.
     """
     _check_choices(format, loss_on, overlong, val)
     files, text = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
-    template = None if chat_template is None else _read_template(data_dir, chat_template)
-    form = detect_form(files.train[0], files.train.describe(0)) if format == "auto" else format
-    limit, (learns, paired) = _find_limit(text.config, text.tokenizer, max_length), _choose_loss(form, loss_on)
+    template = (
+        None if chat_template is None else locate_other_file("chat", Path(str(data_dir)), chat_template).read_text()
+    )
+    form = detect_form(files["train"][0], files["train"].describe(0)) if format == "auto" else format
+    limit, (learns, paired) = _find_limit(text, max_length), _choose_loss(form, loss_on)
     encoder, record, identity = _make_encoder(text, template, template_args, learns)
     tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, text.ends, identity))
-    splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(text.tokenizer))
-    notes = [check_samples(name, part, overlong, learns, text.ends, text.tokenizer) for name, part in splits.items()]
-    packs = Packs(splits["train"], seed) if packing == "on" and not paired else None
-    samples = {name: Pairs(part) if isinstance(part, Answers) else part for name, part in splits.items()}
+    endings = text.tokenizer.pad_token_id, text.tokenizer.eos_token_id, 0
+    padding = next(token for token in endings if token is not None)
+    splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, padding)
+    notes = [check_samples(name, part, overlong, learns, text) for name, part in splits.items()]
+    packs = PackedDataset(splits["train"], seed) if packing == "on" and not paired else None
+    pairs = {name: PreferenceDataset(part) for name, part in splits.items() if isinstance(part, AnswerDataset)}
+    samples = splits | pairs
+    said = [_describe(form, learns, splits["train"], packs), *notes]
     return DataSource(
         train=packs or samples["train"],
         val=samples.get("val"),
@@ -80,10 +94,10 @@ def load(
         input_shape=(limit,),
         num_classes=text.config.get_text_config().vocab_size,
         transform_signature=f"{identity} {learns} {limit}",
-        note=_join_notes(_describe(form, learns, splits["train"], packs), *notes),
+        note="".join(f"{each}; " for each in said if each),
         codec=Subwords(text.tokenizer.backend_tokenizer.to_str(), record),
         noun="packs" if packs else "pairs" if paired else "samples",
-        warnings=tuple(_warn_of_pairs(samples)),
+        warnings=tuple(warning for name, part in pairs.items() for warning in check_differences(name, part)),
         model="pretrained",
         task="dpo" if paired else "language-model",
     )
@@ -95,31 +109,23 @@ def _open_splits(
     paired: bool,
     limit: int,
     padding: int,
-) -> dict[str, Chats]:
+) -> dict[str, SFTDataset]:
     """The samples of each split; a file that is divided is opened once."""
     tokens = {records: open_tokens(records) for records in dict.fromkeys(records for records, _ in parts.values())}
-    kind = Answers if paired else Chats
+    kind = AnswerDataset if paired else SFTDataset
     return {name: kind(records, tokens[records], rows, limit, padding) for name, (records, rows) in parts.items()}
 
 
 def _make_encoder(
     text: TextModel, template: str | None, values: dict[str, Any] | None, learns: str
 ) -> tuple[ChatEncoder, dict[str, str], str]:
-    """What makes tokens, what a checkpoint records of that, and a checksum of all that they depend on.
-
-    Raises:
-        RequestError: see `_check_tokenizer` and `check_template_values`.
-    """
-    _check_tokenizer(text.tokenizer, text.config, text.ends)
+    """What makes tokens, what a checkpoint records of that, and a checksum of all that they depend on."""
+    _check_tokenizer(text)
     if values is not None:
         check_template_values(text.tokenizer, values)
     record = describe_tokenizer(text.tokenizer, template)
     identity = sha256(repr(_sort((record, values))).encode()).hexdigest()
     return ChatEncoder(text.tokenizer, template, learns, text.ends, values), record, identity
-
-
-def _join_notes(*notes: str) -> str:
-    return "".join(f"{each}; " for each in notes if each)
 
 
 def _sort(values: Any) -> Any:
@@ -129,17 +135,7 @@ def _sort(values: Any) -> Any:
     return [_sort(each) for each in values] if isinstance(values, list | tuple) else values
 
 
-def _find_padding(tokenizer: Any) -> int:
-    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
-
-
-def _warn_of_pairs(samples: Mapping[str, Dataset[Any]]) -> Iterator[str]:
-    for name, part in samples.items():
-        if isinstance(part, Pairs):
-            yield from check_differences(name, part)
-
-
-def _describe(form: str, learns: str, train: Chats, packs: Packs | None) -> str:
+def _describe(form: str, learns: str, train: SFTDataset, packs: PackedDataset | None) -> str:
     tokens = int(np.minimum(train.lengths, train.limit).sum(dtype=np.int64))
     learned = int(train.learned.sum(dtype=np.int64))
     text = f"{pluralize(len(train), train.noun)} ({form}) of {tokens:,} tokens; learned: {learns}, {learned:,}"
@@ -162,24 +158,23 @@ def _choose_loss(form: str, loss_on: str | None) -> tuple[str, bool]:
     return learns, True
 
 
-def _check_tokenizer(tokenizer: Any, config: Any, ends: tuple[int, ...]) -> None:
-    rows = config.get_text_config().vocab_size
-    if len(tokenizer) > rows:
+def _check_tokenizer(text: TextModel) -> None:
+    rows = text.config.get_text_config().vocab_size
+    if len(text.tokenizer) > rows:
         raise RequestError(
-            f"--model-dir: its tokenizer has {len(tokenizer)} tokens, and the model's embedding {rows}",
+            f"--model-dir: its tokenizer has {len(text.tokenizer)} tokens, and the model's embedding {rows}",
             remedy="the tokenizer of this model; or model.resize_token_embeddings(…) and save_pretrained(…)",
         )
-    if not ends:
+    if not text.ends:
         raise RequestError(
             "--model-dir: its tokenizer has no EOS token, so that nothing would ever end",
             remedy="eos_token in tokenizer_config.json",
         )
 
 
-def _find_limit(config: Any, tokenizer: Any, asked: int | None) -> int:
+def _find_limit(text: TextModel, asked: int | None) -> int:
     """Tokens of a sample at most: --max-length, or as many as model and tokenizer take."""
-    places = getattr(config.get_text_config(), "max_position_embeddings", None) or _UNLIMITED
-    limit = min(int(places), int(tokenizer.model_max_length))
+    limit = min(find_places(text.config) or _UNLIMITED, int(text.tokenizer.model_max_length))
     if asked is None and limit >= _UNLIMITED:
         raise RequestError("--max-length: the model names no longest text", remedy="--max-length 2048, say")
     if asked is not None and asked > limit:
@@ -187,10 +182,6 @@ def _find_limit(config: Any, tokenizer: Any, asked: int | None) -> int:
             f"--max-length {asked}: the model knows {limit} places", remedy=f"--max-length {limit}, or less"
         )
     return asked or limit
-
-
-def _read_template(data_dir: str | None, file: str) -> str:
-    return locate_other_file("chat", Path(str(data_dir)), file).read_text()
 
 
 def _check_choices(format: str, loss_on: str | None, overlong: str, val: float) -> None:
@@ -212,92 +203,54 @@ _LAYOUT = (
 )
 
 
-class ChatFiles(NamedTuple):
-    """The records of each split; only `train` where the file is to be divided."""
-
-    train: JsonLines
-    val: JsonLines | None = None
-    test: JsonLines | None = None
-
-
-def find_files(data_dir: str | None, file: str | None) -> ChatFiles:
-    """The files at --data-dir.
-
-    Args:
-        file: data.file, the file in a folder that holds several.
-
-    Raises:
-        RequestError: there is none, several could be meant, or one is empty.
-    """
+def find_files(data_dir: str | None, file: str | None) -> dict[str, JsonLines]:
+    """The files of the splits at --data-dir, none of them empty; only `train` where the file is to be divided."""
     place = locate_data("chat", data_dir, _LAYOUT)
+    paths = {"train": place}
     if place.is_dir():
         names = sorted(path.name for path in place.glob("*.jsonl"))
         if file is None and "train.jsonl" in names:
-            found = {name: JsonLines(place / f"{name}.jsonl") for name in _SPLITS if f"{name}.jsonl" in names}
-            return _check_records(ChatFiles(**found))
-        if file is None and len(names) != 1:
+            paths = {name: place / f"{name}.jsonl" for name in _SPLITS if f"{name}.jsonl" in names}
+        elif file is None and len(names) != 1:
             raise RequestError(
                 f"--data-dir {data_dir} holds {', '.join(names) or 'no .jsonl file'}",
                 remedy=f"{_LAYOUT}{'; or --set data.file=' + names[0] if names else ''}",
             )
-        place = locate_other_file("chat", place, file or names[0])
-    return _check_records(ChatFiles(JsonLines(place)))
-
-
-def _check_records(files: ChatFiles) -> ChatFiles:
-    for records in files:
-        if records is not None and not len(records):
+        else:
+            paths = {"train": locate_other_file("chat", place, file or names[0])}
+    files = {name: JsonLines(path) for name, path in paths.items()}
+    for records in files.values():
+        if not len(records):
             raise RequestError(f"--data chat: {records.path} is empty", remedy="one JSON object per line")
     return files
 
 
-def divide_files(files: ChatFiles, val: float, seed: int) -> dict[str, tuple[JsonLines, np.ndarray]]:
-    """The records of each split, as numbers of records in a file.
-
-    Raises:
-        RequestError: too few for a validation split.
-    """
-    found = {name: (file, np.arange(len(file))) for name, file in zip(_SPLITS, files, strict=True) if file is not None}
-    if files.val is None and val > 0:
-        _check_divisible(files.train, val)
-        parts = split_by_sample(len(files.train), (val,), seed)
-        train, held_out = (part.sort().values.numpy() for part in parts)
-        found |= {"train": (files.train, train), "val": (files.train, held_out)}
+def divide_files(files: Mapping[str, JsonLines], val: float, seed: int) -> dict[str, tuple[JsonLines, np.ndarray]]:
+    """The records of each split, as numbers of records in a file."""
+    found = {name: (records, np.arange(len(records))) for name, records in files.items()}
+    if "val" not in files and val > 0:
+        records = files["train"]
+        if not 0 < round(val * len(records)) < len(records):
+            raise RequestError(
+                f"--data chat: {pluralize(len(records), 'record')} in {records.path} leave none for a split of "
+                f"data.val={val:g}",
+                remedy="--set data.val=0, to train without validation; or a folder with train.jsonl and val.jsonl",
+            )
+        train, held_out = (part.sort().values.numpy() for part in split_by_sample(len(records), (val,), seed))
+        found |= {"train": (records, train), "val": (records, held_out)}
     return {name: found[name] for name in _SPLITS if name in found}
 
 
-def _check_divisible(records: JsonLines, val: float) -> None:
-    if not 0 < round(val * len(records)) < len(records):
-        raise RequestError(
-            f"--data chat: {pluralize(len(records), 'record')} in {records.path} leave none for a split of "
-            f"data.val={val:g}",
-            remedy="--set data.val=0, to train without validation; or a folder with train.jsonl and val.jsonl",
-        )
-
-
-def check_samples(split: str, chats: Chats, overlong: str, learns: str, ends: tuple[int, ...], tokenizer: Any) -> str:
-    """Drop or cut what is too long, and check the rest; returns a note about it.
-
-    Args:
-        overlong: stop, drop or truncate.
-        learns: what is learned, for messages.
-        ends: the tokens at which generation stops.
-
-    Raises:
-        RequestError: samples that are too long, of which nothing is learned, or which never end.
-    """
+def check_samples(split: str, chats: SFTDataset, overlong: str, learns: str, text: TextModel) -> str:
+    """Drop or cut what is too long, refuse samples of which nothing is learned or which never end; returns a note."""
     note = _apply_length_limit(split, chats, overlong)
     _check_learned(chats, learns)
-    _check_ends(chats, ends, tokenizer)
+    _check_ends(chats, text.ends, text.tokenizer)
     return note
 
 
-def _apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
-    """Drop or cut what is too long, and say so.
-
-    Raises:
-        RequestError: data.args.overlong=stop, or nothing is left.
-    """
+def _apply_length_limit(split: str, chats: SFTDataset, overlong: str) -> str:
+    """Drop or cut what is too long, and say so; RequestError with data.args.overlong=stop, or where nothing is left."""
     beyond = int((chats.lengths > chats.limit).sum())
     if not beyond:
         return ""
@@ -318,7 +271,7 @@ def _apply_length_limit(split: str, chats: Chats, overlong: str) -> str:
     return f"{pluralize(beyond, f'overlong {chats.noun}')} of {split} {'dropped' if overlong == 'drop' else 'cut'}"
 
 
-def _check_learned(chats: Chats, learns: str) -> None:
+def _check_learned(chats: SFTDataset, learns: str) -> None:
     """Refuse samples of which nothing is learned: they would only cost time, and are rarely meant."""
     without = np.flatnonzero(chats.learned == 0)
     if not len(without):
@@ -337,7 +290,7 @@ def _check_learned(chats: Chats, learns: str) -> None:
     )
 
 
-def _check_ends(chats: Chats, ends: tuple[int, ...], tokenizer: Any) -> None:
+def _check_ends(chats: SFTDataset, ends: tuple[int, ...], tokenizer: Any) -> None:
     """Refuse where the model would never learn to stop, or begins twice; the first sample stands for all."""
     sample = chats[0]
     ids, labels = sample["input_ids"], sample["labels"]
@@ -363,12 +316,7 @@ _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 def open_record_tokens(records: JsonLines, form: str, encoder: ChatEncoder, conditions: object) -> TokenFile:
     """The tokens of all records, in a file below Hugging Face's cache; a preference is two samples.
 
-    Args:
-        form: of the records.
-        conditions: what their tokens depend on, beside file, form, code and libraries.
-
-    Raises:
-        RequestError: a record is not of that form or can't be encoded, or there is no room.
+    `conditions` is what they depend on, beside file, form, code and libraries.
     """
     from huggingface_hub.constants import HF_HOME  # late: transformers has loaded it
 
@@ -380,4 +328,4 @@ def open_record_tokens(records: JsonLines, form: str, encoder: ChatEncoder, cond
     paired = form == PREFERENCE
     code, versions = [inspect.getsource(module) for module in _CODE], [version(library) for library in _LIBRARIES]
     key = sha256(repr((records.digest, form, conditions, code, versions)).encode()).hexdigest()
-    return open_tokens(Path(HF_HOME, "multigpu"), key, len(records), encode, Answers.width if paired else 1)
+    return open_tokens(Path(HF_HOME, "multigpu"), key, len(records), encode, AnswerDataset.width if paired else 1)

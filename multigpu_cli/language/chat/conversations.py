@@ -23,7 +23,7 @@ class Conversation(NamedTuple):
         messages: {"role": …, "content": …} each, for the model's chat template; None where the record is plain text.
         prompt, completion: of plain text.
         tools: what the template is told of tools, or None.
-        given: so many messages are the prompt: nothing of them is learned.
+        num_prompt_messages: so many messages are the prompt: nothing of them is learned.
         rejected: of a preference, the conversation with the other answer; this one has the chosen one.
     """
 
@@ -31,15 +31,14 @@ class Conversation(NamedTuple):
     prompt: str = ""
     completion: str = ""
     tools: list[Any] | None = None
-    given: int = 0
+    num_prompt_messages: int = 0
     rejected: "Conversation | None" = None
 
 
-class Form(NamedTuple):
-    """A form of records.
+class RecordFormat(NamedTuple):
+    """A form of records: those that have all its fields.
 
     Attributes:
-        fields: a record has all of them.
         read: a record → a conversation; raises ValueError.
         loss_on: what is learned unless the user says otherwise: assistant, completion or all.
     """
@@ -95,10 +94,6 @@ def _read_preference(record: Record) -> Conversation:
     """The conversation with the chosen answer; its `rejected` has the other one.
 
     Answers are texts, or messages. Where there is no prompt, or they begin with it, it is what both begin with.
-
-    Raises:
-        KeyError: an answer is missing.
-        ValueError: something is no text or message, or the answers are not to one prompt.
     """
     chosen, rejected, prompt = record["chosen"], record["rejected"], record.get("prompt")
     if isinstance(chosen, list) != isinstance(rejected, list):
@@ -130,76 +125,60 @@ def _find_common_text(chosen: Any, rejected: Any) -> str:
 
 def _read_answers(chosen: Any, rejected: Any, prompt: Any, tools: Any) -> Conversation:
     begun = _to_prompt(prompt, chosen)
-    one, other = (_check(_put_behind(begun, answer)) for answer in (chosen, rejected))
+    whole = [answer if _is_whole(answer, begun) else [*begun, *answer] for answer in (chosen, rejected)]
+    one, other = map(_check_messages, whole)
     if min(len(one), len(other)) <= len(begun):
         raise ValueError("chosen or rejected has no message after the prompt")
-    given = _count_given(one, other)
-    if isinstance(prompt, str) and prompt not in [message["content"] for message in one[:given]]:
+    shared = _count_given(one, other)
+    if isinstance(prompt, str) and prompt not in [message["content"] for message in one[:shared]]:
         raise ValueError("what chosen and rejected begin with in common does not have the prompt in it")
-    if not all(map(is_learned, (*one[given:], *other[given:]))):
+    if not all(map(is_learned, (*one[shared:], *other[shared:]))):
         raise ValueError("a message of chosen or rejected has weight 0 or train false: answers are compared as a whole")
-    return Conversation(one, tools=tools, given=given, rejected=Conversation(other, tools=tools, given=given))
+    refused = Conversation(other, tools=tools, num_prompt_messages=shared)
+    return refused._replace(messages=one, rejected=refused)
 
 
 def _to_prompt(prompt: Any, chosen: Any) -> Messages:
     """The messages that stand before an answer; none where the answers are whole conversations."""
     if isinstance(prompt, list):
         return prompt
-    if prompt is None or _begins_with_another(chosen):
+    first = chosen[0] if isinstance(chosen, list) and chosen else {}
+    if prompt is None or (isinstance(first, Mapping) and first.get("role") != "assistant"):
         return []
     return [{"role": "user", "content": prompt}]
 
 
-def _begins_with_another(answer: Any) -> bool:
-    """Whether messages begin with another's than the assistant's."""
-    first = answer[0] if isinstance(answer, list) and answer else {}
-    return isinstance(first, Mapping) and first.get("role") != "assistant"
-
-
-def _put_behind(begun: Messages, answer: Any) -> Any:
-    """The whole conversation: the answer may be it already."""
-    whole = not isinstance(answer, list) or answer[: len(begun)] == begun
-    return answer if whole else [*begun, *answer]
-
-
-def _check(messages: Any) -> Messages:
-    return _read_messages({"messages": messages}).messages or []
+def _is_whole(answer: Any, begun: Messages) -> bool:
+    """Whether an answer is the whole conversation already."""
+    return not isinstance(answer, list) or answer[: len(begun)] == begun
 
 
 def _count_given(chosen: Messages, rejected: Messages) -> int:
-    """How many messages are the prompt: those that both begin with, before an answer of the assistant to each.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """How many messages are the prompt: those that both begin with, before an answer of the assistant to each."""
     shorter = min(len(chosen), len(rejected))
     pairs = zip(chosen[: shorter - 1], rejected, strict=False)  # equal ones are answers too
-    given = next((number for number, (one, other) in enumerate(pairs) if one != other), shorter - 1)
-    if not given:
+    shared = next((number for number, (one, other) in enumerate(pairs) if one != other), shorter - 1)
+    if not shared:
         raise ValueError("chosen and rejected begin with no message in common, and there is no prompt")
-    if {chosen[given]["role"], rejected[given]["role"]} != {"assistant"}:
-        raise ValueError(f"message {given + 1} of chosen and rejected differs, and is not the assistant's in both")
-    return given
+    if {chosen[shared]["role"], rejected[shared]["role"]} != {"assistant"}:
+        raise ValueError(f"message {shared + 1} of chosen and rejected differs, and is not the assistant's in both")
+    return shared
 
 
 PREFERENCE = "preference"
 FORMS = {
-    PREFERENCE: Form(("chosen", "rejected"), _read_preference, "assistant"),
-    "messages": Form(("messages",), _read_messages, "assistant"),
-    "sharegpt": Form(("conversations",), _read_sharegpt, "assistant"),
-    "alpaca": Form(("instruction", "output"), _read_alpaca, "assistant"),
-    "completion": Form(("prompt", "completion"), _read_completion, "completion"),
-    "text": Form(("text",), _read_text, "all"),
+    PREFERENCE: RecordFormat(("chosen", "rejected"), _read_preference, "assistant"),
+    "messages": RecordFormat(("messages",), _read_messages, "assistant"),
+    "sharegpt": RecordFormat(("conversations",), _read_sharegpt, "assistant"),
+    "alpaca": RecordFormat(("instruction", "output"), _read_alpaca, "assistant"),
+    "completion": RecordFormat(("prompt", "completion"), _read_completion, "completion"),
+    "text": RecordFormat(("text",), _read_text, "all"),
 }
 """By their names in data.args.format, in the order in which they are tried."""
 
 
 def detect_form(record: Record, place: str) -> str:
-    """The name of the form that a record has the fields of.
-
-    Raises:
-        RequestError: none, or those of a text and its class.
-    """
+    """The name of the form that a record has the fields of; RequestError for none, or for a text and its class."""
     for name, form in FORMS.items():
         if all(field in record for field in form.fields):
             if name == "text" and record.get("label") is not None:
@@ -217,11 +196,7 @@ def detect_form(record: Record, place: str) -> str:
 
 
 def read_conversation(record: Record, form: str, place: str) -> Conversation:
-    """A record as a conversation.
-
-    Raises:
-        RequestError: it is not of that form, or has an answer that is not to be learned; names its place.
-    """
+    """A record as a conversation; RequestError where it is not of that form, or has an unwanted answer."""
     unwanted = next((name for name in _UNWANTED if record.get(name) is False), None)
     if unwanted and form not in (PREFERENCE, "text"):
         raise RequestError(

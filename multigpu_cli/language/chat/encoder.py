@@ -18,12 +18,7 @@ TODAY = date(2024, 7, 26)
 
 
 class ChatTokens(NamedTuple):
-    """The tokens of a sample.
-
-    Attributes:
-        ids: (t,) each below the size of the vocabulary.
-        learned: (t,) whether the model learns to say it.
-    """
+    """The tokens of a sample, (t,) each: below the size of the vocabulary, and whether the model learns to say it."""
 
     ids: list[int]
     learned: list[bool]
@@ -56,14 +51,7 @@ class ChatEncoder:
         self._ends, self._values = frozenset(ends), dict(values or {})
 
     def encode(self, conversation: Conversation, place: str) -> ChatTokens:
-        """Tokens of one conversation.
-
-        Args:
-            place: of its record, for messages.
-
-        Raises:
-            RequestError: the template does not take it, or renders a message otherwise when more follow.
-        """
+        """Tokens of one conversation; RequestError where the template renders a message otherwise when more follow."""
         if conversation.messages is None:
             return self._encode_text(conversation)
         self._check_template(place)
@@ -91,11 +79,7 @@ class ChatEncoder:
         return ChatTokens(ids, learned)
 
     def encode_prompt(self, conversation: Conversation, place: str) -> list[int]:
-        """Tokens up to the point where the model answers.
-
-        Raises:
-            RequestError: the template does not take the messages.
-        """
+        """Tokens up to the point where the model answers."""
         if conversation.messages is None:
             return list(self._tokenizer(conversation.prompt)["input_ids"])
         text = self._render(conversation, len(conversation.messages), place, asks=True)
@@ -117,8 +101,8 @@ class ChatEncoder:
     def _find_answers(self, conversation: Conversation, whole: str, place: str) -> list[tuple[int, int]]:
         """First character and end of each message that is learned, in the whole rendered text."""
         messages = conversation.messages or []
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = [number for number in answers if number >= conversation.given and is_learned(messages[number])]
+        later = range(conversation.num_prompt_messages, len(messages))
+        answers = [at for at in later if messages[at]["role"] == "assistant" and is_learned(messages[at])]
         if self._loss_on == "completion":
             answers = [number for number in answers if number == len(messages) - 1]
         if 0 in answers:
@@ -183,11 +167,7 @@ class ChatEncoder:
 
 
 def check_template_values(tokenizer: Any, values: Any) -> None:
-    """Refuse what is no mapping of names, and names that the tokenizer itself has a use for.
-
-    Raises:
-        RequestError: names what is wrong.
-    """
+    """Refuse what is no mapping of names, and names that the tokenizer itself has a use for."""
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise RequestError(
             f"data.args.template_args: {values!r} is no mapping", remedy="of names to values: {enable_thinking: false}"
@@ -201,11 +181,7 @@ def check_template_values(tokenizer: Any, values: Any) -> None:
 
 
 def _check_said(message: dict[str, Any], rendered: str, number: int, place: str) -> None:
-    """Refuse a template that leaves out what is to be learned, up to white space and thoughts.
-
-    Raises:
-        RequestError: content, or a call of a tool, is not in the rendered answer.
-    """
+    """Refuse a template that leaves out what is to be learned, up to white space and thoughts."""
     content = message["content"].rpartition("</think>")[2]
     wanted = [content, *(call.get("function", call)["name"] for call in message.get("tool_calls", ()))]
     there = "".join(rendered.split())

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from multigpu_cli.checkpoint.files import take_lock
 from multigpu_cli.distributed.processes import say_before_run
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.encoder import ChatTokens
@@ -30,18 +31,8 @@ class TokenFile:
     """Tokens of samples, and whether each is learned.
 
     The file: the place of each sample's first token, and the number of all, (n + 1,) int64; then the tokens, int32. A
-    token that is learned is stored as its complement, which is negative.
-
-    Args:
-        file: open for reading; it may be closed afterwards.
-        count: of samples.
-
-    Attributes:
-        starts: (n + 1,) int64.
-        own_because: why no other process reads it; empty where others do.
-
-    Raises:
-        ValueError: the file is not whole.
+    token that is learned is stored as its complement, which is negative. `own_because` says why no other process reads
+    it; it is empty where others do. ValueError where the file, which may be closed afterwards, is not whole.
     """
 
     def __init__(self, file: BinaryIO, count: int) -> None:
@@ -74,17 +65,13 @@ class TokenFile:
 def open_tokens(folder: Path, key: str, count: int, encode: Encode, width: int = 1) -> TokenFile:
     """The tokens that an earlier process has left, or else those that `encode` makes now.
 
-    Processes that ask for the same at once wait for the first of them. Where the folder can't be written, or
-    others can write into it too, each process has a file of its own, which ends with it.
+    Processes that ask for the same at once wait for the first of them. Where the folder can't be written, or others can
+    write into it too, each process has a file of its own, which ends with it.
 
     Args:
         folder: of such files, for all programs of this user; what was not used for 30 days is removed.
         key: of all that the tokens depend on.
-        count: of records.
-        width: samples of each record.
-
-    Raises:
-        RequestError: there is no room, or a sample can't be encoded.
+        count, width: of records, and samples of each.
     """
     reason = ""
     try:
@@ -119,32 +106,17 @@ def _is_own(folder: Path) -> bool:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Wait until no other process holds it. It only saves work: files appear whole, whoever writes them."""
-    with path.open("ab") as file:
+    with path.open("a") as file:
         os.utime(path)
         deadline = time.monotonic() + _PATIENCE
-        while not _try_lock(file):
-            if time.monotonic() > deadline:
-                say_before_run(f"waiting for another process, which encodes the same data: it holds {path}")
-                fcntl.flock(file, fcntl.LOCK_EX)
-                break
-            time.sleep(0.05)
+        if not take_lock(file, lambda: time.monotonic() > deadline):
+            say_before_run(f"waiting for another process, which encodes the same data: it holds {path}")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _try_lock(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _encode(encode: Encode, record: int) -> Sequence[ChatTokens]:
-    """The tokens of a record's samples.
-
-    Raises:
-        RequestError: the record can't be read any more, which is no fault of the file that is written.
-    """
+    """The tokens of a record's samples; where a record can't be read, the file that is written is not at fault."""
     try:
         return encode(record)
     except OSError as error:

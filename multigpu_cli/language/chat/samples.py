@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.collate import IGNORED
 from multigpu_cli.data.files import JsonLines
 from multigpu_cli.data.order import shuffle_numbers
 from multigpu_cli.errors import RequestError, pluralize
@@ -18,28 +17,25 @@ from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
 from multigpu_cli.language.chat.records import TokenFile
 from multigpu_cli.planning.batch import make_key
+from multigpu_cli.runtime.model_call import IGNORED
 
 _PACKING = 0x9AC4  # separates the stream of packs from the epochs' orders
 
 
-class Chats(Dataset[dict[str, Tensor]]):
+class SFTDataset(Dataset[dict[str, Tensor]]):
     """Samples: input_ids, position_ids and labels, (t,) int64 each, as they are asked for; tokens lie in a file.
 
     Labels stand at their own token, and are -100 where a token is not learned, as in Hugging Face's datasets.
 
     Args:
-        records: of the file, for the places in messages.
-        tokens: of all records, `width` samples each.
         rows: which of the records are used.
         limit: tokens of a sample at most; what is beyond is cut off.
         padding: the token that fills up a batch. It is never a label, also where it is EOS.
 
     Attributes:
-        lengths: (n,) int32 tokens of each sample, not cut.
-        learned: (n,) int32 how many of them count in the loss.
-        rows: (n,) int32 the record of each sample.
-        noun: what a sample is called in messages.
-        width: how many samples stand in a record.
+        lengths, learned, rows: (n,) int32 tokens of each sample, not cut; how many of them count in the loss; its
+            record.
+        noun, width: what a sample is called in messages, and how many stand in a record.
         own_file_because: why the tokens are in a file of this process alone; empty where they are not.
     """
 
@@ -79,14 +75,14 @@ class Chats(Dataset[dict[str, Tensor]]):
         self.rows, self.lengths, self.learned = self.rows[chosen], self.lengths[chosen], self.learned[chosen]
 
 
-class Packs(Dataset[dict[str, Tensor]]):
+class PackedDataset(Dataset[dict[str, Tensor]]):
     """Samples side by side in rows of at most `limit` tokens; position ids begin anew with each.
 
     The packs of an epoch are a function of seed, epoch and lengths. An epoch always has the same number, so that the
     run's length is known: where an order needs fewer, the last are empty and count for nothing.
     """
 
-    def __init__(self, chats: Chats, seed: int) -> None:
+    def __init__(self, chats: SFTDataset, seed: int) -> None:
         self.chats, self.limit, self._seed = chats, chats.limit, seed
         self.collate_fn = chats.collate_fn
         lengths = np.minimum(chats.lengths, chats.limit)
@@ -146,9 +142,6 @@ def encode_pair(encoder: ChatEncoder, conversation: Conversation, place: str) ->
 
     What is learned begins with the answers, or where tokens differ before: a tokenizer may join the prompt's last
     characters with the first ones of one answer and not of the other.
-
-    Raises:
-        RequestError: see `ChatEncoder.encode`; names the answer.
     """
     assert conversation.rejected is not None
     both = (conversation, conversation.rejected)
@@ -161,8 +154,8 @@ def encode_pair(encoder: ChatEncoder, conversation: Conversation, place: str) ->
     return chosen, rejected
 
 
-class Answers(Chats):
-    """Both answers of each pair, the chosen one first, as 2n samples of their own; see `Chats` for the arguments."""
+class AnswerDataset(SFTDataset):
+    """Both answers of each pair, the chosen one first, as 2n samples of their own; arguments as of `SFTDataset`."""
 
     noun, width = "answer", len(_SIDES)
 
@@ -180,10 +173,10 @@ class Answers(Chats):
         return one == other and bool(np.array_equal(self._read(first)[0], self._read(first + 1)[0]))
 
 
-class Pairs(Dataset[list[dict[str, Tensor]]]):
-    """Samples: the chosen and the rejected answer, each as in `Chats`; a batch has them as (n, 2, t)."""
+class PreferenceDataset(Dataset[list[dict[str, Tensor]]]):
+    """Samples: the chosen and the rejected answer, each as in `SFTDataset`; a batch has them as (n, 2, t)."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: AnswerDataset) -> None:
         self.answers, self._pad = answers, answers.collate_fn
 
     def __len__(self) -> int:
@@ -198,12 +191,8 @@ class Pairs(Dataset[list[dict[str, Tensor]]]):
         return {name: rows.unflatten(0, (-1, 2)) for name, rows in padded.items()}
 
 
-def check_differences(split: str, pairs: Pairs) -> list[str]:
-    """A warning, if there are pairs of which nothing can be learned, since their answers are the same.
-
-    Raises:
-        RequestError: all are so.
-    """
+def check_differences(split: str, pairs: PreferenceDataset) -> list[str]:
+    """A warning, if the answers of some pairs are the same, which teach nothing; RequestError where all are."""
     same = [index for index in range(len(pairs)) if pairs.answers.are_same(index)]
     if not same:
         return []
@@ -227,14 +216,7 @@ WINDOW = 1024
 def pack_windows(
     order: Sequence[int], lengths: Sequence[int], capacity: int, window: int = WINDOW
 ) -> Iterator[list[int]]:
-    """The samples of each pack in turn: each window of the order is packed by itself.
-
-    Args:
-        order: samples, as an epoch has them.
-        lengths: tokens of each sample, from 1 to the capacity.
-        capacity: tokens of a pack.
-        window: samples that are packed among themselves.
-    """
+    """The samples of each pack in turn: each window of the order is packed by itself, within a capacity in tokens."""
     for start in range(0, len(order), window):
         yield from pack_first_fit(order[start : start + window], lengths, capacity)
 
@@ -254,11 +236,7 @@ def pack_first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int
 
 
 def count_first_fit(descending: Sequence[int], capacity: int) -> int:
-    """The number of packs of `pack_first_fit`, which depends on the lengths alone.
-
-    Args:
-        descending: lengths of all samples, the longest first.
-    """
+    """The number of packs of `pack_first_fit`, which depends on the lengths alone, the longest first."""
     return 1 + max(_place(descending, len(descending), capacity), default=-1)
 
 
@@ -269,11 +247,7 @@ def _place(descending: Iterable[int], count: int, capacity: int) -> Iterator[int
 
 
 class _Room:
-    """The room left in each of `count` packs, as a tree of maxima: the first with enough of it is found in log2 steps.
-
-    Args:
-        count: more packs are never needed.
-    """
+    """The room left in each of at most `count` packs, as a tree of maxima: the first with enough in log2 steps."""
 
     def __init__(self, count: int, capacity: int) -> None:
         self._leaves = 1 << max(0, count - 1).bit_length()

@@ -94,11 +94,7 @@ def build(
     dropout: float = 0.0,
     bias: bool = False,
 ) -> nn.Module:
-    """A GPT for sequences of input_shape[0] tokens out of num_classes.
-
-    Raises:
-        RequestError: the heads do not divide the width, or samples are not sequences.
-    """
+    """A GPT for sequences of input_shape[0] tokens out of num_classes."""
     if width % heads:
         raise RequestError(
             f"model.args.width: {width} is not divisible by {heads} heads", remedy=f"use a multiple of {heads}"

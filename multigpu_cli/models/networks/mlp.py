@@ -22,11 +22,7 @@ _FARTHEST = 10.0  # deviations; values beyond are clipped
 
 
 class Normalizer(nn.Module):
-    """Returns observations unchanged until statistics are set; then scales and clips them.
-
-    Args:
-        shape: of one observation.
-    """
+    """Returns observations of a shape unchanged until statistics are set; then scales and clips them."""
 
     mean: Tensor
     deviation: Tensor

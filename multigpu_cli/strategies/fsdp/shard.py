@@ -28,8 +28,13 @@ from multigpu_cli.distributed.collectives import all_gather_object, broadcast_ob
 from multigpu_cli.distributed.world import World, return_freed_tensors
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.models.build import has_2d_convolutions, use_channels_last
-from multigpu_cli.models.meta import build_on_meta, copy_to_meta, find_unsaved_tensors
+from multigpu_cli.models.build import (
+    build_on_meta,
+    copy_to_meta,
+    find_unsaved_tensors,
+    has_2d_convolutions,
+    use_channels_last,
+)
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.run.assembly import model as assembly
 from multigpu_cli.run.assembly.model import BuiltModel, ModelFactory

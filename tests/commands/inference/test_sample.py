@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import main_multi_gpu
-from multigpu_cli.language.generate import generate
+from multigpu_cli.language.prompts import generate
 from tests.support.run_training import run_training
 
 

@@ -31,16 +31,18 @@ def test_each_form_of_messages_is_read_as_the_same(record: dict[str, Any]) -> No
     found = read(**record, tools=["t"])
     assert found.rejected is not None
     assert (found.messages, found.rejected.messages) == ([ASKED, FOUR], [ASKED, FIVE])
-    assert found.given == found.rejected.given == 1
+    assert found.num_prompt_messages == found.rejected.num_prompt_messages == 1
     assert found.tools == found.rejected.tools == ["t"]
 
 
 def test_whole_conversations_have_a_prompt_of_several_messages() -> None:
     found = read(chosen=[ASKED, FOUR, AGAIN, FOUR], rejected=[ASKED, FOUR, AGAIN, FIVE, AGAIN, FIVE])
-    assert found.given == 3
+    assert found.num_prompt_messages == 3
     begun = [ASKED, FOUR | {"weight": 0}, AGAIN]
-    assert read(chosen=[*begun, FOUR], rejected=[*begun, FIVE]).given == 3, "of the prompt nothing is learned anyway"
-    assert read(chosen=[ASKED, FOUR], rejected=[ASKED, FOUR]).given == 1, "the same answers are answers"
+    assert read(chosen=[*begun, FOUR], rejected=[*begun, FIVE]).num_prompt_messages == 3, (
+        "of the prompt nothing is learned anyway"
+    )
+    assert read(chosen=[ASKED, FOUR], rejected=[ASKED, FOUR]).num_prompt_messages == 1, "the same answers are answers"
 
 
 def test_texts_have_a_prompt_or_a_common_beginning() -> None:
