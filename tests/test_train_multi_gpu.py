@@ -62,7 +62,7 @@ def test_importing_it_loads_nothing_that_only_some_runs_need() -> None:
     loaded = {name.removeprefix("multigpu_cli.") for name in result.stdout.split()}
     rooms = {"api", "environments.base", "rl.task", "tasks.own_loss", "language.hugging_face", "language.text"}
     rooms |= {"strategies.ddp", "strategies.exact", "distributed.rendezvous", "data.fetcher", "data.images.mixing"}
-    rooms |= {"monitor.gpu", "monitor.tensorboard", "config.yaml_text"}
+    rooms |= {"monitor.tensorboard", "config.yaml_text"}
     assert all(find_spec(f"multigpu_cli.{name}") for name in rooms), "a name is out of date"
     assert not loaded & (rooms | {"yaml", "tqdm", "rich", "tensorboard", "matplotlib", "sklearn", "pynvml"})
     light = {"torch.utils.flop_counter", "torch.utils.module_tracker"}  # two milliseconds, for the base of a class

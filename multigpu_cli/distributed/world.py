@@ -5,12 +5,15 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from multigpu_cli.distributed.launch_env import PreviousAttempt
-from multigpu_cli.distributed.rendezvous import RankGpu
+
+if TYPE_CHECKING:
+    from multigpu_cli.distributed.rendezvous import RankGpu
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class World:
     previous_attempt: PreviousAttempt | None = field(default=None, compare=False)  # if its end was recorded
     agent_dir: Path | None = field(default=None, compare=False)  # the folder for such records
     store_prefix: str = field(default="", compare=False)  # the prefix of this attempt's keys in the store
-    gpus: tuple[RankGpu | None, ...] = field(default=(), compare=False)  # the GPU of each rank
+    gpus: "tuple[RankGpu | None, ...]" = field(default=(), compare=False)  # the GPU of each rank
 
     @property
     def is_main(self) -> bool:
