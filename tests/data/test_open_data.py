@@ -29,4 +29,4 @@ def test_whose_code_it_is() -> None:
     assert not names_environments(resolve(WORLD, (), None))
     assert find_data_factory(resolve(WORLD, (), None)).__name__ == "corridor"
     assert find_data_factory(resolve({"data": "gym:CartPole-v1"}, (), None)).__name__ == "group"
-    assert find_data_factory(resolve({}, (), None)).__name__ == "load"
+    assert find_data_factory(resolve({}, (), None)).__name__ == "digits"
