@@ -47,10 +47,7 @@ class BenchResult:
     """The measurements on one number of workers.
 
     Attributes:
-        utilisation: of the GPUs, or of the CPU threads that the workers have, in per cent; None: unknown.
-        memory: of the fullest worker, in bytes: its GPU's, or the whole process on a CPU.
         shares: of the time: data, wire (exposed), stragglers, compute; with fsdp data, and "compute and wire".
-        overlap: where the share of the wire comes from; None: from the wait for the last bucket.
         forecast_ms: plan's forecast, the median of the repetitions; None for dp, which plan does not forecast.
     """
 
@@ -61,10 +58,10 @@ class BenchResult:
     samples_per_second: float
     speedup: float
     efficiency: float
-    utilisation: float | None
-    memory: float
+    utilisation: float | None  # of the GPUs, or of the CPU threads that the workers have, in per cent; None: unknown
+    memory: float  # of the fullest worker, in bytes: its GPU's, or the whole process on a CPU
     shares: dict[str, float]
-    overlap: Overlap | None
+    overlap: Overlap | None  # where the share of the wire comes from; None: from the wait for the last bucket
     forecast_ms: float | None
     error: float | None
 

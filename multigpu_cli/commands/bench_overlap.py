@@ -38,15 +38,10 @@ _LONGEST_WAIT = 300.0  # seconds
 
 @dataclass(frozen=True)
 class Overlap:
-    """The reduction of one step, in milliseconds, on the worker that waits least: others also wait for slower workers.
+    """The reduction of a step, in milliseconds, on the worker that waits least: others also wait for slower workers."""
 
-    Attributes:
-        reduction: of one explicit all-reduce of all gradients after backward.
-        exposed: the part that overlap does not hide; may be negative within the noise.
-    """
-
-    reduction: float
-    exposed: float
+    reduction: float  # of one explicit all-reduce of all gradients after backward
+    exposed: float  # the part that overlap does not hide; may be negative within the noise
 
 
 def measure_overlap(config: Config, workers: int) -> Overlap | None:

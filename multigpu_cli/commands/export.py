@@ -196,19 +196,14 @@ _RAW = "takes raw columns, an array (n,) each; scaling, missing values and one-h
 
 @dataclass(frozen=True)
 class Export:
-    """The file, or folder, that was written.
-
-    Attributes:
-        difference: greatest difference of an output from the original's, 0 where bits were compared.
-        takes: which inputs the file takes, where that is not what the network itself takes.
-    """
+    """The file, or folder, that was written."""
 
     file: str
     bytes: int
     origin: str
-    difference: float
+    difference: float  # greatest difference of an output from the original's, 0 where bits were compared
     checked: str
-    takes: str = ""
+    takes: str = ""  # which inputs the file takes, where that is not what the network itself takes
 
 
 def export_run(

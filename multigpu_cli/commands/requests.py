@@ -30,20 +30,13 @@ _FOLDER_PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceRequest:
-    """The options of evaluate, predict and sample.
-
-    Attributes:
-        changes: settings of the data that differ from the run's, by key.
-        split: train, val or test; None takes new samples, or else the last split that exists.
-        batch_size: samples at once; None takes twice the run's.
-        workers: processes to start; None starts one for each GPU.
-    """
+    """The options of evaluate, predict and sample."""
 
     run: Path
-    changes: Mapping[str, Any]
-    split: str | None
-    batch_size: int | None
-    workers: int | None
+    changes: Mapping[str, Any]  # settings of the data that differ from the run's, by key
+    split: str | None  # train, val or test; None takes new samples, or else the last split that exists
+    batch_size: int | None  # samples at once; None takes twice the run's
+    workers: int | None  # processes to start; None starts one for each GPU
     own_code: bool
 
 

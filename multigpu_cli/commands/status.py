@@ -33,19 +33,15 @@ class Status:
     """One run, now.
 
     Attributes:
-        state: starting, running, completed, stopped, failed, or died (ended without writing so).
         step, total_steps: the position in the planned optimizer steps, and their number.
-        samples_per_second: of the last window of the journal.
-        eta_seconds: at the pace of the last lines, evaluations included; early stopping may end it sooner.
         checkpoint_step, checkpoint_age: the newest checkpoint, and how many seconds ago it was written.
         recovery_seconds, lost_steps: of the last restart within a launch: the time from the end of an attempt to the
             first step of the next one, and the steps that were repeated.
-        sort_value: the number of --sort-by; None where the run has none.
         command: the best run's, which gives its settings again; None for the others, and without --sort-by.
     """
 
     run: str
-    state: str
+    state: str  # starting, running, completed, stopped, failed, or died (ended without writing so)
     host: str | None
     strategy: str | None
     workers: int | None
@@ -55,8 +51,8 @@ class Status:
     epoch: int | None
     loss: float | None
     val: dict[str, float]
-    samples_per_second: float | None
-    eta_seconds: float | None
+    samples_per_second: float | None  # of the last window of the journal
+    eta_seconds: float | None  # at the pace of the last lines, evaluations included; early stopping may end it sooner
     checkpoint_step: int | None
     checkpoint_age: float | None
     silent_seconds: float
@@ -64,7 +60,7 @@ class Status:
     recovery_seconds: float | None = None
     lost_steps: int | None = None
     alarms: list[str] = field(default_factory=list)
-    sort_value: float | None = None
+    sort_value: float | None = None  # the number of --sort-by; None where the run has none
     command: str | None = None
 
 

@@ -320,7 +320,6 @@ class Config:
     """All settings after defaults < YAML < --set < flags; nothing is derived here.
 
     Attributes:
-        explicit: keys that the user gave (YAML, --set or flag); the others are defaults.
         from_files: what only a file gives and imports code, sends the run elsewhere or names prompts; "" if nothing.
     """
 
@@ -342,7 +341,7 @@ class Config:
     hook: HookConfig = field(default_factory=HookConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     recipe: str | None = None
-    explicit: frozenset[str] = frozenset()
+    explicit: frozenset[str] = frozenset()  # keys that the user gave (YAML, --set or flag); the others are defaults
     from_files: str = ""
 
     @property

@@ -17,21 +17,14 @@ _SCALED = ("base_lr", "base_batch_size", "lr_scaling")
 
 
 class Request(NamedTuple):
-    """The merged settings of a command, and the errors in them.
+    """The merged settings of a command, and the errors in them."""
 
-    Attributes:
-        config: the settings; an invalid one has its default.
-        file_keys: the keys that only the recipe gives.
-        command: the settings without the recipe.
-        is_readable: False if the recipe could not be read at all, so that rules between settings are not checked.
-    """
-
-    config: Config
+    config: Config  # the settings; an invalid one has its default
     faults: list[TrainingError]
     invalid_keys: frozenset[str]
-    file_keys: frozenset[str]
-    command: Config
-    is_readable: bool
+    file_keys: frozenset[str]  # the keys that only the recipe gives
+    command: Config  # the settings without the recipe
+    is_readable: bool  # False if the recipe could not be read at all, so that rules between settings are not checked
 
 
 def resolve(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -> Config:

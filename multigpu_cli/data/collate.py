@@ -23,12 +23,11 @@ class SampleForm:
 
     Attributes:
         inputs: so many parts of a tuple are inputs, and the others targets; None: there are one and one.
-        keeps_mappings: a mapping stays whole, with its targets in it.
     """
 
     inputs: int | None = None
     needs_target: bool = True
-    keeps_mappings: bool = False
+    keeps_mappings: bool = False  # a mapping stays whole, with its targets in it
 
 
 PAIR = SampleForm()

@@ -119,13 +119,12 @@ class DatasetFiles:
 
     Attributes:
         folders: places relative to --data-dir where the files may lie ("." for itself), tried in this order.
-        layout: the files expected there, for the message.
     """
 
     name: str
     address: str
     folders: Sequence[str]
-    layout: str
+    layout: str  # the files expected there, for the message
 
     def folder(self, data_dir: str | None, landmarks: Iterable[str]) -> Path:
         """The first of the folders that holds one of the landmarks (files or folders); RequestError where none does."""

@@ -33,16 +33,13 @@ class Batch:
     Attributes:
         inputs, targets: whole batches, first dimension n; several inputs are a tuple or a dict of these, and targets
             are None if samples have none.
-        sample_indices: (n,) int64 on the CPU, the samples' indices in their dataset.
-        micro_batch_index: index of the micro-batch in its step (or evaluation), counted over all workers.
-        tokens: how many there are, where samples are texts that were fetched one by one.
     """
 
     inputs: Any
     targets: Any
-    sample_indices: Tensor
-    micro_batch_index: int
-    tokens: TokenCounts | None = None
+    sample_indices: Tensor  # (n,) int64 on the CPU, the samples' indices in their dataset
+    micro_batch_index: int  # index of the micro-batch in its step (or evaluation), counted over all workers
+    tokens: TokenCounts | None = None  # how many there are, where samples are texts that were fetched one by one
 
     def __len__(self) -> int:
         return len(self.sample_indices)
@@ -56,13 +53,11 @@ class BatchStream(ABC):
     """The micro-batches of one worker: a Loader yields those of a dataset; a task may define its own stream.
 
     Attributes:
-        size: samples in an epoch.
-        data_location: where the samples are, for the journal.
         resumable_only_at_epoch: a run can resume only at the end of an epoch, so checkpoints are written only there.
     """
 
-    size: int
-    data_location: str
+    size: int  # samples in an epoch
+    data_location: str  # where the samples are, for the journal
     resumable_only_at_epoch = False
 
     @abstractmethod

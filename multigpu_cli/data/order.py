@@ -175,18 +175,12 @@ _SPREAD = 0x5B2EAD  # separates this split's random numbers from those of other 
 
 @dataclass(frozen=True)
 class RowSelection:
-    """The rows of one part: a function of its arguments, and no list.
-
-    Attributes:
-        parts: how many parts are held out: 0 where the store is not divided, 1 or 2.
-        part: 0 is the training part, which also has what is left over; 1 and 2 are those held out.
-        key: of the random numbers.
-    """
+    """The rows of one part: a function of its arguments, and no list."""
 
     rows: int
-    parts: int = 0
-    part: int = 0
-    key: int = 0
+    parts: int = 0  # how many parts are held out: 0 where the store is not divided, 1 or 2
+    part: int = 0  # 0 is the training part, which also has what is left over; 1 and 2 are those held out
+    key: int = 0  # of the random numbers
 
     def __len__(self) -> int:
         groups = self.rows // _GROUP

@@ -30,15 +30,10 @@ def to_float(inputs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """Options of the DataLoader, where samples are fetched one by one.
+    """Options of the DataLoader, where samples are fetched one by one."""
 
-    Attributes:
-        pin_memory: copy through page-locked host memory; has no effect without a GPU.
-        prefetch: batches that each loader process prepares ahead; None uses torch's default.
-    """
-
-    pin_memory: bool = True
-    prefetch: int | None = None
+    pin_memory: bool = True  # copy through page-locked host memory; has no effect without a GPU
+    prefetch: int | None = None  # batches that each loader process prepares ahead; None uses torch's default
 
 
 class Codec:
@@ -64,23 +59,12 @@ class DataSource:
 
     Attributes:
         train, val, test: the splits, or None.
-        new: unlabeled samples, for predictions only; their targets are placeholders.
-        input_shape: shape of one sample as the model receives it (after `prepare`).
-        num_classes: 0 if targets are not classes.
-        num_outputs: number of values in a target that is not a class.
         prepare: a stored batch on its device → the model's input (normalization, channel mode).
         augment: a stored batch and its random numbers → augmented batch; before `prepare`, in training only.
-        target_scale: mean and deviation of the training targets of a regression.
-        codec: made the samples: a vocabulary of texts, a tokenizer, or the features of a table.
         noun: what the plan calls samples; packs hold several texts side by side, told apart by their position ids, and
             pairs a chosen and a rejected answer, in rows of their own.
-        note: a property of the samples that the plan shows.
-        warnings: what looks wrong in the data but may be intended.
-        order: the user's own order of training samples; None shuffles them by seed and epoch.
         order_has_repeats: that order numbers a sample that comes again beyond the dataset's end, by its length.
         shuffle_block: neighbours that are shuffled as a block, where data.shuffle_block says nothing; see BlockOrder.
-        form: which parts of a sample are inputs, and which are targets.
-        model_kwargs: further arguments that a model's factory may name.
         fixed_batch_sizes, epochs: samples of a micro-batch and of a global batch, and epochs, if the data defines them.
         transform_signature: identifies transforms that were fitted to the training split and applied to the samples.
         model, task: the defaults for this dataset.
@@ -89,25 +73,25 @@ class DataSource:
     train: Dataset[Any]
     val: Dataset[Any] | None
     test: Dataset[Any] | None
-    input_shape: tuple[int, ...]
-    num_classes: int
-    num_outputs: int = 1
+    input_shape: tuple[int, ...]  # shape of one sample as the model receives it (after `prepare`)
+    num_classes: int  # 0 if targets are not classes
+    num_outputs: int = 1  # number of values in a target that is not a class
     class_names: tuple[str, ...] = ()
     prepare: Callable[[Tensor], Tensor] = to_float
     augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
-    target_scale: tuple[float, float] | None = None
-    codec: Codec = Codec()
+    target_scale: tuple[float, float] | None = None  # mean and deviation of the training targets of a regression
+    codec: Codec = Codec()  # made the samples: a vocabulary of texts, a tokenizer, or the features of a table
     noun: str = "samples"
-    note: str = ""
-    warnings: tuple[str, ...] = ()
+    note: str = ""  # a property of the samples that the plan shows
+    warnings: tuple[str, ...] = ()  # what looks wrong in the data but may be intended
     transform_signature: str = ""
-    new: Dataset[Any] | None = None
-    order: SampleOrder | None = None
+    new: Dataset[Any] | None = None  # unlabeled samples, for predictions only; their targets are placeholders
+    order: SampleOrder | None = None  # the user's own order of training samples; None shuffles them by seed and epoch
     order_has_repeats: bool = False
     shuffle_block: int | None = None
     loader_options: LoaderOptions = LoaderOptions()
-    form: SampleForm = PAIR
-    model_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    form: SampleForm = PAIR  # which parts of a sample are inputs, and which are targets
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments that a model's factory may name
     fixed_batch_sizes: tuple[int, int] | None = None
     epochs: int | None = None
     model: str = "mlp"

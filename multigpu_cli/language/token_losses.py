@@ -26,29 +26,22 @@ _PROBE = 11  # tokens
 
 
 class TokenTargets(NamedTuple):
-    """What a network is called with for the losses of tokens, in place of logits.
-
-    Attributes:
-        targets: (n, t) int64, -100 where none counts.
-        learned: how many targets count at most, which the host knows; None: all may.
-        smoothing: of labels.
-    """
+    """What a network is called with for the losses of tokens, in place of logits."""
 
     inputs: Any
-    targets: Tensor
-    learned: int | None = None
-    smoothing: float = 0.0
+    targets: Tensor  # (n, t) int64, -100 where none counts
+    learned: int | None = None  # how many targets count at most, which the host knows; None: all may
+    smoothing: float = 0.0  # of labels
 
 
 class TokenLosses(NamedTuple):
     """What a network returns for `TokenTargets`.
 
     Attributes:
-        losses: (n, t) nats, in at least 32 bits; 0 where no target counts.
         right: (n, t) bool, whether a target was the likeliest token; False in passes with gradients, which need it not.
     """
 
-    losses: Tensor
+    losses: Tensor  # (n, t) nats, in at least 32 bits; 0 where no target counts
     right: Tensor
 
 

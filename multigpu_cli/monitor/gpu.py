@@ -42,29 +42,24 @@ class Gpu:
     """The state of one GPU. A value that the driver does not report is None.
 
     Attributes:
-        number: NVML's, in the order of the PCI bus, independent of CUDA_VISIBLE_DEVICES.
         memory_total, memory_used: bytes; None also where a GPU has no memory of its own.
-        utilisation: per cent of the last second or so in which some kernel ran.
-        temperature: °C.
-        power: watts.
         pcie, pcie_most: (generation, lanes), now and at best; idle GPUs may run at a lower generation.
-        unreachable: why NVML can't query it (it has fallen off the bus, say); "" where it can.
     """
 
-    number: int
+    number: int  # NVML's, in the order of the PCI bus, independent of CUDA_VISIBLE_DEVICES
     name: str = "unknown"
     uuid: str = ""
     capability: tuple[int, int] | None = None
     memory_total: int | None = None
     memory_used: int | None = None
-    utilisation: int | None = None
-    temperature: int | None = None
-    power: float | None = None
+    utilisation: int | None = None  # per cent of the last second or so in which some kernel ran
+    temperature: int | None = None  # °C
+    power: float | None = None  # watts
     mig: bool = False
     pcie: tuple[int, int] | None = None
     pcie_most: tuple[int, int] | None = None
     processes: tuple[GpuProcess, ...] = ()
-    unreachable: str = ""
+    unreachable: str = ""  # why NVML can't query it (it has fallen off the bus, say); "" where it can
 
 
 def open_nvml() -> Any:

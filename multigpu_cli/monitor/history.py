@@ -31,7 +31,6 @@ class History:
     Attributes:
         train, evals: the events that count, by step (and split): a resume replaces those of later steps.
         samples: the answers to prompts, by step; a resume replaces those of later steps too.
-        recoveries: the cost of each restart within a launch.
     """
 
     attempts: list[Attempt] = field(default_factory=list)
@@ -40,7 +39,7 @@ class History:
     samples: dict[int, Event] = field(default_factory=dict)
     checkpoints: list[Event] = field(default_factory=list)
     faults: list[Event] = field(default_factory=list)
-    recoveries: list[Event] = field(default_factory=list)
+    recoveries: list[Event] = field(default_factory=list)  # the cost of each restart within a launch
 
     @property
     def plan(self) -> dict[str, Any]:

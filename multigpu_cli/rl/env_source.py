@@ -28,11 +28,10 @@ class EnvSource(DataSource):
     decisions `settings.passes` times. A micro-batch holds decisions of one group of environments.
 
     Attributes:
-        make: split, numbers of the environments, device → a group.
         environments, group: their number over all workers, and the number that step together.
     """
 
-    make: Callable[[str, range, torch.device], EnvironmentGroup]
+    make: Callable[[str, range, torch.device], EnvironmentGroup]  # split, numbers of the environments, device → a group
     action: Discrete | Box
     settings: PPOSettings
     environments: int

@@ -88,35 +88,26 @@ class PPOSettings:
     """The numbers of PPO (Schulman et al. 2017, arXiv 1707.06347; defaults as in CleanRL's ppo.py).
 
     Attributes:
-        rollout: steps that each environment takes between two updates.
-        passes: of the optimizer over each rollout.
-        minibatches: optimizer steps in one pass; --batch-size gives the same in samples.
         gamma, gae_lambda: discount, and the trade of bias for variance in advantages (Schulman et al. 2015).
-        clip: limit of the change of a probability ratio.
-        value_clip: limit of the change of a value in one update; 0: no limit.
         value_weight, entropy_weight: of those terms in the loss.
-        target_kl: an update ends after a pass that moved the policy further than this; 0: never.
-        normalize_advantages: over the global batch.
         normalize_observations, normalize_rewards: by running statistics over all environments of all workers.
-        evaluate_every: updates between two evaluations; there is one at the end.
-        evaluate_episodes: of each evaluation.
     """
 
-    rollout: int = 128
-    passes: int = 4
-    minibatches: int = 4
+    rollout: int = 128  # steps that each environment takes between two updates
+    passes: int = 4  # of the optimizer over each rollout
+    minibatches: int = 4  # optimizer steps in one pass; --batch-size gives the same in samples
     gamma: float = 0.99
     gae_lambda: float = 0.95
-    clip: float = 0.2
-    value_clip: float = 0.2
+    clip: float = 0.2  # limit of the change of a probability ratio
+    value_clip: float = 0.2  # limit of the change of a value in one update; 0: no limit
     value_weight: float = 0.5
     entropy_weight: float = 0.01
-    target_kl: float = 0.0
-    normalize_advantages: bool = True
+    target_kl: float = 0.0  # an update ends after a pass that moved the policy further than this; 0: never
+    normalize_advantages: bool = True  # over the global batch
     normalize_observations: bool = False
     normalize_rewards: bool = False
-    evaluate_every: int = 10
-    evaluate_episodes: int = 20
+    evaluate_every: int = 10  # updates between two evaluations; there is one at the end
+    evaluate_episodes: int = 20  # of each evaluation
 
     def __post_init__(self) -> None:
         for name in ("rollout", "passes", "minibatches", "evaluate_every", "evaluate_episodes"):

@@ -24,13 +24,11 @@ class Policy(ABC):
     """The meaning of outputs (…, k) for one space of actions.
 
     Attributes:
-        outputs: k.
-        noise: shape of the random numbers that one choice needs.
         shape, dtype: of an action.
     """
 
-    outputs: int
-    noise: tuple[int, ...]
+    outputs: int  # k
+    noise: tuple[int, ...]  # shape of the random numbers that one choice needs
     shape: tuple[int, ...]
     dtype: torch.dtype
 

@@ -29,25 +29,19 @@ _STATE = ("begun", "memory", "tally", "promised")
 
 @dataclass
 class Rollout:
-    """T steps of E environments: all (T, E, …), but `memory` (E, S) of the policy before the first step.
-
-    Attributes:
-        begun: 1.0 where the observation is the first of an episode.
-        cut_values: value of the true last observation where an episode was truncated.
-        after: (E,) value of the observation after the last step.
-    """
+    """T steps of E environments: all (T, E, …), but `memory` (E, S) of the policy before the first step."""
 
     observations: Tensor
-    begun: Tensor
+    begun: Tensor  # 1.0 where the observation is the first of an episode
     actions: Tensor
     log_probabilities: Tensor
     values: Tensor
     rewards: Tensor
     terminated: Tensor
     truncated: Tensor
-    cut_values: Tensor
+    cut_values: Tensor  # value of the true last observation where an episode was truncated
     memory: Tensor
-    after: Tensor
+    after: Tensor  # (E,) value of the observation after the last step
 
 
 class Collector:
@@ -148,12 +142,11 @@ class PolicyInput(NamedTuple):
 
     Attributes:
         observations, begun: (T, n, …), whole sequences, or (1, n, …) decisions in any order without memory.
-        memory: (n, S) before the first of the T steps.
     """
 
     observations: Tensor
     begun: Tensor
-    memory: Tensor
+    memory: Tensor  # (n, S) before the first of the T steps
     slot: int
 
 

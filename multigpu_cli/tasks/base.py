@@ -37,30 +37,19 @@ RENAMED = {
 
 
 class BatchMetrics(NamedTuple):
-    """The sums of one batch of an evaluation.
+    """The sums of one batch of an evaluation."""
 
-    Attributes:
-        loss_sum: () float64, summed over the units.
-        counts: (k,) int64, the task's counts; integers add up exactly in any order.
-        sums: (s,) float64, summed over the units: one for each of the task's `sums`.
-    """
-
-    loss_sum: Tensor
-    counts: Tensor
-    sums: Tensor | None = None
+    loss_sum: Tensor  # () float64, summed over the units
+    counts: Tensor  # (k,) int64, the task's counts; integers add up exactly in any order
+    sums: Tensor | None = None  # (s,) float64, summed over the units: one for each of the task's `sums`
 
 
 class Evaluation(NamedTuple):
-    """The result of one pass over a split.
+    """The result of one pass over a split."""
 
-    Attributes:
-        metrics: loss and the task's metrics, each over exactly `samples` samples.
-        details: tables for the final report (per class, confusion), or empty.
-    """
-
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # loss and the task's metrics, each over exactly `samples` samples
     samples: int
-    details: dict[str, Any]
+    details: dict[str, Any]  # tables for the final report (per class, confusion), or empty
 
 
 class Task(ABC):
@@ -74,29 +63,22 @@ class Task(ABC):
         config: label smoothing and the like.
 
     Attributes:
-        unit: what the loss is the mean over.
-        units_per_sample: of an ordinary sample: sums are divided by it at once, so that they stay in range.
-        rows_per_sample: of what the model is called with.
-        sums: names of the sums of an evaluation beside the loss.
-        expected_shapes: of targets and outputs, for messages.
         equal_passes: every worker runs the model equally often in an evaluation, because each pass communicates.
         supports_equal_passes: a task with its own `evaluate` sees to that where `equal_passes` is set; one that leaves
             it to `super().evaluate` does.
         moved: called during long work other than forward and backward, so that the watchdog sees progress.
         batch_evaluated: called in an evaluation with the number of this worker's batches that are done.
-        own_metrics: of --metric; an evaluation gives them beside the task's.
-        logits_note: how many logits are in memory at a time, for the plan; `check_model` finds out.
     """
 
-    logits_note: str = ""
-    unit: str = "sample"
-    units_per_sample: int = 1
-    rows_per_sample: int = 1
-    sums: tuple[str, ...] = ()
-    expected_shapes: str = "what its loss_sum and measure take"
+    logits_note: str = ""  # how many logits are in memory at a time, for the plan; `check_model` finds out
+    unit: str = "sample"  # what the loss is the mean over
+    units_per_sample: int = 1  # of an ordinary sample: sums are divided by it at once, so that they stay in range
+    rows_per_sample: int = 1  # of what the model is called with
+    sums: tuple[str, ...] = ()  # names of the sums of an evaluation beside the loss
+    expected_shapes: str = "what its loss_sum and measure take"  # of targets and outputs, for messages
     equal_passes: bool = False
     supports_equal_passes: bool = False
-    own_metrics: Sequence[Metric] = ()
+    own_metrics: Sequence[Metric] = ()  # of --metric; an evaluation gives them beside the task's
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

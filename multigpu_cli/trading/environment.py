@@ -28,21 +28,16 @@ class TradingRules:
     """The rules of an episode.
 
     Attributes:
-        max_shares: shares of a symbol that an action of 1 buys and an action of -1 sells.
-        cost: the cost of a trade, as a share of its value.
-        reward_scale: the reward is the change of the portfolio's value times this factor.
-        length: days of an episode; None for the whole split.
         start: where an episode that is shorter than the split begins: at a random date, or at the split's first one.
-        window: days in an observation, (window, features); None for (features,) of the last day.
     """
 
     cash: float = 1_000_000.0
-    max_shares: int = 100
-    cost: float = 0.001
-    reward_scale: float = 1e-4
-    length: int | None = None
+    max_shares: int = 100  # shares of a symbol that an action of 1 buys and an action of -1 sells
+    cost: float = 0.001  # the cost of a trade, as a share of its value
+    reward_scale: float = 1e-4  # the reward is the change of the portfolio's value times this factor
+    length: int | None = None  # days of an episode; None for the whole split
     start: str = "random"
-    window: int | None = None
+    window: int | None = None  # days in an observation, (window, features); None for (features,) of the last day
 
 
 class Trading(EnvironmentGroup):

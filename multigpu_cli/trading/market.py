@@ -31,9 +31,6 @@ class Market:
         features: (T, 5 n + 1), the features of a day: for each symbol its log return over 0.02, its MACD over 0.02 of
             its price, (RSI - 50) / 50, CCI / 100, ADX / 50; then the square root of turbulence / n. They depend only on
             the day and the days before it, not on statistics of the whole period.
-        stopped: (T,) bool, days of high turbulence, on which all shares are sold and none bought.
-        days: the first and the last day of each split.
-        remark: a description of the prices.
     """
 
     symbols: tuple[str, ...]
@@ -41,9 +38,9 @@ class Market:
     close: np.ndarray
     fill: np.ndarray
     features: np.ndarray
-    stopped: np.ndarray
-    days: dict[str, tuple[int, int]]
-    remark: str
+    stopped: np.ndarray  # (T,) bool, days of high turbulence, on which all shares are sold and none bought
+    days: dict[str, tuple[int, int]]  # the first and the last day of each split
+    remark: str  # a description of the prices
 
     @cached_property
     def mark(self) -> int:

@@ -31,9 +31,6 @@ class MachineFacts:
 
     Attributes:
         cuda, cudnn, nccl, hip: the versions that torch was built with; None without.
-        architectures: as torch names them: sm_90, compute_90.
-        hidden: CUDA_VISIBLE_DEVICES, None where it is not set.
-        no_nvml: why NVML can't be queried; empty where it can.
         driver, driver_cuda: the driver's version, and the newest CUDA that it runs.
         peers: whether torch's GPU i reaches GPU j's memory; None with fewer than two.
     """
@@ -44,10 +41,10 @@ class MachineFacts:
     cudnn: str | None = None
     nccl: str | None = None
     hip: str | None = None
-    architectures: Sequence[str] = ()
+    architectures: Sequence[str] = ()  # as torch names them: sm_90, compute_90
     visible: int = 0
-    hidden: str | None = None
-    no_nvml: str = ""
+    hidden: str | None = None  # CUDA_VISIBLE_DEVICES, None where it is not set
+    no_nvml: str = ""  # why NVML can't be queried; empty where it can
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
     gpus: Sequence[Gpu] = ()

@@ -38,17 +38,11 @@ _CLOSED = 1  # a port on which nobody listens: a machine that is up refuses it
 
 
 class ConnectionResult(NamedTuple):
-    """The result of an attempt to connect.
+    """The result of an attempt to connect."""
 
-    Attributes:
-        outcome: ok, refused, dropped, alive (dropped, but another port of the same machine answers) or unreachable.
-        latency: seconds of a round trip, None without a connection.
-        rate: bytes a second, None where it was not measured.
-    """
-
-    outcome: str
-    latency: float | None = None
-    rate: float | None = None
+    outcome: str  # ok, refused, dropped, alive (dropped, but another port of the same machine answers) or unreachable
+    latency: float | None = None  # seconds of a round trip, None without a connection
+    rate: float | None = None  # bytes a second, None where it was not measured
 
 
 def list_interfaces() -> dict[str, str]:

@@ -38,18 +38,13 @@ class WrittenFolder(NamedTuple):
 
 
 class _Live(NamedTuple):
-    """What the folder has to do as the network of the run did.
-
-    Attributes:
-        settings: `model.args` of a network with the same logits.
-        logits: (n, t, vocabulary) float32, for the tokens (n, t).
-    """
+    """What the folder has to do as the network of the run did."""
 
     origin: str
     base: Path
-    settings: dict[str, str]
+    settings: dict[str, str]  # `model.args` of a network with the same logits
     tokens: Tensor
-    logits: Tensor
+    logits: Tensor  # (n, t, vocabulary) float32, for the tokens (n, t)
 
 
 def write_model_folder(

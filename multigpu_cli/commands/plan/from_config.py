@@ -34,8 +34,6 @@ class ConfigEstimate:
 
     Attributes:
         rows, tokens: of a micro-batch, and of each of its rows.
-        activations: what backward needs, in words; empty where it is counted in `memory`.
-        capacity: bytes of the GPU, None without one.
     """
 
     folder: Path
@@ -45,9 +43,9 @@ class ConfigEstimate:
     memory: Memory
     rows: int
     tokens: int
-    activations: str
+    activations: str  # what backward needs, in words; empty where it is counted in `memory`
     device: str
-    capacity: int | None
+    capacity: int | None  # bytes of the GPU, None without one
     quantized: bool
 
     @property

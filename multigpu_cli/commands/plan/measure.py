@@ -51,7 +51,6 @@ class SingleWorkerProfile:
         works: by number of workers, the times of one of them. On a CPU they were measured at the same time, as far as
             there are cores, because they share its memory and its clock. On GPUs one measurement stands for all.
         wire: between the workers of a CPU, measured in their steps; None where there was nothing to measure it in.
-        note: what the memory probe changed.
     """
 
     components: TrainComponents
@@ -60,7 +59,7 @@ class SingleWorkerProfile:
     sharding: Sharding | None
     memory: Memory
     flops_per_sample: float
-    note: str
+    note: str  # what the memory probe changed
 
 
 def threads_per_worker(workers: int) -> int:

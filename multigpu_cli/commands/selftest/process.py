@@ -35,22 +35,16 @@ Measured = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class SelftestProcess:
-    """What one process of the test works with.
+    """What one process of the test works with."""
 
-    Attributes:
-        config: the user's settings, with the global batch fixed and a temporary run folder.
-        workers: of the run with several; the single worker takes as many threads as each of them.
-        batch: the samples on which the model is tried; None takes the first ones.
-    """
-
-    config: Config
+    config: Config  # the user's settings, with the global batch fixed and a temporary run folder
     placement: Placement
     world: World
     source: DataSource
-    workers: int
+    workers: int  # of the run with several; the single worker takes as many threads as each of them
     steps: int
     exact: bool = True
-    batch: Batch | None = None
+    batch: Batch | None = None  # the samples on which the model is tried; None takes the first ones
 
     @property
     def alone(self) -> "SelftestProcess":

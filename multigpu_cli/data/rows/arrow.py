@@ -35,13 +35,11 @@ class _Chunk(NamedTuple):
 
     Attributes:
         offsets: of lists within lists, from the outermost, of bytes or of texts; none for a single number.
-        values: the innermost numbers, or bytes; whole rows where all have their length by the type.
-        bits: true and false are stored eight in a byte; the first bit of the chunk.
     """
 
     offsets: tuple[np.ndarray, ...]
-    values: np.ndarray
-    bits: int | None = None
+    values: np.ndarray  # the innermost numbers, or bytes; whole rows where all have their length by the type
+    bits: int | None = None  # true and false are stored eight in a byte; the first bit of the chunk
 
 
 class ArrowStore(RowStore):

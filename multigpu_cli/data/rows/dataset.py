@@ -21,16 +21,14 @@ class RowRoles:
     """What the columns of a store are for: those that the model sees, and the one that it predicts.
 
     Attributes:
-        stacked: inputs are single numbers, side by side in a vector.
         labels: the class number of each value of the target, where these are not class numbers themselves.
-        num_classes: 0 where targets are numbers.
     """
 
     inputs: tuple[str, ...]
     target: str
-    stacked: bool = False
+    stacked: bool = False  # inputs are single numbers, side by side in a vector
     labels: Mapping[Any, int] | None = None
-    num_classes: int = 0
+    num_classes: int = 0  # 0 where targets are numbers
 
 
 class NumberRows(Dataset[tuple[Tensor, Tensor]]):

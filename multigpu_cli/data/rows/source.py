@@ -36,25 +36,20 @@ class RowOptions:
     """The arguments of a dataset of rows.
 
     Attributes:
-        target: the column to predict; None where one is called label, target or the like.
-        columns: the inputs; None: all others.
-        ignore: columns to leave out.
         kind: classification, regression, or auto: texts, and whole numbers of at most 20 values, are classes.
         classes: how many there are, or their names or values; None where they are to be found in the rows.
-        vocabulary: how many tokens there are, where rows are tokens.
         size, resize: of images, as in --data image-folder.
-        augment: cut and mirror training images at random.
     """
 
-    target: str | None = None
-    columns: Sequence[str] | str | None = None
-    ignore: Sequence[str] | str = ()
+    target: str | None = None  # the column to predict; None where one is called label, target or the like
+    columns: Sequence[str] | str | None = None  # the inputs; None: all others
+    ignore: Sequence[str] | str = ()  # columns to leave out
     kind: str = "auto"
     classes: int | Sequence[Any] | None = None
-    vocabulary: int | None = None
+    vocabulary: int | None = None  # how many tokens there are, where rows are tokens
     size: int = 64
     resize: int | None = None
-    augment: bool = True
+    augment: bool = True  # cut and mirror training images at random
 
 
 def build_row_source(

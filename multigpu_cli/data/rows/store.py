@@ -23,20 +23,16 @@ class Column:
     """One column of a store, by the name that the files give it.
 
     Attributes:
-        kind: number, of a fixed shape; bytes (an encoded image, say), text, or other, which nobody reads.
         shape, dtype: of the numbers in one row; NumPy's name of their type.
-        class_names: the names of the classes that the numbers stand for, where the files say so.
-        null_count: rows without a value, as far as the files say it.
-        description: the type in the words of the files, for messages.
     """
 
     name: str
-    kind: str
+    kind: str  # number, of a fixed shape; bytes (an encoded image, say), text, or other, which nobody reads
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    class_names: tuple[str, ...] = ()
-    null_count: int = 0
-    description: str = ""
+    class_names: tuple[str, ...] = ()  # the names of the classes that the numbers stand for, where the files say so
+    null_count: int = 0  # rows without a value, as far as the files say it
+    description: str = ""  # the type in the words of the files, for messages
 
     @property
     def is_integer(self) -> bool:

@@ -35,13 +35,11 @@ class CsvFormat(NamedTuple):
 
     Attributes:
         separator: auto, which tries comma, semicolon and tab; comma, semicolon, tab, space, bar, or one character.
-        header: first: the first row names the columns; none: they are called 0, 1, 2, ….
-        decimal: auto, which takes 3,14 for a number where the separator is no comma; comma; or point.
     """
 
     separator: str = "auto"
-    header: str = "first"
-    decimal: str = "auto"
+    header: str = "first"  # first: the first row names the columns; none: they are called 0, 1, 2, …
+    decimal: str = "auto"  # auto, which takes 3,14 for a number where the separator is no comma; comma; or point
 
 
 Parsed = tuple[np.ndarray, np.ndarray]
@@ -52,16 +50,14 @@ class CsvTable:
     """A file as text, spaces around cells removed.
 
     Attributes:
-        lines: which line of the file each row begins in, from 1.
-        warnings: what looks wrong but may be meant.
         unnamed: the columns that have no name in the file, and are called column_1, … by their places.
     """
 
     path: Path
     columns: list[str]
     rows: list[list[str]]
-    lines: Sequence[int]
-    warnings: tuple[str, ...]
+    lines: Sequence[int]  # which line of the file each row begins in, from 1
+    warnings: tuple[str, ...]  # what looks wrong but may be meant
     unnamed: tuple[str, ...] = ()
     _parsed: dict[str, Parsed] = field(default_factory=dict, init=False, repr=False)
 

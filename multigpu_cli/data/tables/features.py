@@ -38,17 +38,14 @@ class TableFeatures(Codec):
     """How rows of a table become samples.
 
     Attributes:
-        columns: names of the columns that are used, in order.
-        numeric: which of them hold numbers, by place; the others hold categories.
         scaler, encoder: scikit-learn's transformers of numbers and of categories, fitted; None without such columns.
-        examples: the first training rows.
     """
 
-    columns: tuple[str, ...]
-    numeric: tuple[int, ...]
+    columns: tuple[str, ...]  # names of the columns that are used, in order
+    numeric: tuple[int, ...]  # which of them hold numbers, by place; the others hold categories
     scaler: "Pipeline | None"
     encoder: "OneHotEncoder | None"
-    examples: CsvTable
+    examples: CsvTable  # the first training rows
 
     @property
     def _numbers(self) -> list[str]:

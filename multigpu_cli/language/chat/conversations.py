@@ -22,30 +22,23 @@ class Conversation(NamedTuple):
     Attributes:
         messages: {"role": …, "content": …} each, for the model's chat template; None where the record is plain text.
         prompt, completion: of plain text.
-        tools: what the template is told of tools, or None.
-        num_prompt_messages: so many messages are the prompt: nothing of them is learned.
         rejected: of a preference, the conversation with the other answer; this one has the chosen one.
     """
 
     messages: list[dict[str, Any]] | None = None
     prompt: str = ""
     completion: str = ""
-    tools: list[Any] | None = None
-    num_prompt_messages: int = 0
+    tools: list[Any] | None = None  # what the template is told of tools, or None
+    num_prompt_messages: int = 0  # so many messages are the prompt: nothing of them is learned
     rejected: "Conversation | None" = None
 
 
 class RecordFormat(NamedTuple):
-    """A form of records: those that have all its fields.
-
-    Attributes:
-        read: a record → a conversation; raises ValueError.
-        loss_on: what is learned unless the user says otherwise: assistant, completion or all.
-    """
+    """A form of records: those that have all its fields."""
 
     fields: tuple[str, ...]
-    read: Callable[[Record], Conversation]
-    loss_on: str
+    read: Callable[[Record], Conversation]  # a record → a conversation; raises ValueError
+    loss_on: str  # what is learned unless the user says otherwise: assistant, completion or all
 
 
 def _read_messages(record: Record) -> Conversation:
