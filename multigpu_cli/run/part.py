@@ -70,10 +70,10 @@ class Part:
         """An epoch is done, with its evaluation."""
 
     def written(self, run: Run) -> None:
-        """On rank 0 alone: `checkpointer.written` is the newest checkpoint on disk, as it was or not."""
+        """Rank 0 has asked how a checkpoint's writing ended: `checkpointer.written` is the newest one on disk."""
 
     def saved(self, run: Run) -> None:
-        """The next checkpoint is about to be copied, or the last is on disk; `written` was called on rank 0."""
+        """All ranks, after `written`: before the next checkpoint is copied, and after the last one is on disk."""
 
     def state_dict(self, run: Run) -> dict[str, Any]:
         """Its entries of a checkpoint's state."""

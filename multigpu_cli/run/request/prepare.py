@@ -41,7 +41,7 @@ from multigpu_cli.errors import RequestError, TrainingError, combine_errors
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.planning.schedule import Rate, ScheduleFunction, find_rate, plan_schedule, resolve_learning_rate
-from multigpu_cli.run.request.checks import check_data, check_device, raise_all
+from multigpu_cli.run.request.checks import check_data, check_device, check_same_data, check_same_machine, raise_all
 from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.spec import RunRequest, RunSpec, describe_machine
 from multigpu_cli.runtime.factories import bind_call, find_factory
@@ -183,7 +183,7 @@ def prepare_spec(
     `moved` is called as a checkpoint is copied to the run folder, which `note` shows, or the data is read.
 
     Raises:
-        RequestError: the request can't be carried out; nothing was touched.
+        RequestError: the request can't be carried out; nothing was written, but for a copied checkpoint.
     """
     start = agree_on_resume_point(config, world, moved, note)
     pinned: dict[str, Any] = {}
@@ -204,8 +204,6 @@ def prepare_spec(
             run_on_main_rank(world, partial(check, base, config, source.codec.record, origin))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
     if world.size > 1:
-        from multigpu_cli.run.request.checks import check_same_data, check_same_machine
-
         check_same_data(world, source, fingerprint, config.data.name)
     request = RunRequest(
         user_config=user_config,

@@ -24,7 +24,7 @@ class RunRequest:
     """A request whose settings, run folder and dataset are known."""
 
     user_config: Config  # the user's settings, with those of the run that is continued; written to config.yaml
-    config: Config  # the same with what the checkpoint pins or the start resolved; the parts are built from it
+    config: Config  # the same with what the checkpoint pins and this start found out; the run is built from it
     placement: Placement
     resume_point: ResumePoint
     source: DataSource
@@ -37,7 +37,7 @@ class RunRequest:
 
     @property
     def strategy(self) -> type[Strategy]:
-        """The strategy that is planned: the processes of a dry run, and one alone, train with another."""
+        """The planned strategy. Each process of a dry run, and a run in one process, trains with another."""
         return find_strategy(self.placement.strategy, exact=self.config.reproducibility.exact)
 
     @property
