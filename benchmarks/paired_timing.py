@@ -149,7 +149,12 @@ def table(rows: Sequence[Row], before: Mapping[str, float] | None = None) -> str
                 "" if recorded is None else f"{recorded:.3g}",
             )
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(6)]
+    return align(lines)
+
+
+def align(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells as a table; the first line is its head."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 

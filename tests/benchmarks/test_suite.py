@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.paired_timing import Row, Seconds, alternate, row, table, tenth
-from benchmarks.suite import PARTS, last_recorded, part
+from benchmarks.suite import PARTS, SUM, last_recorded, part, sum_up
 
 SITE = Path(__file__).resolve().parents[1] / "support" / "site"
 
@@ -56,6 +56,17 @@ def test_the_table_stands_beside_the_last_result(tmp_path: Path) -> None:
     assert text.splitlines()[1].split() == ["figure", "one", "2", "1", "…", "3", "ratio", "1.5"]
     assert last_recorded(tmp_path) == {"figure one": 1.5, "two": 1.7}, "the later file has one part only"
     assert last_recorded(tmp_path / "nowhere") == {}
+
+
+def test_the_sum_stands_beside_that_of_the_old_state() -> None:
+    rows = [row(name, [1.0]) for name in SUM] + [row("another figure", [1.0])]
+    lines = sum_up(rows, {SUM[0]: 2.0}).splitlines()
+    assert len(lines) == 6
+    assert lines[0].split()[-2:] == ["/", "6d24263"]
+    now, recorded, old, ratio = map(float, lines[1].removeprefix(SUM[0]).split())
+    assert (now, recorded) == (1, 2)
+    assert 0.8 < old < 1.2
+    assert ratio == pytest.approx(1 / old, abs=0.002)
 
 
 def test_a_peer_that_is_not_installed_is_said_and_left_out(
