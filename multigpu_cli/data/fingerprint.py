@@ -22,7 +22,7 @@ _ROUNDING = 1e-6  # relative; machines sum in different orders
 _ALL = 2**24  # values; of a larger tensor only some rows are read
 _SOME = 4096  # rows
 _FEW = 8  # samples that are read of a dataset that is fetched one by one
-_AT_ONCE = 2**18  # values in double precision, which fit in a cache
+_AT_ONCE = 2**15  # values in double precision, which fit in a cache
 
 
 def compute_fingerprint(source: DataSource, seed: int) -> DataFingerprint:
@@ -115,11 +115,12 @@ def _flat(value: Any) -> list[Any]:
 def _sums(value: Tensor) -> list[float]:
     """Sum and sum of squares, both also weighted by position, so that the order matters."""
     flat, sums = value.detach().cpu().flatten(), numpy.zeros(_SUMS)
-    places = torch.linspace(1, 2, len(flat), dtype=torch.float64).split(_AT_ONCE)
-    for part, place in zip(flat.split(_AT_ONCE), places, strict=True):
-        here = part.double().nan_to_num(posinf=0.0, neginf=0.0)
+    spacing = 1 / max(len(flat) - 1, 1)
+    for start in range(0, len(flat), _AT_ONCE):
+        here = flat[start : start + _AT_ONCE].double().nan_to_num(posinf=0.0, neginf=0.0)
+        places = torch.arange(start, start + len(here), dtype=torch.float64).mul_(spacing).add_(1)  # from 1 to 2
         squares = here.square()
-        sums += [float(each) for each in (here.sum(), squares.sum(), here.dot(place), squares.dot(place))]
+        sums += [float(each) for each in (here.sum(), squares.sum(), here.dot(places), squares.dot(places))]
     return sums.tolist()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.data.fingerprint import compute_fingerprint
@@ -47,6 +48,28 @@ def test_the_same_data_have_the_same_mark() -> None:
 )
 def test_what_differs_shows(other: DataSource) -> None:
     assert not same(HERE, other)
+
+
+def test_the_values_are_summed_piece_by_piece() -> None:
+    made: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **kwargs or {})
+            made.append(0 if func.is_view or not isinstance(result, torch.Tensor) else result.nbytes)
+            return result
+
+    big = source(torch.rand(2**16, 32, generator=torch.Generator().manual_seed(1)), torch.zeros(2**16))
+    with Sizes():
+        compute_fingerprint(big, 42)
+    assert 2**17 < max(made) <= 2**20, "16 MiB of positions in double precision were the peak of a training's memory"
+
+
+def test_the_data_stay_as_they_are() -> None:
+    values = torch.tensor([[0.5, float("nan"), float("inf")]], dtype=torch.float64)
+    compute_fingerprint(source(values, torch.zeros(1)), 42)
+    assert values.isnan().tolist() == [[False, True, False]]
+    assert values[0, 2].isinf()
 
 
 class Files(Dataset[Any]):
