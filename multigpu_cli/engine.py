@@ -25,9 +25,7 @@ from multigpu_cli.runtime.seeding import seed_micro_batch, seed_optimizer_step
 def run(request: ResolvedRequest) -> dict[str, Any]:
     """Carry out one request on this process's device; returns the summary.
 
-    Raises:
-        RequestError: the request is wrong; nothing was written.
-        TrainingError: the training failed; summary.json says so.
+    RequestError: the request is wrong; nothing was written. TrainingError: it failed; summary.json says so.
     """
     spec, console = request.spec, request.console
     if spec.is_complete:

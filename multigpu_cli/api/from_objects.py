@@ -40,20 +40,13 @@ from multigpu_cli.tasks.own_loss import Criterion
 
 @dataclass(kw_only=True)
 class FromObjects(FromConfig):
-    """The objects of a run from Python; the model is trained in place. What is None is built from the settings.
-
-    Attributes:
-        model: on any device; all ranks start from rank 0's weights.
-        criterion: outputs and targets → loss; None: the task that the configuration or the dataset names.
-        scheduler: of that optimizer; without one the optimizer's rates stay constant.
-        scheduler_interval: when the scheduler steps: "epoch" or "step"; None: as what it was made for tells.
-    """
+    """The objects of a run from Python; the model is trained in place. What is None is built from the settings."""
 
     source: DataSource
-    model: nn.Module
-    criterion: Loss | None = None
-    optimizer: torch.optim.Optimizer | None = None
-    scheduler_interval: str | None = None
+    model: nn.Module  # on any device; all ranks start from rank 0's weights
+    criterion: Loss | None = None  # outputs and targets → loss; None: the task that the settings or the dataset name
+    optimizer: torch.optim.Optimizer | None = None  # without a scheduler of it, its rates stay constant
+    scheduler_interval: str | None = None  # when it steps: "epoch" or "step"; None: as what it was made for tells
     whole_because: str = field(default="it is the caller's own", init=False)
 
     def __post_init__(self) -> None:
@@ -194,11 +187,7 @@ _UNDERFLOW = 1e-12  # an exponential reaches zero too, long after it has become 
 
 
 def choose_interval(scheduler: LRScheduler, epochs: int, steps: int, batches: BatchPlan) -> str:
-    """'step' or 'epoch', for a run of so many optimizer steps, which max_steps may have cut.
-
-    Raises:
-        RequestError: the scheduler was made for another number of steps.
-    """
+    """'step' or 'epoch', for a run of so many steps, which max_steps may cut; RequestError: made for other ones."""
     whole, each = epochs * batches.steps_per_epoch, batches.accumulation
     # the steps of one process by the length of its loader, with and without accumulation
     loader = batches.samples // batches.micro_batch

@@ -40,13 +40,9 @@ class Functions:
         self.training_metrics: dict[str, list[dict[str, Any]]] = defaultdict(list)
 
     def setup_data_parallel(self, model: nn.Module, device_ids: list[int] | None = None) -> tuple[nn.Module, bool]:
-        """Wrap the model in nn.DataParallel on these GPUs (default: all).
+        """Wrap the model in nn.DataParallel on these GPUs (default: all); RequestError: one of them does not exist.
 
-        Returns:
-            the wrapped model and True; with fewer than two GPUs the unchanged model and False.
-
-        Raises:
-            RequestError: a GPU of `device_ids` does not exist.
+        Returns the wrapped model and True; with fewer than two GPUs the unchanged model and False.
         """
         ids = _usable_gpus(device_ids)
         if len(ids) < 2:
@@ -67,14 +63,12 @@ class Functions:
         """Wrap the model in DistributedDataParallel on the one device of this process: a GPU, or the CPU with gloo.
 
         The process group is formed if there is none: from torchrun's variables, or from `world_size` and `rank` with an
-        `init_method` or MASTER_ADDR and MASTER_PORT. `cleanup_distributed` destroys it.
+        `init_method` or MASTER_ADDR and MASTER_PORT. `cleanup_distributed` destroys it. Returns the wrapped model and
+        True; without other ranks the unchanged model and False.
 
         Args:
             same_inputs: allow that ranks train on equal batches; else the first forward pass compares them, and raises
                 RequestError: a loader without DistributedSampler would train every rank on all samples.
-
-        Returns:
-            the wrapped model and True; without other ranks the unchanged model and False.
 
         Raises:
             RequestError: a GPU does not exist, srun started copies, or `world_size` and `rank` contradict the launcher.
@@ -118,13 +112,8 @@ class Functions:
         """Wrap the model as the strategy says; returns it, whether it is wrapped, and `get_gpu_info()`.
 
         `auto` takes DistributedDataParallel where a launcher or a process group exists, and else leaves the model
-        unchanged. It never takes DataParallel, which PyTorch advises against.
-
-        Args:
-            same_inputs: as for `setup_distributed_data_parallel`.
-
-        Raises:
-            RequestError: the strategy is unknown or fsdp, or a GPU does not exist.
+        unchanged. It never takes DataParallel, which PyTorch advises against. `same_inputs` is as for
+        `setup_distributed_data_parallel`. RequestError: the strategy is unknown or fsdp, or a GPU does not exist.
         """
         mode, wrapped = TrainingMode.named(strategy), False
         if mode is TrainingMode.FULLY_SHARDED_DATA_PARALLEL:
@@ -156,8 +145,7 @@ class Functions:
     ) -> None:
         """Record the numbers of one step, for `get_multi_gpu_metrics`; runs of the engine have their journal.
 
-        Args:
-            gpu_utilization: per cent, by GPU; None asks NVML.
+        `gpu_utilization` is in per cent, by GPU; None asks NVML.
         """
         entry = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": learning_rate}
         used = monitoring.gpu_utilisation() if gpu_utilization is None else gpu_utilization

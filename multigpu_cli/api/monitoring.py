@@ -67,14 +67,9 @@ class PerformanceMonitor:
         self._began = time.perf_counter()
 
     def record_metrics(self, loss: Tensor | float, batch_size: int, num_gpus: int = 1) -> None:
-        """Record one step.
+        """Record one step of `batch_size` samples on each GPU; reading the loss, (), waits for the device.
 
-        Args:
-            loss: (); reading it waits for the device.
-            batch_size: samples on each GPU.
-
-        Raises:
-            RequestError: before `start_monitoring`.
+        RequestError: before `start_monitoring`.
         """
         if self._began is None:
             raise RequestError("record_metrics: monitoring has not been started", remedy="start_monitoring()")
@@ -86,8 +81,7 @@ class PerformanceMonitor:
     def get_summary(self) -> dict[str, float]:
         """steps, total_time (seconds), avg_throughput (samples/s), max_memory_usage (GiB), final_loss, avg_loss.
 
-        Raises:
-            RequestError: nothing was recorded.
+        RequestError: nothing was recorded.
         """
         if not self.times:
             raise RequestError("get_summary: nothing was recorded", remedy="record_metrics after each step")
@@ -103,8 +97,7 @@ class PerformanceMonitor:
     def plot_metrics(self, path: str | Path = "training_metrics.png") -> Path:
         """Plot loss, samples per second and memory over the steps into a file (PNG, SVG or PDF by its suffix).
 
-        Raises:
-            RequestError: nothing was recorded.
+        RequestError: nothing was recorded.
         """
         self.get_summary()
         from matplotlib.figure import Figure  # late: a second of loading

@@ -34,15 +34,10 @@ from multigpu_cli.tasks.base import Loss
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step's micro-batches for this process, on its device; the training loader yields these.
+    """One optimizer step's micro-batches for this process, on its device; the training loader yields these."""
 
-    Attributes:
-        number: counted from 0 over the whole run.
-        batches: possibly none in an epoch's last step.
-    """
-
-    number: int
-    batches: list[Batch]
+    number: int  # counted from 0 over the whole run
+    batches: list[Batch]  # possibly none in an epoch's last step
     layout: StepLayout
 
 
@@ -194,10 +189,7 @@ class MultiGPUTrainer(Functions):
     def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:
         """Loss, and accuracy where there are classes, over the validation data, each sample counted once.
 
-        Directly after an epoch, its evaluation is returned and not repeated.
-
-        Raises:
-            RequestError: there is no validation data.
+        Directly after an epoch, its evaluation is returned and not repeated. RequestError: there is no validation data.
         """
         run = self._running()
         if run.loaders.val is None:
@@ -285,11 +277,8 @@ class MultiGPUTrainingManager:
     ) -> tuple[nn.Module, TrainLoader, Any]:
         """Freeze the config, and build or resume the run; returns model, training and validation loader.
 
-        Args:
-            more: criterion, optimizer, scheduler, scheduler_step, test_dataset, as for MultiGPUTrainer.setup.
-
-        Raises:
-            RequestError: an argument is invalid; nothing was written.
+        `more`: criterion, optimizer, scheduler, scheduler_step and test_dataset, as for `MultiGPUTrainer.setup`.
+        RequestError: an argument is invalid; nothing was written.
         """
         self.trainer = TRAINERS.get(TrainingMode.named(self.config.training_mode), MultiGPUTrainer)(self.config)
         self.fault_tolerance = FaultToleranceManager(self.trainer)
@@ -358,8 +347,7 @@ class FaultToleranceManager:
     def handle_error(self, error: BaseException) -> dict[str, Any]:
         """Record the error, free cached memory after a lack of it, and raise it again with the remedy as a note.
 
-        Raises:
-            BaseException: the same error, always; a script with a save_dir resumes from the last checkpoint.
+        A script with a save_dir then resumes from the last checkpoint.
         """
         remedy = remedy_for(error) if isinstance(error, Exception) else ""
         self.errors.append({"error": str(error), "kind": type(error).__name__, "remedy": remedy})

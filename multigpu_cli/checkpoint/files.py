@@ -106,8 +106,7 @@ _MOMENT = 0.3  # seconds; a process that only tests the lock has released it by 
 def is_locked(folder: Path) -> bool:
     """Whether another process holds the lock now; any number of processes may test at once, as the nodes of a job do.
 
-    Raises:
-        RequestError: the file system does not support locks.
+    RequestError: the file system does not support locks.
     """
     try:
         with open(folder / ".lock") as file:
@@ -141,8 +140,7 @@ def check_unlocked(folder: Path) -> None:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Create the folder and hold its lock for the duration of the context.
 
-    Raises:
-        RequestError: the folder can't be created or has a link in it, or another run holds its lock.
+    RequestError: the folder can't be created or has a link in it, or another run holds its lock.
     """
     refuse_links(folder)
     try:
@@ -173,8 +171,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def take_lock(file: IO[str], is_over: Callable[[], bool]) -> bool:
     """Take the lock of an open file, and wait for it until `is_over`; whether it is taken, until the file is closed.
 
-    Raises:
-        OSError: the file system does not support locks.
+    OSError: the file system does not support locks.
     """
     while True:
         try:

@@ -75,8 +75,7 @@ def load_initial_weights(model: nn.Module, path: Path, *, partial: bool) -> Weig
 def read_initial_weights(path: Path) -> dict[str, Any]:
     """The state dict in a file (.pt, .pth, .bin, .safetensors), in its parts (*.index.json), or in a folder of these.
 
-    Raises:
-        RequestError: no such file, damaged, or no weights in it.
+    RequestError: no such file, damaged, or no weights in it.
     """
     file = find_weight_file(path) if path.is_dir() else path
     if file is None:

@@ -39,10 +39,7 @@ class Rows(NamedTuple):
 def write_piece(file: Path, rows: Mapping[str, Rows], moved: Moved = ignore_progress) -> dict[str, Any]:
     """Write one rank's rows; returns the size and SHA-256 of the file, as a manifest lists them.
 
-    Tensor by tensor, unlike the library, which makes a second copy of everything in memory first.
-
-    Raises:
-        OSError: it could not be written.
+    Tensor by tensor, unlike the library, which makes a second copy of everything in memory first. OSError: it failed.
     """
     held = {name: each for name, each in rows.items() if each.tensor.numel()}
     order = sorted(held, key=lambda name: (-held[name].tensor.itemsize, name))  # so that each begins at a multiple
@@ -84,8 +81,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 class Pieces:
     """Reads tensors, or some rows of them, from these files of an intact checkpoint, as they are asked for.
 
-    Raises:
-        RequestError: a file has no rows, although its checksum is right.
+    RequestError: a file has no rows, although its checksum is right.
     """
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
@@ -102,8 +98,7 @@ class Pieces:
     def read(self, name: str, outline: Tensor, begin: int = 0, end: int | None = None) -> Tensor:
         """Rows `begin` to `end` of a tensor, or all of it; `outline` has the whole's shape and dtype.
 
-        Raises:
-            RequestError: rows are missing or there twice, or they are of another tensor.
+        RequestError: rows are missing or there twice, or they are of another tensor.
         """
         end = outline.shape[0] if end is None else end
         self._check_complete(name, outline)
@@ -154,8 +149,7 @@ def serialize(state: Any) -> bytes:
 def serialize_to_file(state: Any, file: BinaryIO | ProgressFile) -> tuple[int, str]:
     """Write the bytes of `serialize` to a file, without a second copy of the state in memory; returns size and SHA-256.
 
-    Raises:
-        OSError: a write failed; torch itself would only report an inconsistent archive.
+    OSError: a write failed; torch itself would only report an inconsistent archive.
     """
     summed = HashingFile(file)
     try:
@@ -202,10 +196,7 @@ class HashingFile:
 def deserialize(content: bytes | Path, origin: str) -> Any:
     """Load the state in a file's bytes; only tensors and plain values are accepted, so no code runs.
 
-    Of a file itself, tensors are mapped into memory as far as torch can do that.
-
-    Raises:
-        RequestError: the bytes are not such a file.
+    Of a file itself, tensors are mapped into memory as far as torch can do that. RequestError: it is no such file.
     """
     mapped = isinstance(content, Path) and is_zipfile(content)  # torch's files from before 2020 are none
     try:

@@ -32,13 +32,7 @@ _PATIENCE = 20.0  # seconds for a process of the previous attempt to end, on a n
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run begins, as plain values that rank 0 can broadcast.
-
-    Attributes:
-        micro_batch_after_oom: the micro-batch to start with, if an attempt ran out of memory before its first
-            checkpoint.
-        eval_batch_after_oom: the most samples of a batch, if an attempt ran out of memory in a sharded evaluation.
-    """
+    """Where a run begins, as plain values that rank 0 can broadcast."""
 
     folder: str  # the run folder; it may not exist yet
     checkpoint: str | None  # the checkpoint folder to resume from, or None
@@ -47,9 +41,9 @@ class ResumePoint:
     warnings: list[str]  # the checkpoints that were skipped, with reasons
     reason: str  # the reason for the choice, which the plan shows
     rewind_from: str | None = None  # the older checkpoint of the same folder that --resume names, or None
-    micro_batch_after_oom: int | None = None
+    micro_batch_after_oom: int | None = None  # to start with, if memory ran out before the first checkpoint
     global_batch: int | None = None  # the global batch of that attempt, which does not change
-    eval_batch_after_oom: int | None = None
+    eval_batch_after_oom: int | None = None  # most samples, if memory ran out in a sharded evaluation
     checkpoint_rank: int = 0  # the rank whose disk has the checkpoint
 
     def as_dict(self) -> dict[str, Any]:

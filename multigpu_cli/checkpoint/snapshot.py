@@ -24,25 +24,17 @@ from multigpu_cli.runtime.precision import Precision
 
 @dataclass
 class Progress:
-    """How far a run is; data order and random numbers follow from `step`.
-
-    Attributes:
-        best: metrics of the best evaluation so far, with its epoch; empty before the first.
-        train_seconds, startup_seconds: totals over all attempts.
-        last: metrics of the newest evaluation of each split, and train_loss, the mean over the newest epoch so far.
-        line_losses: loss sum and units of the steps since the newest log line.
-        epoch_losses: index of the newest epoch, and loss sum and units of its steps so far.
-    """
+    """How far a run is; data order and random numbers follow from `step`."""
 
     step: int = 0  # the position in the schedule: optimizer steps done, and those that a task skipped (PPO's target_kl)
-    best: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)  # of the best evaluation so far, with its epoch; or empty
     score: list[float] = field(default_factory=list)  # the score of that evaluation; the task defines the order
     stale_epochs: int = 0  # evaluations since then without improvement
-    train_seconds: float = 0.0
-    startup_seconds: float = 0.0
-    last: dict[str, float] = field(default_factory=dict)
-    line_losses: list[float] = field(default_factory=lambda: [0.0, 0])
-    epoch_losses: list[float] = field(default_factory=lambda: [0, 0.0, 0])
+    train_seconds: float = 0.0  # over all attempts
+    startup_seconds: float = 0.0  # over all attempts
+    last: dict[str, float] = field(default_factory=dict)  # newest of each split, and train_loss, the epoch's mean
+    line_losses: list[float] = field(default_factory=lambda: [0.0, 0])  # since the newest log line: loss sum, units
+    epoch_losses: list[float] = field(default_factory=lambda: [0, 0.0, 0])  # index of the newest epoch; loss sum, units
     faults: list[dict[str, Any]] = field(default_factory=list)  # the faults so far, as the journal records them
     stopped_early: bool = False  # early stopping ended the run before its last step
     scheduled: int = 0  # how often the user's own scheduler was stepped

@@ -109,9 +109,8 @@ def save_weights(
 ) -> str:
     """Write {"model", "config", "metrics"}, for `torch.load(path, weights_only=True)`; returns the file's SHA-256.
 
-    Args:
-        state: in host memory, and with it alone: the file gets whole storages. It is not copied.
-        moved: called for each piece that has reached the disk.
+    The state lies in host memory, alone, since the file gets whole storages; it is not copied. `moved` is called for
+    each piece that has reached the disk.
     """
     return str(write_state(path, {"model": state, "config": config, "metrics": metrics}, moved)["sha256"])
 
@@ -119,10 +118,8 @@ def save_weights(
 def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
     """The state dict in best.pt, last.pt, a checkpoint's state.pt, or whatever else `torch.save` wrote one into.
 
-    Its tensors are mapped from the file, where that is possible.
-
-    Raises:
-        RequestError: no such file, or no weights in it; the message begins with the flag that named it.
+    Its tensors are mapped from the file, where that is possible. RequestError: no such file, or no weights in it; the
+    message begins with the flag that named it.
     """
     if not path.is_file():
         raise RequestError(f"{flag} {path}: there is no such file".lstrip(), remedy="best.pt of a run folder, say")
@@ -206,8 +203,7 @@ class TrainedWeights:
 def load_trained_weights(path: Path) -> TrainedWeights:
     """Find the weights of a run folder (the best ones), of best.pt or last.pt, or of a checkpoint.
 
-    Raises:
-        RequestError: the path is none of these, or the file is damaged, or contains more than tensors and plain values.
+    RequestError: the path is none of these, or the file is damaged, or contains more than tensors and plain values.
     """
     if path.is_file():
         return _from_file(path)

@@ -44,12 +44,7 @@ _KNOBS = {
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The measurements on one number of workers.
-
-    Attributes:
-        shares: of the time: data, wire (exposed), stragglers, compute; with fsdp data, and "compute and wire".
-        forecast_ms: plan's forecast, the median of the repetitions; None for dp, which plan does not forecast.
-    """
+    """The measurements on one number of workers."""
 
     strategy: str
     workers: int
@@ -60,9 +55,9 @@ class BenchResult:
     efficiency: float
     utilisation: float | None  # of the GPUs, or of the CPU threads that the workers have, in per cent; None: unknown
     memory: float  # of the fullest worker, in bytes: its GPU's, or the whole process on a CPU
-    shares: dict[str, float]
+    shares: dict[str, float]  # of the time: data, wire (exposed), stragglers, compute; or data, "compute and wire"
     overlap: Overlap | None  # where the share of the wire comes from; None: from the wait for the last bucket
-    forecast_ms: float | None
+    forecast_ms: float | None  # plan's, the median of the repetitions; None for dp, which plan does not forecast
     error: float | None
 
     @property

@@ -43,10 +43,8 @@ class RawInputs:
 def export_weights(state: dict[str, Any], target: Path) -> list[str]:
     """Write a state dict as .pt, or its tensors as .safetensors, and verify the file bit by bit.
 
-    Returns the names of the entries that are left out, since .safetensors holds only tensors.
-
-    Raises:
-        TrainingError: reading the file back gives other content.
+    Returns the names of the entries that are left out, since .safetensors holds only tensors. TrainingError: reading
+    the file back gives other content.
     """
     left_out = extra_state(state) if target.suffix == ".safetensors" else {}
     # copies, so that tied tensors become two: safetensors accepts no views

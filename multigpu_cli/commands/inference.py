@@ -93,8 +93,7 @@ def load_run_without_data(
 ) -> LoadedRun:
     """Build the network from the run's record of its data, which need not be there: a source without samples.
 
-    Raises:
-        RequestError: the code is not allowed, or the file has no record of the data.
+    RequestError: the code is not allowed, or the file has no record of the data.
     """
     built_for = dict(weights.settings.get("built_for", {}))
     if not built_for:
@@ -175,10 +174,8 @@ def run_distributed(
 ) -> Result | None:
     """Call `work` on each worker, started here unless a launcher has; its result, but None on ranks above 0.
 
-    `work` is a function that can be sent to other processes.
-
-    Raises:
-        RequestError: the run can't be loaded, or has no such split; the same on every rank.
+    `work` is a function that can be sent to other processes. RequestError, the same on every rank: the run can't be
+    loaded, or has no such split.
     """
     wanted = DeviceConfig(multi_gpu="auto", nproc_per_node=request.workers)
     refuse_srun_copies()

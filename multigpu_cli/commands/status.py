@@ -30,15 +30,7 @@ _RUNNING = ("starting", "running")
 
 @dataclass(frozen=True)
 class Status:
-    """One run, now.
-
-    Attributes:
-        step, total_steps: the position in the planned optimizer steps, and their number.
-        checkpoint_step, checkpoint_age: the newest checkpoint, and how many seconds ago it was written.
-        recovery_seconds, lost_steps: of the last restart within a launch: the time from the end of an attempt to the
-            first step of the next one, and the steps that were repeated.
-        command: the best run's, which gives its settings again; None for the others, and without --sort-by.
-    """
+    """One run, now."""
 
     run: str
     state: str  # starting, running, completed, stopped, failed, or died (ended without writing so)
@@ -46,22 +38,22 @@ class Status:
     strategy: str | None
     workers: int | None
     device: str | None
-    step: int
-    total_steps: int | None
+    step: int  # in the planned optimizer steps
+    total_steps: int | None  # planned
     epoch: int | None
     loss: float | None
     val: dict[str, float]
     samples_per_second: float | None  # of the last window of the journal
     eta_seconds: float | None  # at the pace of the last lines, evaluations included; early stopping may end it sooner
-    checkpoint_step: int | None
-    checkpoint_age: float | None
+    checkpoint_step: int | None  # the newest checkpoint's
+    checkpoint_age: float | None  # seconds since it was written
     silent_seconds: float
     attempts: int
-    recovery_seconds: float | None = None
-    lost_steps: int | None = None
+    recovery_seconds: float | None = None  # from the end of an attempt of this launch to the next one's first step
+    lost_steps: int | None = None  # repeated after that
     alarms: list[str] = field(default_factory=list)
     sort_value: float | None = None  # the number of --sort-by; None where the run has none
-    command: str | None = None
+    command: str | None = None  # the best run's, which gives its settings again; None without --sort-by
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:

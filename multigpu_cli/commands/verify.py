@@ -81,9 +81,7 @@ class RunTrace:
 def compare_runs(run_a: str, run_b: str) -> Comparison:
     """Compare two run folders.
 
-    Raises:
-        RequestError: a folder has no run, the runs have different settings, or one is not over and shows no difference
-            so far.
+    RequestError: a folder has no run, the runs have different settings, or one is not over and shows no difference yet.
     """
     a, b = _open_run(run_a), _open_run(run_b)
     if differing := list(_list_setting_differences(a, b)):

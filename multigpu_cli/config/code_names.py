@@ -77,12 +77,8 @@ def names_environments(config: Config) -> bool:
 def check_code(config: Config, command: Config, where: str, parts: Collection[str] = NAMING) -> None:
     """Refuse code that the user's own command does not name, before anything is imported.
 
-    Args:
-        config: the settings that will be used, including those from a run folder or a checkpoint.
-        command: the user's own settings: flags, --set, and the file given with --config.
-
-    Raises:
-        RequestError: the message names the code that would have been imported.
+    `config` has the settings that will be used, also those of a run folder or checkpoint; `command` the user's own:
+    flags, --set, and the file given with --config. RequestError: names the code that would have been imported.
     """
     if command.checkpoint.own_code:
         return

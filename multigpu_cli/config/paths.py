@@ -29,10 +29,8 @@ def refuse_links(run: Path) -> None:
     """Check that nothing that a run writes in its folder is a symbolic link, before anything is written or removed.
 
     The folder itself may be one, and W&B's own links stay, which lead to its other files beside them. What a run never
-    writes may be anything: folders that are not its own, as a project has them that is its --save-dir.
-
-    Raises:
-        UnsafeFolder: names the link: what is done to the file would be done to another, somewhere else.
+    writes may be anything: folders that are not its own, as a project has them that is its --save-dir. UnsafeFolder:
+    names the link: what is done to the file would be done to another, somewhere else.
     """
     of_wandb = run / "loggers" / "wandb"
     for place, folders, files in os.walk(run):

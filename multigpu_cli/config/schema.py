@@ -317,11 +317,7 @@ class FaultConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings after defaults < YAML < --set < flags; nothing is derived here.
-
-    Attributes:
-        from_files: what only a file gives and imports code, sends the run elsewhere or names prompts; "" if nothing.
-    """
+    """All settings after defaults < YAML < --set < flags; nothing is derived here."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -342,7 +338,7 @@ class Config:
     fault: FaultConfig = field(default_factory=FaultConfig)
     recipe: str | None = None
     explicit: frozenset[str] = frozenset()  # keys that the user gave (YAML, --set or flag); the others are defaults
-    from_files: str = ""
+    from_files: str = ""  # what only a file gives and imports code, sends the run elsewhere or names prompts
 
     @property
     def last_epoch(self) -> float:

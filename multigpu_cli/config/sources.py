@@ -40,10 +40,8 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None, *,
 
     --set and flags are one layer, the YAML file is another. A layer that gives --lr replaces the --base-lr of an
     earlier layer, and the reverse; one that names another dataset, model or task drops the earlier one's arguments.
-    Without --data, the dataset is recognized by the files at --data-dir.
-
-    Args:
-        in_worker: our own launcher wrote the YAML file, which holds `Config.from_files` too.
+    Without --data, the dataset is recognized by the files at --data-dir. `in_worker`: our own launcher wrote the YAML
+    file, which holds `Config.from_files` too.
     """
     faults: list[TrainingError] = []
     broken: set[str] = set()

@@ -70,8 +70,7 @@ _Dumper.yaml_implicit_resolvers = _resolvers()
 def compose(text: str) -> yaml.Node | None:
     """The nodes of one document, checked; None if it is empty.
 
-    Raises:
-        UnreadableError: malformed, more than one document, a custom tag, an alias, or a repeated key.
+    UnreadableError: malformed, more than one document, a custom tag, an alias, or a repeated key.
     """
     try:
         loader = _Loader(text)

@@ -19,13 +19,9 @@ from multigpu_cli.runtime.model_call import IGNORED, TARGETS
 
 @dataclass(frozen=True)
 class SampleForm:
-    """How the parts of a sample are divided into inputs and targets.
+    """How the parts of a sample are divided into inputs and targets."""
 
-    Attributes:
-        inputs: so many parts of a tuple are inputs, and the others targets; None: there are one and one.
-    """
-
-    inputs: int | None = None
+    inputs: int | None = None  # so many parts of a tuple are inputs, and the others targets; None: one and one
     needs_target: bool = True
     keeps_mappings: bool = False  # a mapping stays whole, with its targets in it
 
@@ -55,11 +51,9 @@ def get_samples(dataset: Dataset[Any], indices: list[int]) -> Sequence[Any]:
 
 @contextmanager
 def report_own_code(dataset: Dataset[Any], what: str, call: str) -> Iterator[None]:
-    """Report an error of the dataset's own code as a RequestError that says where.
+    """Report an error of the dataset's own code, which `what` (in words) raised, as a RequestError that says where.
 
-    Args:
-        what: raised it, in words.
-        call: the expression on the dataset that shows it in Python.
+    `call` is the expression on the dataset that shows it in Python.
     """
     try:
         yield
@@ -261,8 +255,7 @@ class TokenCounts(NamedTuple):
 def count_tokens(items: Sequence[Any], targets: Any) -> TokenCounts | None:
     """The tokens of a batch; None where its samples are no rows of `input_ids`.
 
-    Args:
-        items: the samples as the dataset handed them out; those of preferences are two rows each.
+    `items` are the samples as the dataset handed them out; those of preferences are two rows each.
     """
     rows = [row for item in items for row in (item if isinstance(item, list) else [item])]
     if not all(isinstance(row, Mapping) and "input_ids" in row for row in rows):

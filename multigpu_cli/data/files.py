@@ -115,15 +115,11 @@ def _locate_only_file(name: str, folder: Path, layout: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFiles:
-    """Where the user gets a dataset and how its folder must look.
-
-    Attributes:
-        folders: places relative to --data-dir where the files may lie ("." for itself), tried in this order.
-    """
+    """Where the user gets a dataset and how its folder must look."""
 
     name: str
     address: str
-    folders: Sequence[str]
+    folders: Sequence[str]  # places relative to --data-dir where the files may lie (. for itself), tried in this order
     layout: str  # the files expected there, for the message
 
     def folder(self, data_dir: str | None, landmarks: Iterable[str]) -> Path:

@@ -66,8 +66,7 @@ class BatchStream(ABC):
     ) -> Iterator[StepWork]:
         """The steps of an epoch from step `start` on: each with its layout and this worker's batches.
 
-        Args:
-            replicas_per_process: micro-batches joined into one batch (DataParallel needs one per device).
+        `replicas_per_process` micro-batches are joined into one batch (DataParallel needs one per device).
         """
 
     def next_step(self, step: int, plan: BatchPlan) -> int:

@@ -27,11 +27,8 @@ class MixtureOrder:
 
     A source takes up where it stopped in the epoch before; when all its samples have had their turn, it shuffles them
     anew. In each period of 65,536 positions, and in the rest at the end, the sources have fixed numbers of places,
-    which the seed shuffles.
-
-    Args:
-        samples: places in an epoch; `counts` has those of each source.
-        blocks: of each source, its data.shuffle_block, or None.
+    which the seed shuffles. An epoch has `samples` places, each source `counts` of them; `blocks` has each one's
+    data.shuffle_block.
     """
 
     def __init__(

@@ -41,11 +41,7 @@ class OrderOfEpoch(Protocol):
 
 
 class OrderByPieces(ABC):
-    """An order that is made piece by piece, of which the last one asked for is kept.
-
-    Args:
-        starts: the first position of each piece, and the number of all positions.
-    """
+    """An order made piece by piece, the last of which is kept; `starts` has the first position of each, and the end."""
 
     def __init__(self, starts: Sequence[int]) -> None:
         self._starts = starts
@@ -75,11 +71,9 @@ class OrderByPieces(ABC):
 class BlockOrder(OrderByPieces):
     """An order for samples on a disk: blocks of neighbours are shuffled, and then the samples of several blocks.
 
-    Each sample comes once. What lies in memory is a number for each block, and one for each sample of a window.
-
-    Args:
-        block: samples side by side that stay in one window; the last block may be shorter.
-        window: blocks whose samples are mixed with each other.
+    Each sample comes once. A block's samples lie side by side and stay in one window; the last block may be shorter.
+    The samples of so many blocks as a `window` has are mixed with each other. What lies in memory is a number for each
+    block, and one for each sample of a window.
     """
 
     def __init__(self, count: int, seed: int, epoch: int, block: int, window: int) -> None:
@@ -131,11 +125,7 @@ def _stream_keys(streams: tuple[tuple[int, int], ...], device: torch.device) -> 
 
 
 class KeyedRandom:
-    """The random numbers of one batch of samples.
-
-    Args:
-        indices: (n,) int64, the samples' indices in their dataset, on the device of the numbers.
-    """
+    """The random numbers of one batch of samples, by their `indices` (n,) int64 in the dataset, on one device."""
 
     def __init__(self, seed: int, epoch: int, indices: Tensor) -> None:
         self._key, self._counters = make_key(seed, epoch), indices[:, None] << 32
@@ -156,8 +146,7 @@ SPLIT = 0x5917  # separates the split's random stream from the epochs' orders
 def split_by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list[Tensor]:
     """Index tensors of consecutive parts of a shuffled dataset; the first part has the remainder.
 
-    Args:
-        fractions: shares of the parts after the first, e.g. (0.1, 0.1) for 80/10/10.
+    `fractions` are the shares of the parts after it, e.g. (0.1, 0.1) for 80/10/10.
     """
     sizes = [round(count * fraction) for fraction in fractions]
     first = count - sum(sizes)

@@ -229,11 +229,9 @@ class BatchTransforms:
         return inputs, targets
 
     def train(self, inputs: Any, targets: Any, keys: Tensor, epoch: int, micro_batch: int) -> tuple[Any, Any]:
-        """A batch that is trained on.
+        """A batch that is trained on; random numbers are drawn by `keys`, (n,) int64 on the CPU.
 
-        Args:
-            keys: (n,) int64 on the CPU, by which random numbers are drawn.
-            micro_batch: samples of a micro-batch; several may have been joined.
+        `micro_batch` samples are a micro-batch, several of which may have been joined.
         """
         if not self._augments and not self._rand_augment and not self._mixer:
             return self._to_model_input(inputs), targets

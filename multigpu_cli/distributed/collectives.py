@@ -93,10 +93,7 @@ def run_on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
     """Run work that may fail on any rank; if it fails, the error of the first such rank is raised on all ranks.
 
     Without this, the other ranks would wait in the next collective for the rank that failed. `work` itself must not
-    communicate.
-
-    Raises:
-        OutOfMemory: the device's memory did not suffice.
+    communicate. OutOfMemory: the device's memory did not suffice.
     """
     error: TrainingError | None = None
     result: Result | None = None

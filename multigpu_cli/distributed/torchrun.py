@@ -25,8 +25,7 @@ _TORCHS_OWN = "SIGHUP,SIGQUIT"
 def run_agent(words: Sequence[str]) -> int:
     """Run torchrun with these arguments; returns 75 if the workers stopped with a checkpoint, 128 + N after signal N.
 
-    Raises:
-        ChildFailedError: a worker failed.
+    ChildFailedError: a worker failed.
     """
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:
         try:

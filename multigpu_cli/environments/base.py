@@ -88,8 +88,7 @@ class EnvironmentGroup(ABC):
     def step(self, actions: Tensor) -> StepReturn:
         """Step every environment once; where an episode ends, the next one begins at once.
 
-        Args:
-            actions: (E,) int64, or (E, *action.shape) float32 within the bounds.
+        `actions` are (E,) int64, or (E, *action.shape) float32 within the bounds.
         """
 
     @abstractmethod
@@ -100,9 +99,8 @@ class EnvironmentGroup(ABC):
     def load_state(self, state: dict[str, Tensor]) -> tuple[Tensor, int]:
         """Continue from a captured state; replaces `reset`.
 
-        Returns:
-            The next observations (E, *shape), and the number of environments whose state could not be restored and
-            whose episode was restarted (0: exact resume).
+        Returns the next observations (E, *shape), and the number of environments whose state could not be restored and
+        whose episode was restarted (0: exact resume).
         """
 
     def figures(self) -> dict[str, Tensor]:

@@ -17,10 +17,7 @@ class GymGroup(EnvironmentGroup):
 
     An episode begins with `reset(seed=…)`, so its seed and its actions determine it and are the state. It is restored
     by replaying the actions. If the observation then differs, because an environment has randomness that the seed does
-    not control, the episode is restarted.
-
-    Args:
-        hide: indices of the elements of a flat observation that the policy does not receive.
+    not control, the episode is restarted. The policy does not receive the elements `hide` of a flat observation.
     """
 
     def __init__(
@@ -120,8 +117,7 @@ def group(
 ) -> GymGroup:
     """Build the environments of --data gym:ID.
 
-    Raises:
-        RequestError: gymnasium is not installed, or has no such environment, or its action space is not supported.
+    RequestError: gymnasium is not installed, or has no such environment, or its action space is not supported.
     """
     return GymGroup(id, numbers, seed, device, hide, options or {})
 

@@ -82,11 +82,9 @@ _TIMEOUT = 5.0  # seconds for an answer
 class DeadlineStore:
     """A store whose calls return or raise within a few seconds.
 
-    torch's `check` waits for as long as the connection seems open, which is up to 15 minutes without a network.
-    So each call runs in a thread of its own; while one is overdue, no other is started.
-
-    Raises:
-        RuntimeError: the store is gone or does not answer, as torch's own stores do.
+    torch's `check` waits for as long as the connection seems open, which is up to 15 minutes without a network. So each
+    call runs in a thread of its own; while one is overdue, no other is started. RuntimeError, as of torch's own stores:
+    the store is gone or does not answer.
     """
 
     def __init__(self, store: dist.Store) -> None:

@@ -26,12 +26,9 @@ def check_replicas(
 ) -> None:
     """Compare all ranks by one checksum per tensor; costs one pass over the state, and one small collective.
 
-    Args:
-        optimizer: its state per parameter, which affects the weights only later.
-        num_shards, find_parameter: see `Strategy`. Each shard of weights and of the optimizer's state is compared.
-
-    Raises:
-        TrainingError: they differ; names the ranks and the first tensors. Every rank raises the same.
+    The optimizer's state per parameter affects the weights only later. `num_shards` and `find_parameter` are as in
+    `Strategy`: each shard of weights and of the optimizer's state is compared. TrainingError, the same on every rank,
+    names the ranks that differ and the first tensors.
     """
     if world.size == 1:
         return

@@ -97,9 +97,8 @@ _MAX_UNSTACKED = 1000  # steps are recorded at no cost, and stacked at times if 
 class SkippedStepLimit:
     """Follows the skipped steps of a run without a host sync in the step.
 
-    Args:
-        policy: skip continues until too many come in a row; stop ends the run after the first, at the next reading.
-        fp16: overflows are expected, since the loss scale is searched by them.
+    The policy skip continues until too many come in a row; stop ends the run after the first, at the next reading. With
+    `fp16`, overflows are expected, since the loss scale is searched by them.
     """
 
     def __init__(self, policy: str, device: torch.device, *, fp16: bool) -> None:

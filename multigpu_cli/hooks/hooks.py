@@ -264,10 +264,8 @@ class UserHooks(Part):
     def state_dict(self, run: Run) -> dict[str, Any]:
         """Of each hook with a state that of its lowest rank, by name.
 
-        What has no rank among these workers keeps the state that it had.
-
-        Raises:
-            TrainingError: state_dict failed, or returned what a checkpoint can't hold.
+        What has no rank among these workers keeps the state that it had. TrainingError: state_dict failed, or returned
+        what a checkpoint can't hold.
         """
         states: dict[str, Any] = {}
         for hook in self._hooks:
@@ -364,9 +362,7 @@ def copy_state(value: Any, what: str) -> Any:
     """A copy in host memory, in the types that load without running code.
 
     NumPy's numbers become Python's, and subclasses of plain types the plain ones. `what` returned it, for the message.
-
-    Raises:
-        TrainingError: something in it is neither a plain value nor a tensor.
+    TrainingError: something in it is neither a plain value nor a tensor.
     """
     if value is None or isinstance(value, bool):
         return value

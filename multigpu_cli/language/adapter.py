@@ -56,11 +56,8 @@ def add_adapter(network: nn.Module, config: AdapterConfig, seed: int, *, referen
     """Wrap a network of transformers by peft: the adapter learns, the network stays as it is.
 
     The first weights follow from the seed alone: a layer with a fresh adapter computes what it did without. The state
-    dict has what learns, and the reference, and nothing of the network itself.
-
-    Args:
-        network: a causal language model, perhaps on the meta device.
-        reference: with a second one, which gets the weights that `load_initial_weights` gives the first.
+    dict has what learns, and the reference, and nothing of the network itself. The network may be on the meta device. A
+    second adapter, the `reference`, gets the weights that `load_initial_weights` gives the first.
     """
     try:
         with torch.device("cpu"):  # its modules create tensors of their own, which would be on the meta device else
@@ -276,9 +273,7 @@ def fingerprint_base_model(config: Config, tokenizer: Mapping[str, str]) -> dict
 def check_base(before: Mapping[str, str], config: Config, tokenizer: Mapping[str, str], origin: str) -> None:
     """Compare with what a checkpoint has recorded, as far as it has; an older version recorded nothing.
 
-    Args:
-        tokenizer: what made the tokens; see `Codec.record`.
-        origin: the run folder or file that has the record.
+    `tokenizer` made the tokens (see `Codec.record`); `origin` is the run folder or file that has the record.
     """
     now = fingerprint_base_model(config, tokenizer) if before else {}
     differing = [

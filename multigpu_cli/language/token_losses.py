@@ -35,14 +35,10 @@ class TokenTargets(NamedTuple):
 
 
 class TokenLosses(NamedTuple):
-    """What a network returns for `TokenTargets`.
-
-    Attributes:
-        right: (n, t) bool, whether a target was the likeliest token; False in passes with gradients, which need it not.
-    """
+    """What a network returns for `TokenTargets`."""
 
     losses: Tensor  # (n, t) nats, in at least 32 bits; 0 where no target counts
-    right: Tensor
+    right: Tensor  # (n, t) bool, whether a target was the likeliest token; False in passes with gradients
 
 
 def compute_token_losses(

@@ -56,9 +56,8 @@ _PATIENCE = 120.0  # seconds without progress; importing a logger may take half 
 def send_journal(run: str, to: Sequence[str], *, again: bool) -> dict[str, Any]:
     """Send what has not arrived, or all again; returns the run, and the bytes of the journal that each logger has.
 
-    Raises:
-        RequestError: there is no such run or logger, the run has a link in it, or another process is sending it.
-        TrainingError: something was not sent.
+    RequestError: there is no such run or logger, the run has a link in it, or another process is sending it.
+    TrainingError: something was not sent.
     """
     folder, names = Path(run), _parse_names(to)
     if not (folder / JOURNAL).is_file():

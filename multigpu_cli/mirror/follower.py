@@ -70,9 +70,7 @@ class Follower:
     def upload_new(self) -> None:
         """Upload the newest intact checkpoint, if the mirror lacks it, then remove the oldest there.
 
-        Raises:
-            MirrorError: the mirror can't be used, or belongs to another run.
-            OSError: the run folder can't be read.
+        MirrorError: the mirror can't be used, or belongs to another run. OSError: the run folder can't be read.
         """
         if not self._claimed:
             self._claim()

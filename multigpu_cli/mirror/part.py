@@ -143,9 +143,8 @@ _KEEP = 10**6  # nothing is removed there
 def mirror_run(run: str, url: str) -> dict[str, Any]:
     """Send what the remote folder lacks; returns the URL and the step of its newest checkpoint.
 
-    Raises:
-        RequestError: there is no such run, it is at work or has a link in it, or the URL is wrong.
-        TrainingError: the remote folder refused it.
+    RequestError: there is no such run, it is at work or has a link in it, or the URL is wrong. TrainingError: the
+    remote folder refused it.
     """
     folder = Path(run)
     if errors := list(find_url_errors(url, "--to")):

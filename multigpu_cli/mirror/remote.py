@@ -50,8 +50,7 @@ class DamagedMirror(MirrorError):
 class Mirror:
     """The remote folder of one run: s3://…, gs://… or file:…, checked by rules.py; drivers find credentials themselves.
 
-    Raises:
-        MirrorError: the driver can't begin, for instance for want of credentials.
+    MirrorError: the driver can't begin, for instance for want of credentials.
     """
 
     def __init__(self, url: str) -> None:

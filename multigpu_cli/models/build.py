@@ -41,11 +41,8 @@ def build_model(
 ) -> nn.Module:
     """Call the factory, then freeze and checkpoint activations; the caller has seeded the generators.
 
-    Args:
-        name: of the model, the dataset's own where the user named none.
-        offered: input_shape, num_classes, task, mode, seed.
-        whole_output: as for `adapt_model`.
-        adapt: in place of `adapt_model`, from `find_adapter`.
+    The model's name is the dataset's own where the user gave none. `offered` are input_shape, num_classes, task, mode
+    and seed. `adapt` of `find_adapter` takes the place of `adapt_model`, for which `whole_output` is.
     """
     model: nn.Module = call_model_factory(find_model_factory(name, config.args), offered, config.args)
     if not isinstance(model, nn.Module):

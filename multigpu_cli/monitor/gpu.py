@@ -39,25 +39,20 @@ class GpuProcess:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The state of one GPU. A value that the driver does not report is None.
-
-    Attributes:
-        memory_total, memory_used: bytes; None also where a GPU has no memory of its own.
-        pcie, pcie_most: (generation, lanes), now and at best; idle GPUs may run at a lower generation.
-    """
+    """The state of one GPU. A value that the driver does not report is None."""
 
     number: int  # NVML's, in the order of the PCI bus, independent of CUDA_VISIBLE_DEVICES
     name: str = "unknown"
     uuid: str = ""
     capability: tuple[int, int] | None = None
-    memory_total: int | None = None
-    memory_used: int | None = None
+    memory_total: int | None = None  # bytes; None also where a GPU has no memory of its own
+    memory_used: int | None = None  # bytes
     utilisation: int | None = None  # per cent of the last second or so in which some kernel ran
     temperature: int | None = None  # °C
     power: float | None = None  # watts
     mig: bool = False
-    pcie: tuple[int, int] | None = None
-    pcie_most: tuple[int, int] | None = None
+    pcie: tuple[int, int] | None = None  # (generation, lanes) now; idle GPUs may run at a lower generation
+    pcie_most: tuple[int, int] | None = None  # at best
     processes: tuple[GpuProcess, ...] = ()
     unreachable: str = ""  # why NVML can't query it (it has fallen off the bus, say); "" where it can
 

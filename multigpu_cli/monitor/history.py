@@ -26,17 +26,12 @@ class Attempt:
 
 @dataclass
 class History:
-    """The events of one journal.
-
-    Attributes:
-        train, evals: the events that count, by step (and split): a resume replaces those of later steps.
-        samples: the answers to prompts, by step; a resume replaces those of later steps too.
-    """
+    """The events of one journal; those that a resume replaced by others do not count."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    train: dict[int, Event] = field(default_factory=dict)
-    evals: dict[tuple[int, str], Event] = field(default_factory=dict)
-    samples: dict[int, Event] = field(default_factory=dict)
+    train: dict[int, Event] = field(default_factory=dict)  # by step
+    evals: dict[tuple[int, str], Event] = field(default_factory=dict)  # by step and split
+    samples: dict[int, Event] = field(default_factory=dict)  # the answers to prompts, by step
     checkpoints: list[Event] = field(default_factory=list)
     faults: list[Event] = field(default_factory=list)
     recoveries: list[Event] = field(default_factory=list)  # the cost of each restart within a launch

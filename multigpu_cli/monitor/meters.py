@@ -102,10 +102,9 @@ class Quantiles:
 class StepTimer:
     """Steps, samples and seconds of training: over the run, and over the window since the last `read`.
 
-    Args:
-        device_runs_ahead: the host only queues work (CUDA), so single steps cannot be timed without making it wait;
-            each step then counts with the mean of its window, waits are those of the device, and the caller reads after
-            it has waited for the device.
+    If the `device_runs_ahead`, the host only queues work (CUDA), so single steps cannot be timed without making it
+    wait; each step then counts with the mean of its window, waits are those of the device, and the caller reads after
+    it has waited for the device.
     """
 
     def __init__(

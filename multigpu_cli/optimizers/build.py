@@ -152,12 +152,8 @@ def group_parameters(
     """Parameter groups by share of the rate, the full rate first, and matrices before the others.
 
     Matrices and kernels decay, biases and norms do not, unless optimizer.groups says otherwise. Checkpoints hold the
-    optimizer's state in this order.
-
-    Muon moves what is `hidden`, and AdamW the rest; None: one algorithm moves all.
-
-    Raises:
-        RequestError: a pattern matches nothing that learns.
+    optimizer's state in this order. Muon moves what is `hidden`, and AdamW the rest; None: one algorithm moves all.
+    RequestError: a pattern matches nothing that learns.
     """
     decays = _compute_decays(trained, config)
     groups: dict[GroupKey, list[Tensor]] = {}

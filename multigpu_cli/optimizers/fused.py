@@ -181,10 +181,7 @@ def find_hidden_matrices(model: nn.Module, spared: Collection[str] = ()) -> set[
     """The names of the matrices that Muon moves: of two dimensions, not spared, and not of an embedding or the head.
 
     The head is the model's last linear layer, unless that is within one of several blocks of a class: then the output
-    has the weights of an embedding.
-
-    Raises:
-        RequestError: a pattern matches nothing, or no matrix is left.
+    has the weights of an embedding. RequestError: a pattern matches nothing, or no matrix is left.
     """
     matrices = {name: p for name, p in model.named_parameters() if p.requires_grad and p.ndim == 2}
     outside = [layer.weight for layer in model.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]

@@ -48,10 +48,7 @@ def check_optimizer(
     """Try a copy of the optimizer on small weights; the optimizer itself and torch's generators stay as they are.
 
     With `exact` its steps must have the same bits each time; with several workers, the same on each of them.
-
-    Raises:
-        RequestError: a step fails; two steps from the same state differ, with `exact` or on several workers; or a
-            state that was saved and loaded leads to other bits.
+    RequestError: they have not; a step fails; or a state that was saved and loaded leads to other bits.
     """
     devices = {p.device for group in optimizer.param_groups for p in group["params"] if p.device.type == "cuda"}
     with torch.random.fork_rng(devices=[device.index or 0 for device in devices]):

@@ -35,9 +35,8 @@ class StepLayout(NamedTuple):
 class BatchPlan:
     """The batches of one run.
 
-    Attributes:
-        interleaved: worker r has the micro-batches r, r + workers, …, so that a pass of all workers takes successive
-            ones; otherwise each has a contiguous block.
+    Interleaved, worker r has the micro-batches r, r + workers, …, so that a pass of all workers takes successive ones;
+    otherwise each has a contiguous block.
     """
 
     samples: int  # size of the training set
@@ -141,8 +140,7 @@ def plan_batches(
 ) -> BatchPlan:
     """Plan the batches; the global batch is given, or is micro-batch × accumulation × workers.
 
-    Raises:
-        RequestError: accumulation and global batch disagree, or there are too few samples for the workers or a step.
+    RequestError: accumulation and global batch disagree, or there are too few samples for the workers or a step.
     """
     product = micro_batch * (accumulation or 1) * workers
     if global_batch is not None and accumulation is not None and product != global_batch:

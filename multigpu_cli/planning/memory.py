@@ -14,20 +14,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on each device.
-
-    Attributes:
-        weights, gradients, optimizer: the parts that do not depend on the micro-batch.
-        fixed, per_sample: activations, which are fixed + per_sample × micro-batch.
-        unsharded: whole weights, gathered for a pass, and whole gradients that wait for their reduction, at one time.
-    """
+    """Bytes on each device; activations take fixed + per_sample × micro-batch."""
 
     weights: int
     gradients: int
     optimizer: int
     fixed: float
     per_sample: float
-    unsharded: int = 0
+    unsharded: int = 0  # weights gathered for a pass, and whole gradients before their reduction, at one time
     in_turn: bool = False  # the gradients come as the activations go; otherwise both are there at one time
 
     def activations(self, micro_batch: int) -> float:

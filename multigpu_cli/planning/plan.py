@@ -12,21 +12,15 @@ from multigpu_cli.planning.schedule import Rate, Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The resolved values of a run, with reasons.
-
-    Attributes:
-        strategy, device: single words, for the journal.
-        base_lr, base_batch_size: the rate and batch that the learning rate was scaled from.
-        notes: what not every run has, by the keys of `capabilities.PLAN_NOTES`; some are known once the model is built.
-    """
+    """The resolved values of a run, with reasons."""
 
     placement_reason: str  # strategy and device, with the reason
-    strategy: str
-    device: str
+    strategy: str  # a single word, for the journal
+    device: str  # a single word, for the journal
     batches: BatchPlan
     rate: Rate
     schedule: Schedule
-    base_lr: float | None
+    base_lr: float | None  # that the learning rate was scaled from
     base_batch_size: int
     precision: str  # number format, with the reason
     precision_reason: str
@@ -38,7 +32,7 @@ class Plan:
     unused_flags: list[str]  # flags that were given and have no effect in this run
     scheduler_every: int = 0  # optimizer steps for each step of the user's own scheduler; 0 without one
     batch_size_reason: str = ""  # the reason for the micro-batch, if --batch-size did not give it
-    notes: Mapping[str, str | list[str]] = field(default_factory=dict)
+    notes: Mapping[str, str | list[str]] = field(default_factory=dict)  # what not every run has, by PLAN_NOTES' keys
     data: str = ""  # what a language model's samples are made of, where that is too long for the description
     optimizer: str = ""  # the optimizer, where it is neither AdamW nor SGD; empty otherwise, and before it is built
 

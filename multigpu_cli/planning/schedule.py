@@ -78,11 +78,9 @@ def resolve_learning_rate(
 ) -> Rate:
     """The given rate unchanged, or the base rate scaled to the global batch.
 
-    Raises:
-        RequestError: no rate is given, and none is known to suit the optimizer.
-
     Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root, for Adam-family optimizers: Malladi et al.
-    2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
+    2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms". RequestError: no rate is given, and none is
+    known to suit the optimizer.
     """
     if given is not None:
         return Rate(given, "given", f"{given:g} as given by --lr")
@@ -106,12 +104,10 @@ def resolve_learning_rate(
 class Schedule:
     """The learning rate of every optimizer step.
 
-    Attributes:
-        shape: cosine and linear fall to zero, step divides by ten after one half and three quarters, constant does not
-            change; wsd stays at the peak until its decay; or the name of `function`.
-        decay: share of the run in which wsd falls, by 1 - sqrt of what of it is done (Hägele et al. 2024, "Scaling Laws
-            and Compute-Optimal Training Beyond Fixed Training Durations"; the schedule is that of Hu et al. 2024,
-            "MiniCPM").
+    The shapes cosine and linear fall to zero, step divides by ten after one half and three quarters, constant does not
+    change; wsd stays at the peak until its decay: a share of the run in which it falls by 1 - sqrt of what of it is
+    done (Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations"; the schedule
+    is that of Hu et al. 2024, "MiniCPM"). `function` has a shape of its own name.
     """
 
     peak: float  # the rate at the end of warm-up

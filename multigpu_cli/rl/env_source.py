@@ -26,16 +26,13 @@ class EnvSource(DataSource):
 
     An epoch is one update: every environment takes `settings.rollout` steps, and the optimizer passes over their
     decisions `settings.passes` times. A micro-batch holds decisions of one group of environments.
-
-    Attributes:
-        environments, group: their number over all workers, and the number that step together.
     """
 
     make: Callable[[str, range, torch.device], EnvironmentGroup]  # split, numbers of the environments, device → a group
     action: Discrete | Box
     settings: PPOSettings
-    environments: int
-    group: int
+    environments: int  # over all workers
+    group: int  # environments that step together
 
     @property
     def groups(self) -> int:

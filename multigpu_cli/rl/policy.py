@@ -21,16 +21,12 @@ Network = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 class Policy(ABC):
-    """The meaning of outputs (…, k) for one space of actions.
-
-    Attributes:
-        shape, dtype: of an action.
-    """
+    """The meaning of outputs (…, k) for one space of actions."""
 
     outputs: int  # k
     noise: tuple[int, ...]  # shape of the random numbers that one choice needs
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[int, ...]  # of an action
+    dtype: torch.dtype  # of an action
 
     @abstractmethod
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

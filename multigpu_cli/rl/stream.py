@@ -138,14 +138,10 @@ class Collector:
 
 
 class PolicyInput(NamedTuple):
-    """Inputs of the model; `slot` is the optimizer step within its epoch.
+    """Inputs of the model; `slot` is the optimizer step within its epoch."""
 
-    Attributes:
-        observations, begun: (T, n, …), whole sequences, or (1, n, …) decisions in any order without memory.
-    """
-
-    observations: Tensor
-    begun: Tensor
+    observations: Tensor  # (T, n, …), whole sequences, or (1, n, …) decisions in any order without memory
+    begun: Tensor  # likewise
     memory: Tensor  # (n, S) before the first of the T steps
     slot: int
 

@@ -265,9 +265,7 @@ def recover_from_out_of_memory(run: Run, error: RuntimeError) -> None:
 
     With several processes the others are in the middle of a reduction, and in the optimizer's phase some weights may
     have moved already. Then the run has to start again: the next attempt reads the note that is left in the folder.
-
-    Raises:
-        TrainingError: the run has to start again, or the micro-batch can't be halved.
+    TrainingError: it has to start again, or the micro-batch can't be halved.
     """
     moved = run.observer.watchdog.phase == "optimizer"
     run.strategy.abort_step()

@@ -93,11 +93,8 @@ def resolve_request(
 def try_request(request: ResolvedRequest) -> dict[str, Any]:
     """Build the components as `open_run` does, try a micro-batch, and show the plan; nothing is written.
 
-    Returns the plan, and what was tried.
-
-    Raises:
-        RequestError: the run would refuse the same.
-        TrainingError: the run would fail before its first step.
+    Returns the plan, and what was tried. RequestError: the run would refuse the same. TrainingError: the run would fail
+    before its first step.
     """
     spec, world, console = request.spec, request.world, request.console
     plan, tried, components = spec.plan, "nothing: the run is complete", None

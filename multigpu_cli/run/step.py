@@ -31,9 +31,8 @@ def forward_backward(
 ) -> Tensor:
     """Add one micro-batch's share of the step's gradient to `.grad`; returns its loss sum, ().
 
-    Args:
-        divisor: the number of samples, or other loss units, of the global batch.
-        last: the worker's last micro-batch in the step: gradients are reduced during its backward pass.
+    The `divisor` is the number of samples, or other loss units, of the global batch. In the backward pass of a worker's
+    last micro-batch in the step, gradients are reduced.
     """
     strategy, precision = components.strategy, components.state.precision
     if observer:
@@ -53,9 +52,8 @@ def forward_backward(
 class MicroBatchProfile:
     """FLOPs and memory of one micro-batch.
 
-    Attributes:
-        flops: of forward and backward, in matrix products, convolutions and attention; a multiply-add counts as two.
-            The second forward pass of checkpointed blocks is not counted.
+    `flops` are those of forward and backward, in matrix products, convolutions and attention; a multiply-add counts as
+    two. The second forward pass of checkpointed blocks is not counted.
     """
 
     samples: int  # in the micro-batch

@@ -95,10 +95,8 @@ class Precision:
         """Unscale and clip the reduced gradient, and step; returns the gradient norm (), and 1 if skipped, else 0, ().
 
         There is no host sync: on a GPU, fused optimizers skip on the device if `found_inf` is 1. The norm is that of
-        the reduced gradient, so the number and the decision are the same on every rank.
-
-        Args:
-            total_norm: the norm of the whole gradient, given that of these gradients; None: they are the whole.
+        the reduced gradient, so the number and the decision are the same on every rank. `total_norm` makes the whole
+        gradient's from that of these gradients, where they are a part of it.
         """
         scaled, on_host = self._scales, self.device.type == "cpu"
         fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled

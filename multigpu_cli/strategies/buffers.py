@@ -20,9 +20,8 @@ _HALF = 32  # bits: a sum of such halves is exact in float64
 class StepBuffers:
     """Keeps a model's buffers the same over micro-batches and workers.
 
-    Args:
-        total: sums a flat tensor over all workers, in place.
-        always: go by changes for a lone micro-batch too: start + change may differ from the value in its last bit.
+    `total` sums a flat tensor over all workers, in place. `always` goes by changes for a lone micro-batch too: start +
+    change may differ from the value in its last bit.
     """
 
     def __init__(

@@ -19,11 +19,8 @@ class Metric(ABC):
     """One metric beside the task's own: begun, given this worker's batches in order, and reduced over all workers.
 
     A split is cut into the same batches on any number of workers, and each worker has a contiguous block of them. In
-    journal and summary it is called val_NAME and test_NAME.
-
-    Args:
-        code: what --metric names.
-        own_code: makes a fresh object for each evaluation; or the function: outputs, targets → (n,) values, or a pair.
+    journal and summary it is called val_NAME and test_NAME. `code` is what --metric names; `own_code` makes a fresh
+    object for each evaluation, or is the function: outputs, targets → (n,) values, or a pair.
     """
 
     def __init__(self, name: str, code: str, own_code: Callable[..., Any]) -> None:

@@ -25,18 +25,14 @@ _AHEAD = 64  # days whose table rows are gathered together
 
 @dataclass(frozen=True, kw_only=True)
 class TradingRules:
-    """The rules of an episode.
-
-    Attributes:
-        start: where an episode that is shorter than the split begins: at a random date, or at the split's first one.
-    """
+    """The rules of an episode."""
 
     cash: float = 1_000_000.0
     max_shares: int = 100  # shares of a symbol that an action of 1 buys and an action of -1 sells
     cost: float = 0.001  # the cost of a trade, as a share of its value
     reward_scale: float = 1e-4  # the reward is the change of the portfolio's value times this factor
     length: int | None = None  # days of an episode; None for the whole split
-    start: str = "random"
+    start: str = "random"  # where a shorter one begins: at a random date, or at the split's first one
     window: int | None = None  # days in an observation, (window, features); None for (features,) of the last day
 
 

@@ -27,13 +27,7 @@ class GpuProcessInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """This machine's GPUs and software.
-
-    Attributes:
-        cuda, cudnn, nccl, hip: the versions that torch was built with; None without.
-        driver, driver_cuda: the driver's version, and the newest CUDA that it runs.
-        peers: whether torch's GPU i reaches GPU j's memory; None with fewer than two.
-    """
+    """This machine's GPUs and software; cuda, cudnn, nccl and hip are what torch was built with, or None."""
 
     python: str
     torch: str
@@ -46,10 +40,10 @@ class MachineFacts:
     hidden: str | None = None  # CUDA_VISIBLE_DEVICES, None where it is not set
     no_nvml: str = ""  # why NVML can't be queried; empty where it can
     driver: str | None = None
-    driver_cuda: tuple[int, int] | None = None
+    driver_cuda: tuple[int, int] | None = None  # the newest that the driver runs
     gpus: Sequence[Gpu] = ()
     links: dict[tuple[int, int], str] = field(default_factory=dict)
-    peers: Sequence[Sequence[bool]] | None = None
+    peers: Sequence[Sequence[bool]] | None = None  # whether GPU i reaches the memory of GPU j; None with fewer than two
     tenants: dict[int, GpuProcessInfo] = field(default_factory=dict)
 
 

@@ -30,19 +30,15 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class ConfigEstimate:
-    """What a training takes of each device, computed and not measured.
-
-    Attributes:
-        rows, tokens: of a micro-batch, and of each of its rows.
-    """
+    """What a training takes of each device, computed and not measured."""
 
     folder: Path
     reason: str
     parameters: int
     trained: int
     memory: Memory
-    rows: int
-    tokens: int
+    rows: int  # of a micro-batch
+    tokens: int  # of a row
     activations: str  # what backward needs, in words; empty where it is counted in `memory`
     device: str
     capacity: int | None  # bytes of the GPU, None without one
@@ -142,10 +138,7 @@ def count_kept_bytes(model: nn.Module, sizes: tuple[int, ...], tokens: int, dtyp
 
     Rows count as packed ones, whose attention has a mask. It counts as torch's fused kernel for CPUs keeps it (inputs,
     output and log-sum), as those for GPUs do. Under autocast the copies of frozen weights count: their layers keep them
-    for the gradient of their inputs.
-
-    Args:
-        model: a network of `hugging_face.Logits` on the meta device; it is used up.
+    for the gradient of their inputs. The model is a `hugging_face.Logits` on the meta device, and is used up.
 
     Raises:
         Exception: whatever the network raises where it asks for the values of tensors, as mixtures of experts do.

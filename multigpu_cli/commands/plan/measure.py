@@ -47,15 +47,13 @@ _IN_STEPS = Link("measured", 0.0, inf, "measured here in the sharded steps of as
 class SingleWorkerProfile:
     """One worker, measured.
 
-    Attributes:
-        works: by number of workers, the times of one of them. On a CPU they were measured at the same time, as far as
-            there are cores, because they share its memory and its clock. On GPUs one measurement stands for all.
-        wire: between the workers of a CPU, measured in their steps; None where there was nothing to measure it in.
+    `works` are, by number of workers, the times of one of them. On a CPU they were measured at the same time, as far as
+    there are cores, because they share its memory and its clock. On GPUs one measurement stands for all.
     """
 
     components: TrainComponents
     works: dict[int, StepTimes]
-    wire: Link | None
+    wire: Link | None  # between the workers of a CPU, measured in their steps; None where that could not be
     sharding: Sharding | None
     memory: Memory
     flops_per_sample: float

@@ -75,9 +75,8 @@ _CLOTHES = (
 def mnist(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1) -> DataSource:
     """60,000 + 10,000 handwritten digits of 28×28; augmentation shifts each training image by up to two pixels.
 
-    Args:
-        data_dir: the folder of the four files, or the root folder of torchvision's dataset.
-        val_fraction: share of the 60,000 training images used for validation, chosen by seed.
+    `data_dir` is the folder of the four files, or the root folder of torchvision's dataset. `val_fraction` of the
+    60,000 training images, chosen by seed, are for validation.
     """
     augmentation = partial(shift, reach=2) if augment else None
     return _source(_MNIST, data_dir, mode, seed, val_fraction, tuple("0123456789"), augmentation)
@@ -178,9 +177,8 @@ _CIFAR10 = DatasetFiles(
 def cifar10(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1) -> DataSource:
     """50,000 + 10,000 color images of 32×32; augmentation crops each, padded by four pixels, and mirrors half of them.
 
-    Args:
-        data_dir: the folder cifar-10-batches-bin, or its parent.
-        val_fraction: share of the 50,000 training images used for validation, chosen by seed.
+    `data_dir` is the folder cifar-10-batches-bin, or its parent. `val_fraction` of the 50,000 training images, chosen
+    by seed, are for validation.
     """
     folder = _CIFAR10.folder(data_dir, _TRAIN_FILES[:1])
     parts = [_records(folder / name) for name in (*_TRAIN_FILES, "test_batch.bin")]

@@ -21,9 +21,8 @@ _LEVELS = 4096  # of the table from which shares are drawn
 class SampleMixer:
     """Mixes samples, and gives the shares of their classes as targets.
 
-    Args:
-        mixup, cutmix: both parameters of the beta distribution of the shares, None for neither; with both, each sample
-            meets one of them, with probability ½.
+    `mixup` and `cutmix` are both parameters of the beta distribution of the shares, None for neither; with both, each
+    sample meets one of them, with probability ½.
     """
 
     def __init__(self, mixup: float | None, cutmix: float | None, classes: int) -> None:

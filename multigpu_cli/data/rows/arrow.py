@@ -31,13 +31,9 @@ def load_pyarrow() -> Any:
 
 
 class _Chunk(NamedTuple):
-    """A column in one record batch.
+    """A column in one record batch."""
 
-    Attributes:
-        offsets: of lists within lists, from the outermost, of bytes or of texts; none for a single number.
-    """
-
-    offsets: tuple[np.ndarray, ...]
+    offsets: tuple[np.ndarray, ...]  # of nested lists from the outermost, of bytes or texts; none for a single number
     values: np.ndarray  # the innermost numbers, or bytes; whole rows where all have their length by the type
     bits: int | None = None  # true and false are stored eight in a byte; the first bit of the chunk
 

@@ -18,16 +18,12 @@ from multigpu_cli.runtime.model_call import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class RowRoles:
-    """What the columns of a store are for: those that the model sees, and the one that it predicts.
-
-    Attributes:
-        labels: the class number of each value of the target, where these are not class numbers themselves.
-    """
+    """What the columns of a store are for: those that the model sees, and the one that it predicts."""
 
     inputs: tuple[str, ...]
     target: str
     stacked: bool = False  # inputs are single numbers, side by side in a vector
-    labels: Mapping[Any, int] | None = None
+    labels: Mapping[Any, int] | None = None  # the class number of each value of the target, where it is another
     num_classes: int = 0  # 0 where targets are numbers
 
 

@@ -33,19 +33,13 @@ Built = tuple[Mapping[str, Dataset[Any]], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
-    """The arguments of a dataset of rows.
-
-    Attributes:
-        kind: classification, regression, or auto: texts, and whole numbers of at most 20 values, are classes.
-        classes: how many there are, or their names or values; None where they are to be found in the rows.
-        size, resize: of images, as in --data image-folder.
-    """
+    """The arguments of a dataset of rows; `size` and `resize` are of images, as in --data image-folder."""
 
     target: str | None = None  # the column to predict; None where one is called label, target or the like
     columns: Sequence[str] | str | None = None  # the inputs; None: all others
     ignore: Sequence[str] | str = ()  # columns to leave out
-    kind: str = "auto"
-    classes: int | Sequence[Any] | None = None
+    kind: str = "auto"  # classification, regression, or auto: texts, and whole numbers of up to 20 values, are classes
+    classes: int | Sequence[Any] | None = None  # how many, or their names or values; None: to be found in the rows
     vocabulary: int | None = None  # how many tokens there are, where rows are tokens
     size: int = 64
     resize: int | None = None

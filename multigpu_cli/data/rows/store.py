@@ -20,16 +20,12 @@ from multigpu_cli.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column of a store, by the name that the files give it.
-
-    Attributes:
-        shape, dtype: of the numbers in one row; NumPy's name of their type.
-    """
+    """One column of a store, by the name that the files give it."""
 
     name: str
     kind: str  # number, of a fixed shape; bytes (an encoded image, say), text, or other, which nobody reads
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
+    shape: tuple[int, ...] = ()  # of the numbers in one row
+    dtype: str = ""  # NumPy's name of their type
     class_names: tuple[str, ...] = ()  # the names of the classes that the numbers stand for, where the files say so
     null_count: int = 0  # rows without a value, as far as the files say it
     description: str = ""  # the type in the words of the files, for messages

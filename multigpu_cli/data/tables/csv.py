@@ -31,13 +31,9 @@ _GROUPED = re.compile(r"[+-]?\d{1,3}(\.\d{3})+(,\d+)?")  # 1.234,56
 
 
 class CsvFormat(NamedTuple):
-    """How a file is written.
+    """How a file is written."""
 
-    Attributes:
-        separator: auto, which tries comma, semicolon and tab; comma, semicolon, tab, space, bar, or one character.
-    """
-
-    separator: str = "auto"
+    separator: str = "auto"  # auto (tries comma, semicolon, tab), comma, semicolon, tab, space, bar, or one character
     header: str = "first"  # first: the first row names the columns; none: they are called 0, 1, 2, …
     decimal: str = "auto"  # auto, which takes 3,14 for a number where the separator is no comma; comma; or point
 
@@ -47,26 +43,18 @@ Parsed = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class CsvTable:
-    """A file as text, spaces around cells removed.
-
-    Attributes:
-        unnamed: the columns that have no name in the file, and are called column_1, … by their places.
-    """
+    """A file as text, spaces around cells removed."""
 
     path: Path
     columns: list[str]
     rows: list[list[str]]
     lines: Sequence[int]  # which line of the file each row begins in, from 1
     warnings: tuple[str, ...]  # what looks wrong but may be meant
-    unnamed: tuple[str, ...] = ()
+    unnamed: tuple[str, ...] = ()  # columns without a name in the file, called column_1, … by their places
     _parsed: dict[str, Parsed] = field(default_factory=dict, init=False, repr=False)
 
     def select(self, column: str) -> list[str]:
-        """The cells of a column.
-
-        Raises:
-            RequestError: there is none of that name.
-        """
+        """The cells of a column; RequestError: there is none of that name."""
         if column not in self.columns:
             raise RequestError(f"{self.path}: there is no column {column!r}", remedy=did_you_mean(column, self.columns))
         at = self.columns.index(column)
@@ -75,8 +63,7 @@ class CsvTable:
     def parse(self, column: str) -> Parsed:
         """A column as (n,) float64, nan where a cell is no finite number; and (n,) bool, whether it is no gap either.
 
-        Raises:
-            RequestError: there is none of that name.
+        RequestError: there is none of that name.
         """
         if column not in self._parsed:
             self._parsed[column] = _parse_numbers(self.select(column))

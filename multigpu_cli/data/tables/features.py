@@ -35,16 +35,12 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TableFeatures(Codec):
-    """How rows of a table become samples.
-
-    Attributes:
-        scaler, encoder: scikit-learn's transformers of numbers and of categories, fitted; None without such columns.
-    """
+    """How rows of a table become samples."""
 
     columns: tuple[str, ...]  # names of the columns that are used, in order
     numeric: tuple[int, ...]  # which of them hold numbers, by place; the others hold categories
-    scaler: "Pipeline | None"
-    encoder: "OneHotEncoder | None"
+    scaler: "Pipeline | None"  # of numbers, fitted; None without such columns
+    encoder: "OneHotEncoder | None"  # of categories, likewise
     examples: CsvTable  # the first training rows
 
     @property

@@ -17,20 +17,14 @@ _UNWANTED = ("label", "kto_tag")  # of an answer with true or false, as TRL and 
 
 
 class Conversation(NamedTuple):
-    """One record.
+    """One record."""
 
-    Attributes:
-        messages: {"role": …, "content": …} each, for the model's chat template; None where the record is plain text.
-        prompt, completion: of plain text.
-        rejected: of a preference, the conversation with the other answer; this one has the chosen one.
-    """
-
-    messages: list[dict[str, Any]] | None = None
-    prompt: str = ""
-    completion: str = ""
+    messages: list[dict[str, Any]] | None = None  # {"role": …, "content": …} each, for the chat template; or None
+    prompt: str = ""  # of plain text
+    completion: str = ""  # of plain text
     tools: list[Any] | None = None  # what the template is told of tools, or None
     num_prompt_messages: int = 0  # so many messages are the prompt: nothing of them is learned
-    rejected: "Conversation | None" = None
+    rejected: "Conversation | None" = None  # of a preference, that with the other answer; this one has the chosen one
 
 
 class RecordFormat(NamedTuple):

@@ -16,9 +16,8 @@ def build(
 ) -> nn.Module:
     """Images (n, C, H, W) of any size from 4×4 to (n, num_classes) logits.
 
-    Args:
-        width: channels of the first stage; each later stage has twice as many.
-        stages: number of resolutions; fewer if the image is too small to be halved that often.
+    The first stage has `width` channels, each later one twice as many. There are `stages` resolutions; fewer if the
+    image is too small to be halved that often.
     """
     _check_images("convnet", input_shape)
     return ConvNet(input_shape, num_classes, width, stages, dropout)

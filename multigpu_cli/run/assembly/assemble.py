@@ -33,8 +33,7 @@ from multigpu_cli.tasks.base import LossNormalizer, Task
 def build_components(spec: RunSpec, world: World, parts: Sequence[Part] = ()) -> TrainComponents:
     """Build everything that learns, on this rank's device, and load its checkpoint; the caller closes the loaders.
 
-    Raises:
-        RequestError: the model, the task, the weights or the first batch do not fit; the same on every rank.
+    RequestError, the same on every rank: the model, the task, the weights or the first batch do not fit.
     """
     task = run_on_all_ranks(world, lambda: _build_task(spec))
     for part in parts:

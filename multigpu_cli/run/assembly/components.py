@@ -38,11 +38,9 @@ class Loaders:
 
 @dataclass
 class TrainComponents:
-    """The parts that a step and an evaluation need.
+    """The parts that a step and an evaluation need; `score` orders the results of evaluations, None: as the task does.
 
-    Attributes:
-        score: what orders the results of evaluations; None: the task's own.
-        frozen: parameters that do not learn yet, by what the table of learning rates says of them.
+    `frozen` are parameters that do not learn yet, by what the table of learning rates says of them.
     """
 
     spec: RunSpec

@@ -87,9 +87,7 @@ def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Prec
     """Evaluate the batch, and choose the memory format by it; returns how the model is called, in words.
 
     Channels last is taken if the model has 2-d convolutions and accepts the batch in it: a `.view` of features may not.
-
-    Raises:
-        RequestError: the model does not accept the batch in any format.
+    RequestError: the model does not accept the batch in any format.
     """
     if any(map(is_lazy, model.parameters())):  # the first pass creates their weights: before it there is no format
         seed_weights(spec.config.reproducibility.seed, late=True)
@@ -123,10 +121,8 @@ def smoke_test_batch(
 ) -> str:
     """Evaluate a batch, or with `training` compute its loss: some models return something else in training.
 
-    Returns how the model is called, in words; messages name the batch by `which`.
-
-    Raises:
-        RequestError: data, model and task do not fit together.
+    Returns how the model is called, in words; messages name the batch by `which`. RequestError: data, model and task do
+    not fit together.
     """
     if isinstance(batch.inputs, list) and spec.placement.strategy == "dp":
         raise RequestError(

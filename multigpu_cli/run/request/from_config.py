@@ -40,17 +40,13 @@ class FromConfig:
     """Builds what a run consists of from its settings.
 
     A subclass may have objects in the place of what settings name, as that of the Python API has.
-
-    Attributes:
-        whole_because: why each rank builds the whole model, and begins with weights of its own; "" if it need not.
-        named: which of data, model and task come from names in the settings.
     """
 
     source: DataSource | None = None  # the dataset, where it is there already
     scheduler: LRScheduler | None = None  # moves the optimizer's rates, in place of the schedule
     ddp: Mapping[str, Any] = field(default_factory=dict)  # further arguments of DistributedDataParallel
-    whole_because: str = field(default="", init=False)
-    named: tuple[str, ...] = field(default=NAMING, init=False)
+    whole_because: str = field(default="", init=False)  # why each rank builds the whole model, with its own weights
+    named: tuple[str, ...] = field(default=NAMING, init=False)  # which of data, model and task settings name
     comment: str = field(default="", init=False)  # the first lines of config.yaml
 
     def list_unused(self, config: Config) -> set[str]:
@@ -163,9 +159,7 @@ def compute_rate_factors(model: nn.Module, config: OptimizerConfig) -> dict[str,
 
     The product of: the share of the part that the network's own `rate_factors` names by how its parameters begin, each
     pattern of optimizer.rates and each group of optimizer.groups that matches the name, and optimizer.layer_decay.
-
-    Raises:
-        RequestError: a pattern that matches nothing that learns, or no blocks for the decay.
+    RequestError: a pattern that matches nothing that learns, or no blocks for the decay.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts: dict[str, float] = getattr(model, "rate_factors", {})

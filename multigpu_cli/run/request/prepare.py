@@ -181,9 +181,7 @@ def prepare_spec(
     """Choose the folder, adopt what its checkpoint pins, load the data and make the plan.
 
     `moved` is called as a checkpoint is copied to the run folder, which `note` shows, or the data is read.
-
-    Raises:
-        RequestError: the request can't be carried out; nothing was written, but for a copied checkpoint.
+    RequestError: the request can't be carried out; nothing was written, but for a copied checkpoint.
     """
     start = agree_on_resume_point(config, world, moved, note)
     pinned: dict[str, Any] = {}
@@ -244,9 +242,8 @@ def agree_on_resume_point(
     """Run folder and checkpoint, the same on every rank.
 
     On a shared file system rank 0 decides for all. With local disks another node may have the newest checkpoint, after
-    rank 0 has moved: that node sends it.
-
-    `moved` is called as a checkpoint is copied to the run folder, and `note` shows that it is.
+    rank 0 has moved: that node sends it. `moved` is called as a checkpoint is copied to the run folder, and `note`
+    shows that it is.
 
     Raises:
         RequestError: no node has a checkpoint to resume from, although one is required, or all are damaged; or

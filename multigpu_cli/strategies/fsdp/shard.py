@@ -48,11 +48,8 @@ def build_model_to_shard(factory: ModelFactory) -> BuiltModel:
     """The network on the meta device, where possible: but on rank 0 with the weights of the seed, in host memory.
 
     Where a checkpoint has all weights, no rank needs others; that of an adapter has what learns. With --exact kernels
-    are laid out as without sharding, since the last bits depend on it: rank 0 tries how. Else rows are gathered as
-    they lie.
-
-    Raises:
-        RequestError: it can't be built, or does not fit the weights, or ranks built different ones; on every rank.
+    are laid out as without sharding, since the last bits depend on it: rank 0 tries how. Else rows are gathered as they
+    lie. RequestError, on every rank: it can't be built, or does not fit the weights, or ranks built different ones.
     """
     world, config = factory.world, factory.spec.config
     return_freed_tensors()
@@ -113,9 +110,7 @@ def agree_on_source(world: World, model: nn.Module, whole_because: str) -> tuple
     """Agree on who has the first weights; all ranks call it together.
 
     Returns the rank that sends them, None where a checkpoint has them all, and the explanation for the plan.
-
-    Raises:
-        RequestError: the ranks built different networks; the same on every rank.
+    RequestError, the same on every rank: they built different networks.
     """
     everyone = all_gather_object(world, [_fingerprint_structure(model), whole_because])
     differing = [rank for rank, (structure, _) in enumerate(everyone) if structure != everyone[0][0]]
@@ -174,9 +169,8 @@ class ModelSharder:
     def shard(self, mesh: DeviceMesh, blocks: Sequence[str], *, frees_after_forward: bool) -> None:
         """Shard in place: each block by itself, inner ones first, and the rest of the model.
 
-        Args:
-            frees_after_forward: else gathered weights are kept until after backward, as those in no block always are:
-                its backward pass begins where forward ended; a copy's are always freed, since it has no backward pass.
+        Unless a pass `frees_after_forward`, gathered weights are kept until after backward, as those in no block always
+        are: its backward pass begins where forward ended. A copy's are always freed, since it has no backward pass.
         """
         for name in [*blocks, ""]:
             parts = [model.get_submodule(name) for model in self._models]

@@ -36,9 +36,8 @@ from multigpu_cli.strategies.base import ReadRows, Saver, Strategy
 class ShardedState:
     """Gathers and scatters the states of a model, its optimizer and its average.
 
-    Args:
-        parameters: the model's, by every name that it has.
-        mesh: of the workers that share the rows, and perhaps, before that, of their replicas.
+    `parameters` are the model's, by every name that they have; `mesh` is of the workers that share the rows, and
+    perhaps, before that, of their replicas.
     """
 
     def __init__(self, world: World, parameters: Mapping[str, DTensor], mesh: DeviceMesh) -> None:
