@@ -44,13 +44,13 @@ from tests.support.ranks import run_on_each_rank
 from tests.support.tiny_language_models import make_tokenizer
 
 
-def count_calls(work: Callable[[], Any]) -> int:
-    """How many functions of this program are called, each item of a generator counted too."""
+def count_calls(work: Callable[[], Any], within: str = "/multigpu_cli/") -> int:
+    """How many functions of this program, or of files with other names, are called, each item of a generator too."""
     calls = 0
 
     def count(frame: Any, event: str, _: Any) -> None:
         nonlocal calls
-        calls += event == "call" and "/multigpu_cli/" in frame.f_code.co_filename
+        calls += event == "call" and within in frame.f_code.co_filename
 
     sys.setprofile(count)
     try:
@@ -104,6 +104,19 @@ def test_tokens_of_a_conversation_are_not_searched_for_each_answer() -> None:
     learned = encoder.encode(Conversation(turns), "a:1").learned
     assert sum(learned) > 64
     assert places.looks <= 4 * len(places), "each token is looked at a few times, however many answers there are"
+
+
+def test_a_token_of_a_long_conversation_costs_no_more_than_one_of_a_short() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    tokenizer = make_tokenizer()
+    encoder = ChatEncoder(tokenizer, None, "assistant", [tokenizer.eos_token_id])
+
+    def count_calls_a_token(count: int) -> float:
+        turns = [{"role": ("user", "assistant")[at % 2], "content": f"Number {at}, of {count}?"} for at in range(count)]
+        length = len(encoder.encode(Conversation(turns), "a:1").ids)  # the template is compiled
+        return count_calls(lambda: encoder.encode(Conversation(turns), "a:1"), within="") / length
+
+    assert count_calls_a_token(256) < 2 * count_calls_a_token(8)
 
 
 def test_conversations_are_counted_without_a_call_for_each(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from multigpu_cli.language.chat.encoder import ChatEncoder
 
 GOLDEN = Path(__file__).resolve().parents[1] / "language" / "chat" / "golden_masks"
 _MARKS = re.compile(r"<\|[^|<>\s']+\|>|<｜[^｜]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|</?[a-z_]+>|<[A-Z_]+>|\[/?[A-Z_]+\]")
+_SPEAKERS = ("user", "assistant")
 _CALL = {"type": "function", "function": {"name": "search", "arguments": {"words": "a computer", "most": 1}}}
 _TOOL = {
     "type": "function",
@@ -100,6 +101,25 @@ def make_conversations() -> dict[str, Conversation]:
             ],
             tools=[_TOOL],
         ),
+    }
+
+
+def make_long_conversations() -> dict[str, Conversation]:
+    """By what they show, of eight answers or more."""
+    talks = [talk[:2] for talk in read_corpus("ai") if len(talk) > 1][:8]
+    turns = [{"role": role, "content": text} for talk in talks for role, text in zip(_SPEAKERS, talk, strict=True)]
+    thought = {"role": "assistant", "content": f"<think>{talks[0][0]}</think>{talks[0][1]}"}
+    trace: list[dict[str, Any]] = turns[:1]
+    for at, turn in enumerate(turns[:8]):
+        tool, count = ("search", "open")[at % 2], 1 + at % 3
+        call = {"type": "function", "function": {"name": tool, "arguments": {"words": turn["content"], "most": at}}}
+        trace.append({"role": "assistant", "content": "", "tool_calls": [call] * count})
+        trace += [{"role": "tool", "content": turn["content"], "name": tool}] * count
+    return {
+        "a question at the end": Conversation([{"role": "system", "content": talks[0][0]}, *turns, turns[0]]),
+        "two in a row": Conversation([*turns[:9], *turns[8:]]),
+        "a thought": Conversation([*turns[:7], thought, *turns[8:]]),
+        "calls of tools": Conversation([*trace, *turns[1:2]], tools=[_TOOL]),
     }
 
 

@@ -11,6 +11,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.conversations import Conversation, is_learned
 
 LOSS_ON = ("assistant", "completion", "all")
+_FEW = 6  # answers, for which it is quicker to render all that is before each
 _SHOWN = 60  # characters of a rendered text in a message
 _OWN_VALUES = ("messages", "tools", "strftime_now", "bos_token", "eos_token")
 TODAY = date(2024, 7, 26)
@@ -60,7 +61,7 @@ class ChatEncoder:
                 f"--data chat: {place} has a message with weight 0 or train false: data.args.loss_on=all learns each",
                 remedy="data.args.loss_on=assistant",
             )
-        whole = self._render(conversation, len(conversation.messages), place, asks=False)
+        whole = self._render(conversation, conversation.messages, place, asks=False)
         spans = [(0, len(whole))] if self._loss_on == "all" else self._find_answers(conversation, whole, place)
         found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids, places = found["input_ids"], found["offset_mapping"]
@@ -82,7 +83,7 @@ class ChatEncoder:
         """Tokens up to the point where the model answers."""
         if conversation.messages is None:
             return list(self._tokenizer(conversation.prompt)["input_ids"])
-        text = self._render(conversation, len(conversation.messages), place, asks=True)
+        text = self._render(conversation, conversation.messages, place, asks=True)
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode_text(self, conversation: Conversation) -> ChatTokens:
@@ -110,20 +111,61 @@ class ChatEncoder:
                 f"--data chat: {place} begins with a message of the assistant: nothing comes before it",
                 remedy="a message of a user or system first, or data.args.loss_on=completion",
             )
-        return [self._find_answer(conversation, number, whole, place) for number in answers]
+        known = self._find_by_neighbours(conversation, whole, place) if len(answers) > _FEW else {}
+        spans = []
+        for number in answers:
+            first, end = known.get(number) or self._find_answer(conversation, number, whole, place)
+            _check_said(messages[number], whole[first:end], number + 1, place)
+            spans.append((first, end))
+        return spans
+
+    def _find_by_neighbours(self, conversation: Conversation, whole: str, place: str) -> dict[int, tuple[int, int]]:
+        """First character and end of all answers, for which each message is rendered a few times, however many follow.
+
+        What precedes the first answer is rendered with the answer before, what is between, and the answer. {} where
+        these parts are not the whole text, or where the template has it otherwise in the middle or at the end.
+        """
+        messages, ending = conversation.messages or [], self._tokenizer.eos_token or ""
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        head, latest = messages[: answers[0]], answers[0]
+        found, end, known = dict[int, tuple[int, int]](), 0, ""
+        if not head:
+            return {}
+        try:
+            for number in answers:
+                if found:
+                    known = self._render(conversation, [*head, messages[latest]], place, asks=False)
+                asked = self._render(conversation, head + messages[latest:number], place, asks=True)
+                said = self._render(conversation, head + messages[latest : number + 1], place, asks=False)
+                if not asked.startswith(known):
+                    known = known.removesuffix(ending)
+                if not (asked.startswith(known) and said.startswith(known)):
+                    return {}
+                asked, said = asked[len(known) :], said[len(known) :]
+                if not whole.startswith(said, end):
+                    said = said.removesuffix(ending)
+                if not (whole.startswith(asked, end) and whole.startswith(said, end)):
+                    return {}
+                found[number] = end + len(asked), end + len(said)
+                latest, end = number, end + len(said)
+            checked = (answers[len(answers) // 2], latest)
+            same = all(found[number] == self._find_answer(conversation, number, whole, place) for number in checked)
+        except RequestError:
+            return {}
+        return found if same else {}
 
     def _find_answer(self, conversation: Conversation, number: int, whole: str, place: str) -> tuple[int, int]:
-        before = self._render(conversation, number, place, asks=True)
+        messages = conversation.messages or []
+        before = self._render(conversation, messages[:number], place, asks=True)
         if not whole.startswith(before):
             raise self._refuse(whole, before, f"asks for message {number + 1} otherwise than it is rendered", place)
-        through, messages = whole, conversation.messages or []
+        through = whole
         if number + 1 < len(messages):
-            through = self._render(conversation, number + 1, place, asks=False)
+            through = self._render(conversation, messages[: number + 1], place, asks=False)
             if not whole.startswith(through):  # some end the whole conversation with EOS
                 through = through.removesuffix(self._tokenizer.eos_token or "")
         if not whole.startswith(through):
             raise self._refuse(whole, through, f"renders message {number + 1} otherwise when more follow", place)
-        _check_said(messages[number], whole[len(before) : len(through)], number + 1, place)
         return len(before), len(through)
 
     def _check_template(self, place: str) -> None:
@@ -143,11 +185,10 @@ class ChatEncoder:
             remedy=f"{last}a template for training with --set data.chat_template=FILE",
         )
 
-    def _render(self, conversation: Conversation, count: int, place: str, *, asks: bool) -> str:
-        """The first messages as text; with `asks` up to the point where the model answers."""
+    def _render(self, conversation: Conversation, messages: list[dict[str, Any]], place: str, *, asks: bool) -> str:
+        """Messages of a conversation as text; with `asks` up to the point where the model answers."""
         from jinja2 import TemplateError  # late: transformers has loaded it
 
-        messages = (conversation.messages or [])[:count]
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
@@ -160,7 +201,7 @@ class ChatEncoder:
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise RequestError(
-                f"--data chat: {place}: the chat template does not take its first {count} messages ({error})",
+                f"--data chat: {place}: the chat template does not take its first {len(messages)} messages ({error})",
                 remedy="other roles, or another template with --set data.chat_template=FILE",
             ) from error
         return text

@@ -96,6 +96,14 @@ def test_eos_at_the_end_of_the_whole_alone(tokenizer: Any) -> None:
     assert found == ["<think>hm</think>Paris<|im_end|>", "4, of course.<|im_end|>\n<|im_end|>"]
 
 
+def test_a_long_conversation_with_a_template_that_counts_messages(tokenizer: Any) -> None:
+    """Its parts are not rendered alike where fewer messages stand before them."""
+    counting = CHATML.replace("{{ message['content'] }}", "{{ loop.index }} {{ message['content'] }}")
+    turns = [{"role": ("assistant", "user")[at % 2], "content": f"Number {at}"} for at in range(1, 19)]
+    found = decode_learned(tokenizer, Conversation(turns), "assistant", counting)
+    assert found == [f"{at} Number {at}<|im_end|>" for at in range(2, 19, 2)]
+
+
 @pytest.mark.parametrize(
     ("rendered", "said"),
     [("", "leaves 'Paris' of message 3 out"), ("{{ message.content }}", "leaves 'weather' of message 5 out")],

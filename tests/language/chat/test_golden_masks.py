@@ -2,16 +2,19 @@
 
 from importlib.util import find_spec
 from itertools import groupby
+from unittest.mock import patch
 
 import pytest
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.chat.encoder import TODAY, ChatEncoder
+from multigpu_cli.language.chat.conversations import Conversation
+from multigpu_cli.language.chat.encoder import TODAY, ChatEncoder, ChatTokens
 from tests.support.golden_masks import (
     GOLDEN,
     describe_masks,
     list_templates,
     make_conversations,
+    make_long_conversations,
     make_tokenizer,
     read_golden,
 )
@@ -29,6 +32,29 @@ def test_masks_are_as_in_the_golden_files() -> None:
     different = [name for name in list_templates() if describe_masks(name) != read_golden(name)]
     assert not different, "python -m tests.support.golden_masks writes them anew"
     assert {path.stem for path in GOLDEN.glob("*.txt")} <= set(list_templates())
+
+
+def test_masks_of_long_conversations_are_those_found_answer_by_answer() -> None:
+    compared, quick = 0, 0
+    for name in sorted(path.stem for path in GOLDEN.glob("*.txt")):
+        tokenizer, ends = make_tokenizer(name)
+        for title, conversation in make_long_conversations().items():
+            encoder = ChatEncoder(tokenizer, None, "assistant", ends)
+            with patch.object(encoder, "_find_answer", wraps=encoder._find_answer) as find:
+                found = try_to_encode(encoder, conversation)
+            with patch.object(encoder, "_find_by_neighbours", return_value={}):
+                assert found == try_to_encode(encoder, conversation), (name, title)
+            compared += isinstance(found, ChatTokens)
+            quick += isinstance(found, ChatTokens) and find.call_count == 2
+    assert compared > 60
+    assert quick > 60
+
+
+def try_to_encode(encoder: ChatEncoder, conversation: Conversation) -> ChatTokens | str:
+    try:
+        return encoder.encode(conversation, "a:1")
+    except RequestError as error:
+        return str(error)
 
 
 def test_masks_agree_with_the_marks_in_trls_templates() -> None:
