@@ -278,7 +278,7 @@ def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:
     difference = export_network(run.model, inputs, target)
     mean, scale = run.source.target_scale or (0.0, 1.0)
     facts = {"missing": list_missing_words(), "classes": run.source.class_names}
-    publish(beside, dump_json(table.describe() | facts | {"target": {"mean": mean, "scale": scale}}).encode())
+    publish(beside, dump_json({**table.learned, **facts, "target": {"mean": mean, "scale": scale}}).encode())
     return difference, f"takes features, not rows: {beside} describes how features are computed from rows"
 
 

@@ -57,7 +57,7 @@ def add_preprocessing(network: bytes, source: DataSource, task: str) -> bytes:
     model = onnx.compose.add_prefix(onnx.load_from_string(network), "network/")
     before = _Nodes("table")
     _add_features(before, table)
-    kinds = [TensorProto.DOUBLE if at in table.numeric else TensorProto.STRING for at in range(len(table.columns))]
+    kinds = [TensorProto.DOUBLE if name in table.numbers else TensorProto.STRING for name in table.columns]
     pairs = zip(table.columns, kinds, strict=True)
     places = [helper.make_tensor_value_info(name, kind, ["batch"]) for name, kind in pairs]
     features = helper.make_tensor_value_info("table/features", TensorProto.FLOAT, ["batch", source.input_shape[0]])
@@ -73,16 +73,16 @@ def add_preprocessing(network: bytes, source: DataSource, task: str) -> bytes:
 def list_raw_inputs(table: TableFeatures) -> dict[str, np.ndarray]:
     """The first training rows as such a file takes them."""
     found: dict[str, np.ndarray] = {}
-    for at, name in enumerate(table.columns):
+    for name in table.columns:
         cells = [row[table.examples.columns.index(name)] for row in table.examples.rows]
         numbers = [np.nan if (value := to_number(cell)) is None else value for cell in cells]
-        found[name] = np.array(numbers, dtype=np.float64) if at in table.numeric else np.array(cells, dtype=object)
+        found[name] = np.array(numbers, dtype=np.float64) if name in table.numbers else np.array(cells, dtype=object)
     return found
 
 
 def _add_features(nodes: _Nodes, table: TableFeatures) -> None:
-    """In the order of `TableFeatures.describe`, and in float64 as there."""
-    learned = table.describe()
+    """In the order of `TableFeatures.learned`, and in float64 as there."""
+    learned = table.learned
     blocks = []
     if learned["numbers"]:
         blocks.append(_add_numbers(nodes, learned["numbers"], learned["gaps"]))

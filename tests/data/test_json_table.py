@@ -41,7 +41,7 @@ def test_what_a_record_lacks_is_missing(tmp_path: Path) -> None:
     records[3]["label"] = None
     source = load(write(tmp_path / "table.jsonl", records))
     assert sum(len(getattr(source, split)) for split in ("train", "val", "test")) == 39
-    assert "missing" in str(source.codec.describe()["categories"])
+    assert "missing" in str(source.codec.learned["categories"])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""From rows of text to features: what the training rows teach of scales, gaps and categories; scikit-learn does it."""
+"""From rows of text to features: what the training rows teach of scales, gaps and categories."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -10,10 +11,6 @@ from torch import Tensor
 
 from multigpu_cli.data.source import FEW, Codec
 from multigpu_cli.data.tables.csv import CsvTable, is_missing
-
-if TYPE_CHECKING:
-    from sklearn.pipeline import Pipeline
-    from sklearn.preprocessing import OneHotEncoder
 
 _CATEGORIES = 50  # of one column; rarer ones share a place
 _MOST = 0.9  # where so many cells are numbers, the others look like mistakes
@@ -35,98 +32,109 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class TableFeatures(Codec):
-    """How rows of a table become samples."""
+    """How rows of a table become samples.
 
-    columns: tuple[str, ...]  # names of the columns that are used, in order
-    numeric: tuple[int, ...]  # which of them hold numbers, by place; the others hold categories
-    scaler: "Pipeline | None"  # of numbers, fitted; None without such columns
-    encoder: "OneHotEncoder | None"  # of categories, likewise
-    examples: CsvTable  # the first training rows
+    Attributes:
+        columns: names of the columns that are used, in order.
+        learned: what the training rows taught, as plain values, in the order of the features.
+            numbers: column, median (in place of a gap), mean and scale; the feature is (value - mean) / scale.
+            gaps: column, mean and scale; the same of 1 where the cell is a gap, else 0.
+            categories: column, and words: for each feature the words that make it 1; other: the feature of any other
+            word, or None where such a word makes none 1.
+        examples: the first training rows.
+    """
+
+    columns: tuple[str, ...]
+    learned: Mapping[str, Sequence[Mapping[str, Any]]]
+    examples: CsvTable
 
     @property
-    def _numbers(self) -> list[str]:
-        return [self.columns[at] for at in self.numeric]
-
-    @property
-    def _categories(self) -> list[str]:
-        return [name for at, name in enumerate(self.columns) if at not in self.numeric]
+    def numbers(self) -> list[str]:
+        """The columns that hold numbers, in order; the others hold categories."""
+        return [each["column"] for each in self.learned["numbers"]]
 
     def transform(self, table: CsvTable) -> Tensor:
         """(n, features) float32: numbers, then a mark for each gap that training knows, then one-hot categories.
 
         A cell that is no number in a column of numbers counts as a gap.
         """
-        found = []
-        if self.scaler is not None:
-            found.append(self.scaler.transform(_stack_numbers(table, self._numbers, slice(None))))
-        if self.encoder is not None:
-            found.append(self.encoder.transform(_stack_words(table, self._categories)))
-        return torch.from_numpy(np.hstack(found).astype(np.float32))
+        found = [_encode_words(column, table.select(column["column"])) for column in self.learned["categories"]]
+        if self.numbers:
+            found.insert(0, self._scale_numbers(table))
+        return torch.from_numpy(np.hstack(found))
+
+    def _scale_numbers(self, table: CsvTable) -> np.ndarray:
+        """(n, numbers + gaps) float32, computed in float64."""
+        numbers, gaps = self.learned["numbers"], self.learned["gaps"]
+        values = np.stack([table.parse(name)[0] for name in self.numbers], axis=1)
+        missing = np.isnan(values)
+        filled = np.where(missing, [each["median"] for each in numbers], values)
+        marks = missing[:, [self.numbers.index(each["column"]) for each in gaps]]
+        means, scales = ([each[name] for each in (*numbers, *gaps)] for name in ("mean", "scale"))
+        return np.asarray((np.hstack([filled, marks]) - means) / scales, dtype=np.float32)
 
     def find_words(self, part: Part) -> list[str]:
         """The first cell of each column of numbers that holds something else, in words."""
         return [
             f"{part.table.describe_cell(name, at)} is no number, as the training rows have there"
-            for name in self._numbers
+            for name in self.numbers
             if (at := part.find_word(name)) is not None
         ]
 
-    def describe(self) -> dict[str, Any]:
-        """What was learned, as plain values, in the order of the features.
-
-        numbers: column, median (in place of a gap), mean and scale; the feature is (value - mean) / scale.
-        gaps: column, mean and scale; the same of 1 where the cell is a gap, else 0.
-        categories: column, and words: for each feature the words that make it 1; other: the feature of any other
-        word, or None where such a word makes none 1.
-        """
-        words = [self._describe_words(number, name) for number, name in enumerate(self._categories)]
-        return {**self._describe_numbers(), "categories": words}
-
-    def _describe_numbers(self) -> dict[str, list[dict[str, Any]]]:
-        if self.scaler is None:
-            return {"numbers": [], "gaps": []}
-        names, (fill, scale) = self._numbers, self.scaler
-        spread = [
-            {"mean": mean, "scale": by} for mean, by in zip(scale.mean_.tolist(), scale.scale_.tolist(), strict=True)
-        ]
-        medians = fill.statistics_.tolist()
-        numbers = zip(names, medians, spread, strict=False)
-        gaps = zip(fill.indicator_.features_.tolist(), spread[len(names) :], strict=True)
-        return {
-            "numbers": [{"column": name, "median": median, **each} for name, median, each in numbers],
-            "gaps": [{"column": names[at], **each} for at, each in gaps],
-        }
-
-    def _describe_words(self, number: int, column: str) -> dict[str, Any]:
-        assert self.encoder is not None
-        rare = self.encoder.infrequent_categories_[number]
-        rare = [] if rare is None else rare.tolist()
-        words = [[word] for word in self.encoder.categories_[number].tolist() if word not in rare]
-        return {"column": column, "words": words + [rare] * bool(rare), "other": len(words) if rare else None}
-
 
 def learn_features(train: Part, columns: Sequence[str]) -> TableFeatures:
-    """Learn from the training rows.
+    """Learn from the training rows, to the bit as scikit-learn's transformers, whose import takes seconds on each rank.
 
     Missing numbers become the median, with a column of its own that says so; missing categories are one more category.
     """
-    from sklearn.impute import SimpleImputer  # seconds, and not for those who bring no table
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import OneHotEncoder, StandardScaler
-
     table, rows = train
-    numeric = tuple(at for at, name in enumerate(columns) if train.find_word(name) is None)
-    numbers, words = [columns[at] for at in numeric], [name for at, name in enumerate(columns) if at not in numeric]
-    scaler = encoder = None
-    if numbers:
-        gaps = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
-        scaler = make_pipeline(gaps, StandardScaler()).fit(_stack_numbers(table, numbers, rows))
-    if words:
-        encoder = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_CATEGORIES, sparse_output=False)
-        encoder.fit(_stack_words(table, words)[rows])
+    learned: dict[str, list[dict[str, Any]]] = {"numbers": [], "gaps": [], "categories": []}
+    for name in columns:
+        if train.find_word(name) is not None:
+            learned["categories"].append({"column": name, **_learn_words(train, name)})
+            continue
+        values = table.parse(name)[0][rows]
+        missing = np.isnan(values)
+        median = 0.0 if missing.all() else float(np.median(values[~missing]))
+        filled = np.where(missing, median, values)
+        learned["numbers"].append({"column": name, "median": median, **_learn_scale(filled)})
+        if missing.any():
+            learned["gaps"].append({"column": name, **_learn_scale(missing.astype(np.float64))})
     few = rows[:_EXAMPLES].tolist()
     examples = replace(table, rows=[table.rows[row] for row in few], lines=[table.lines[row] for row in few])
-    return TableFeatures(tuple(columns), numeric, scaler, encoder, examples)
+    return TableFeatures(tuple(columns), learned, examples)
+
+
+def _learn_scale(values: np.ndarray) -> dict[str, float]:
+    """Mean and standard deviation (n,) by the corrected two-pass algorithm (Chan, Golub and LeVeque 1983).
+
+    The scale is 1 where the variance is within the error of a constant's.
+    """
+    count, epsilon = len(values), np.finfo(np.float64).eps
+    mean = values.sum() / count
+    apart = values - mean
+    variance = ((apart**2).sum() - apart.sum() ** 2 / count) / count
+    constant = variance <= count * epsilon * variance + (count * mean * epsilon) ** 2
+    return {"mean": float(mean), "scale": 1.0 if constant else float(np.sqrt(variance))}
+
+
+def _learn_words(train: Part, column: str) -> dict[str, Any]:
+    """A feature for each word, of which the rarest share one."""
+    cells = _name_gaps(train.table.select(column))
+    counts = Counter(cells[row] for row in train.rows.tolist())
+    words = sorted(counts)
+    rare = set(sorted(words, key=counts.__getitem__)[: 1 - _CATEGORIES]) if len(words) >= _CATEGORIES else set()
+    frequent = [[word] for word in words if word not in rare]
+    return {"words": frequent + [sorted(rare)] * bool(rare), "other": len(frequent) if rare else None}
+
+
+def _encode_words(column: Mapping[str, Any], cells: Sequence[str]) -> np.ndarray:
+    """(n, features) float32 of one column of categories."""
+    places = {word: place for place, words in enumerate(column["words"]) for word in words}
+    count = len(column["words"])
+    other = count if column["other"] is None else column["other"]
+    rows = np.eye(count + 1, count, dtype=np.float32)  # the last is that of an unknown word
+    return rows[[places.get(cell, other) for cell in _name_gaps(cells)]]
 
 
 def find_odd_cell(part: Part, column: str) -> str:
@@ -137,16 +145,6 @@ def find_odd_cell(part: Part, column: str) -> str:
         return ""
     odd = part.table.describe_cell(column, int(part.rows[is_word.argmax()]))
     return f"{odd} is no number, so the whole column counts as words"
-
-
-def _stack_numbers(table: CsvTable, columns: Sequence[str], rows: np.ndarray | slice) -> np.ndarray:
-    """(n, columns) float64, nan for gaps; each column in one piece, which decides the last bit of its mean."""
-    return np.stack([table.parse(name)[0][rows] for name in columns]).T
-
-
-def _stack_words(table: CsvTable, columns: Sequence[str]) -> np.ndarray:
-    """(n, columns) words, as scikit-learn takes them."""
-    return np.stack([np.array(_name_gaps(table.select(name)), dtype=object) for name in columns], axis=1)
 
 
 def _name_gaps(cells: Sequence[str]) -> list[str]:
