@@ -320,7 +320,7 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 203,  # to become 220
-    "lines": 41_194,  # 41,000
+    "lines": 41_193,  # 41,000
     "files to read": 32,
     "lines to read": 7_026,  # 7,500
     "files the engine reaches": 86,  # 100

@@ -115,10 +115,9 @@ def _flat(value: Any) -> list[Any]:
 def _sums(value: Tensor) -> list[float]:
     """Sum and sum of squares, both also weighted by position, so that the order matters."""
     flat, sums = value.detach().cpu().flatten(), numpy.zeros(_SUMS)
-    spacing = 1 / max(len(flat) - 1, 1)
     for start in range(0, len(flat), _AT_ONCE):
         here = flat[start : start + _AT_ONCE].double().nan_to_num(posinf=0.0, neginf=0.0)
-        places = torch.arange(start, start + len(here), dtype=torch.float64).mul_(spacing).add_(1)  # from 1 to 2
+        places = 1 + torch.arange(start, start + len(here), dtype=torch.float64) / max(len(flat) - 1, 1)  # from 1 to 2
         squares = here.square()
         sums += [float(each) for each in (here.sum(), squares.sum(), here.dot(places), squares.dot(places))]
     return sums.tolist()
