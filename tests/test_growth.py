@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
@@ -36,7 +37,7 @@ from multigpu_cli.faults import replica_check
 from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
 from multigpu_cli.language.chat.records import open_tokens
-from multigpu_cli.language.chat.samples import SFTDataset
+from multigpu_cli.language.chat.samples import PackedDataset, SFTDataset
 from multigpu_cli.monitor.journal import parse_event
 from multigpu_cli.runtime.precision import Precision
 from tests.commands.runs import event, run_folder
@@ -124,12 +125,16 @@ def test_conversations_are_counted_without_a_call_for_each(tmp_path: Path) -> No
     texts = [ChatTokens([at % 50] * (at % 6), [place % 2 == at % 2 for place in range(at % 6)]) for at in range(count)]
     tokens = open_tokens(tmp_path / "tokens", "key", count, lambda record: [texts[record]])
 
-    def open_samples(rows: range) -> SFTDataset:
+    def open_samples(rows: range | np.ndarray) -> SFTDataset:
         return SFTDataset(None, tokens, rows, 3, padding=0)  # type: ignore[arg-type]
 
     chats = open_samples(range(0, count, 2))
     assert chats.learned.tolist() == [int(chats._read(index)[1].sum()) for index in range(len(chats))]
     assert count_calls(lambda: open_samples(range(count))) < 100
+    learned = open_samples(np.flatnonzero(np.arange(count) % 6))
+    packs = PackedDataset(learned, seed=0)
+    assert count_calls(lambda: PackedDataset(learned, seed=0)) < 100
+    assert count_calls(lambda: packs.make_packs_of_epoch(1)) < 100
 
 
 def test_best_weights_are_written_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The samples of conversations: each alone, pairs of answers, or several packed into a row."""
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
@@ -20,6 +19,9 @@ from multigpu_cli.planning.batch import make_key
 from multigpu_cli.runtime.model_call import IGNORED
 
 _PACKING = 0x9AC4  # separates the stream of packs from the epochs' orders
+
+Packs = tuple[np.ndarray, np.ndarray]
+"""The samples of all packs in turn, (n,), and (packs + 1,) where each begins and the last ends."""
 
 
 class SFTDataset(Dataset[dict[str, Tensor]]):
@@ -85,37 +87,32 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
     def __init__(self, chats: SFTDataset, seed: int) -> None:
         self.chats, self.limit, self._seed = chats, chats.limit, seed
         self.collate_fn = chats.collate_fn
-        lengths = np.minimum(chats.lengths, chats.limit)
-        self._lengths = array("i", lengths.tobytes())  # numbers of Python: numpy's are slow one by one
-        tightest = count_first_fit(array("i", np.sort(lengths)[::-1].tobytes()), self.limit)
+        self._lengths = np.minimum(chats.lengths, chats.limit)
         self._epoch = 0
-        self._set(self._pack(0))
-        self._count = max(tightest, len(self._ends) - 1)
+        self._samples, self._ends = self._pack(0)
+        self._count = max(len(self._pack_tightly()[1]), len(self._ends)) - 1
 
     def make_packs_of_epoch(self, epoch: int) -> None:
         """Make the packs of an epoch; called by the loader before it asks for one of its samples."""
         if epoch != self._epoch:
-            self._set(self._pack(epoch))
+            self._samples, self._ends = self._pack(epoch)
             if len(self._ends) - 1 > self._count:
-                self._set(pack_first_fit(range(len(self.chats)), self._lengths, self.limit))
+                self._samples, self._ends = self._pack_tightly()
             self._epoch = epoch
 
-    def _pack(self, epoch: int) -> Iterable[list[int]]:
+    def _pack(self, epoch: int) -> Packs:
         order = shuffle_numbers(len(self.chats), make_key(self._seed, _PACKING), epoch)
-        return pack_windows(array("q", order.numpy().tobytes()), self._lengths, self.limit)
+        return pack_windows(order.numpy(), self._lengths, self.limit)
 
-    def _set(self, packs: Iterable[list[int]]) -> None:
-        self._samples, self._ends = array("i"), array("i", [0])  # of all packs in turn, and where each ends
-        for pack in packs:
-            self._samples.extend(pack)
-            self._ends.append(len(self._samples))
+    def _pack_tightly(self) -> Packs:
+        return pack_first_fit(self._lengths, self.limit)
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         first, end = (self._ends[min(each, len(self._ends) - 1)] for each in (index, index + 1))
-        samples = [self.chats[each] for each in self._samples[first:end]]
+        samples = [self.chats[each] for each in self._samples[first:end].tolist()]
         empty = torch.zeros(0, dtype=torch.int64)
         return {
             name: torch.cat([empty, *(sample[name] for sample in samples)])
@@ -211,57 +208,53 @@ def check_differences(split: str, pairs: PreferenceDataset) -> list[str]:
 
 WINDOW = 1024
 """Samples that are packed among themselves, so that an epoch's packs follow the epoch's order."""
+_AT_ONCE = 128  # windows, whose packs fit into a processor's cache
 
 
-def pack_windows(
-    order: Sequence[int], lengths: Sequence[int], capacity: int, window: int = WINDOW
-) -> Iterator[list[int]]:
-    """The samples of each pack in turn: each window of the order is packed by itself, within a capacity in tokens."""
-    for start in range(0, len(order), window):
-        yield from pack_first_fit(order[start : start + window], lengths, capacity)
+def pack_windows(order: np.ndarray, lengths: np.ndarray, capacity: int, window: int = WINDOW) -> Packs:
+    """Each window of an order packed by itself, as by `pack_first_fit`: of all windows the longest, then the next."""
+    ranked, packs = np.empty(len(order), dtype=np.int64), np.empty(len(order), dtype=np.int64)
+    width = min(window, len(order))
+    for first in range(0, len(order), _AT_ONCE * width):
+        part = slice(first, min(first + _AT_ONCE * width, len(order)))
+        size = part.stop - first
+        tokens = np.zeros((-(-size // width), width), dtype=np.int32)  # the last window is filled up with nothing
+        tokens.flat[:size] = lengths[order[part]]
+        by_length = np.argsort(-tokens, axis=1, kind="stable")
+        rows, places, opened = np.arange(len(tokens)), np.empty_like(by_length), 1
+        room = np.full(tokens.shape, capacity, dtype=np.int32)
+        for at, chosen in enumerate(by_length.T):
+            length = tokens[rows, chosen]
+            places[:, at] = place = (room[:, :opened] >= length[:, None]).argmax(1)
+            room[rows, place] -= length
+            opened = max(opened, int(place.max()) + 2)
+        begins = first + width * rows[:, None]
+        ranked[part], packs[part] = (by_length + begins).flat[:size], (places + begins).flat[:size]
+    return _gather(order[ranked], packs)
 
 
-def pack_first_fit(samples: Sequence[int], lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def pack_first_fit(lengths: np.ndarray, capacity: int) -> Packs:
     """First-fit decreasing (Johnson 1973): the longest first, each into the first pack that has room for it.
 
-    At most 11/9 of the fewest packs possible, plus one. Samples of one length stay in their order.
+    At most 11/9 of the fewest packs possible, plus one. Samples of one length stay in their order, and are placed
+    together. Lengths are (n,), each from 1 to the capacity.
     """
-    ranked = sorted(samples, key=lambda sample: -lengths[sample])
-    packs: list[list[int]] = []
-    for sample, place in zip(ranked, _place(map(lengths.__getitem__, ranked), len(ranked), capacity), strict=True):
-        if place == len(packs):
-            packs.append([])
-        packs[place].append(sample)
-    return packs
+    values, counts = np.unique(lengths, return_counts=True)
+    room, opened = np.full(len(lengths), capacity, dtype=np.int32), 0
+    found = []
+    for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        new = -(-count // (capacity // length))
+        fits = np.flatnonzero(room[: opened + new] >= length)[:count]
+        free = room[fits] // length
+        taken = np.clip(count - (free.cumsum() - free), 0, free)
+        room[fits] -= taken * length
+        packs = np.repeat(fits, taken)
+        opened = max(opened, int(packs[-1]) + 1)
+        found.append(packs)
+    return _gather(np.argsort(-lengths, kind="stable"), np.concatenate(found))
 
 
-def count_first_fit(descending: Sequence[int], capacity: int) -> int:
-    """The number of packs of `pack_first_fit`, which depends on the lengths alone, the longest first."""
-    return 1 + max(_place(descending, len(descending), capacity), default=-1)
-
-
-def _place(descending: Iterable[int], count: int, capacity: int) -> Iterator[int]:
-    """The number of the pack of each of `count` samples."""
-    room = _Room(count, capacity)
-    return map(room.take, descending)
-
-
-class _Room:
-    """The room left in each of at most `count` packs, as a tree of maxima: the first with enough in log2 steps."""
-
-    def __init__(self, count: int, capacity: int) -> None:
-        self._leaves = 1 << max(0, count - 1).bit_length()
-        self._most = array("q", [capacity]) * (2 * self._leaves)
-
-    def take(self, length: int) -> int:
-        """The first pack with room for `length`, which it then has no more."""
-        node = 1
-        while node < self._leaves:
-            node *= 2
-            node += self._most[node] < length
-        place = node - self._leaves
-        self._most[node] -= length
-        while node > 1:
-            node //= 2
-            self._most[node] = max(self._most[2 * node], self._most[2 * node + 1])
-        return place
+def _gather(samples: np.ndarray, packs: np.ndarray) -> Packs:
+    """Samples by the number of their pack, in the order in which they were placed."""
+    sizes = np.unique(packs, return_counts=True)[1]
+    return samples[np.argsort(packs, kind="stable")].astype(np.int32), np.append(0, sizes.cumsum())
