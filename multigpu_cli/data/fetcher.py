@@ -14,6 +14,7 @@ from itertools import islice, tee
 from multiprocessing import current_process
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -60,39 +61,41 @@ class ItemFetcher:
         workers_here: int,
         source: DataSource,
     ) -> None:
-        options = source.loader_options
         self.device = device
         self._dataset, self._collate = SeededDataset(split, seed), Collate(split, source.form)
         processes, reason = _loader_processes(self._dataset, wanted, workers_here)
         self._fetches_whole = not processes and self._dataset.fetch_batch is not None  # DataLoader would only cost time
         self._at_once = 1
-        self._chunks = _Chunks()
-        self._loader: DataLoader[Any] = DataLoader(
-            self._dataset,
-            collate_fn=partial(_collate_and_count, self._collate),
-            batch_sampler=self._chunks,
-            num_workers=processes,
-            pin_memory=options.pin_memory and device.type == "cuda",
-            prefetch_factor=options.prefetch if processes else None,
-            persistent_workers=processes > 0,
-            worker_init_fn=ignore_group_signals,
-            multiprocessing_context=LoaderContext() if processes else None,
-        )
+        known = [part for part in (source.train, source.val, source.test, source.new) if part is not None]
+        splits = known if any(part is split for part in known) else [split]
+        self._number = next(at for at, part in enumerate(splits) if part is split)
+        key = os.getpid(), id(source), *map(id, splits), str(device), seed, processes
+        pool = _pools.get(key) if processes else None
+        if pool is None or not pool.users:
+            pool = _Pool(splits, device, seed, processes, source)
+        self._loader = pool
+        self._loader.users.add(self)
+        _pools[key] = self._loader
         where = f"by {pluralize(processes, 'loader process')}" if processes else "in this process"
         self.data_location = f"fetched {where}{reason}"
-        if processes:  # fork now: during training a thread may hold a lock, on which the child would wait for ever
-            deque(self._loader, maxlen=0)
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
-        if self._fetches_whole:
-            yield from move_batches(self._fetch_whole(chunks), self.device)
-            return
-        requested, chunks = tee(chunks)
-        self._chunks.now = ([(epoch, index) for index in chunk.tolist()] for chunk in requested)
+        batches = self._fetch_whole(chunks) if self._fetches_whole else self._fetch(chunks, epoch)
         with _without_traceback():
-            pairs = zip(chunks, self._loader, strict=True)
-            made = (Fetched(batch.inputs, batch.targets, indices, tokens) for indices, (batch, tokens) in pairs)
-            yield from move_batches(made, self.device)
+            yield from move_batches(batches, self.device)
+
+    def _fetch(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
+        """Batches from the pool; where another stream has had it in between, what is left is asked for again."""
+        while True:
+            requested, chunks = tee(chunks)
+            turn = self._loader.turn = object()
+            self._loader.requests.now = ((self._number, [(epoch, at) for at in chunk.tolist()]) for chunk in requested)
+            made = iter(self._loader)
+            while self._loader.turn is turn:
+                if (found := next(made, None)) is None:
+                    return
+                batch, tokens = found
+                yield Fetched(batch.inputs, batch.targets, next(chunks), tokens)
 
     def _fetch_whole(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
         """Batches of a dataset with `fetch_batch`; of short rows several at once, which costs little more than one."""
@@ -107,8 +110,10 @@ class ItemFetcher:
             self._at_once = min(_MOST_AT_ONCE, max(1, _BYTES_AT_ONCE * len(group) // whole.inputs.nbytes))
 
     def close(self) -> None:
-        """End the loader processes, if any."""
-        end_processes(self._loader)
+        """End the loader processes, if any, unless other splits need them."""
+        self._loader.users.discard(self)
+        if not self._loader.users:
+            end_processes(self._loader)
 
 
 def _align(part: Tensor) -> Tensor:
@@ -116,14 +121,58 @@ def _align(part: Tensor) -> Tensor:
     return part if part.data_ptr() % _ALIGNMENT == 0 else part.clone()
 
 
-class _Chunks:
+Request = tuple[int, list[tuple[int, int]]]
+"""A batch that is asked for: the number of a split, and (epoch, index) of each sample."""
+
+
+class _Pool(DataLoader[Any]):
+    """The processes that fetch the samples of all splits of a source, for one stream of batches at a time."""
+
+    def __init__(
+        self, splits: list[Dataset[Any]], device: torch.device, seed: int, processes: int, source: DataSource
+    ) -> None:
+        self.source, self.users = source, WeakSet[ItemFetcher]()
+        self.turn: object = None  # of the stream that was begun last
+        self.requests = _Requests()
+        options = source.loader_options
+        super().__init__(
+            _Splits([(SeededDataset(split, seed), Collate(split, source.form)) for split in splits]),
+            collate_fn=lambda made: made,
+            batch_sampler=self.requests,  # type: ignore[arg-type]  # what `_Splits` is asked for
+            num_workers=processes,
+            pin_memory=options.pin_memory and device.type == "cuda",
+            prefetch_factor=options.prefetch if processes else None,
+            persistent_workers=processes > 0,
+            worker_init_fn=ignore_group_signals,
+            multiprocessing_context=LoaderContext() if processes else None,
+        )
+        if processes:  # fork now: during training a thread may hold a lock, on which the child would wait for ever
+            deque(self, maxlen=0)
+
+
+_pools: WeakValueDictionary[tuple[object, ...], _Pool] = WeakValueDictionary()
+
+
+class _Requests:
     """A batch sampler whose batches are set before each pass."""
 
     def __init__(self) -> None:
-        self.now: Iterable[list[tuple[int, int]]] = []
+        self.now: Iterable[Request] = []
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[Request]:
         return iter(self.now)
+
+
+class _Splits(Dataset[Any]):
+    """The datasets of all splits, with their way to make a batch."""
+
+    def __init__(self, parts: "list[tuple[SeededDataset, Collate]]") -> None:
+        self._parts = parts
+
+    def __getitems__(self, request: Request) -> tuple[Collated, TokenCounts | None]:
+        number, places = request
+        dataset, collate = self._parts[number]
+        return _collate_and_count(collate, dataset.__getitems__(places))
 
 
 def _collate_and_count(

@@ -319,6 +319,39 @@ def test_closing_ends_the_loader_processes() -> None:
     served.close()
 
 
+def test_the_splits_of_a_source_share_their_processes(closing: list[Loader]) -> None:
+    before = set(multiprocessing.active_children())
+    parts = [Noisy(37), Noisy(9), Noisy(11)]
+    shared = source(parts[0], val=parts[1], test=parts[2])
+    config = DataConfig(num_workers=2)
+    closing += [Loader(part, shared, config, device=CPU, seed=42) for part in parts]
+    begun = set(multiprocessing.active_children()) - before
+    assert len(begun) == 2
+    evaluated = [[batch.inputs["x"].tolist() for batch in each.eval_batches(4, 0, 1)] for each in closing[1:]]
+    assert [sum(map(len, batches)) for batches in evaluated] == [9, 11]
+    closing[1].close()
+    closing[2].close()
+    assert read_draws(epoch(closing[0])) == read_draws(epoch(loader(Noisy())))
+    closing[0].close()
+    assert not begun & set(multiprocessing.active_children())
+
+
+def test_a_stream_goes_on_after_another_one_has_had_the_processes(closing: list[Loader]) -> None:
+    """As where a hook evaluates in the middle of an epoch."""
+    parts = [Noisy(37), Noisy(9)]
+    shared = source(parts[0], val=parts[1])
+    closing += [Loader(part, shared, DataConfig(num_workers=2), device=CPU, seed=42) for part in parts]
+    steps, expected = [], epoch(loader(Noisy()))
+    for _, work in closing[0].epoch(PLAN, 0, 0, 0, 1):
+        steps.append(list(work))
+        assert [batch.inputs["x"].tolist() for batch in closing[1].eval_batches(5, 0, 1)] == [
+            [0, 1, 2, 3, 4],
+            [5, 6, 7, 8],
+        ]
+    assert indices(steps) == indices(expected)
+    assert read_draws(steps) == read_draws(expected)
+
+
 class Slow(Noisy):
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.001)
