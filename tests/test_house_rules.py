@@ -320,11 +320,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 203,  # to become 220
-    "lines": 41_193,  # 41,000
+    "lines": 41_235,  # 41,000
     "files to read": 32,
-    "lines to read": 7_026,  # 7,500
+    "lines to read": 7_075,  # 7,500
     "files the engine reaches": 86,  # 100
-    "lines the engine reaches": 17_405,  # 18,000
+    "lines the engine reaches": 17_454,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0
