@@ -31,8 +31,7 @@ from multigpu_cli.data.images import folder
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.rows.tar import TarStore
-from multigpu_cli.distributed.collectives import all_gather
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather
 from multigpu_cli.faults import replica_check
 from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens

@@ -23,8 +23,7 @@ from multigpu_cli.checkpoint.weights import check_fit, read_weights
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.load import FROM_MODEL
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.distributed.collectives import run_on_main_rank
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, run_on_main_rank
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.models.build import adapt_model, is_of_transformers, prepare_model
 from multigpu_cli.optimizers.build import StateLoader

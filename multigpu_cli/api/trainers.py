@@ -20,8 +20,7 @@ from multigpu_cli.api.monitoring import MetricsCollector, clear_gpu_memory
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
 from multigpu_cli.api.training import prepare_run, resolve_objects
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.distributed.collectives import all_reduce_sum
-from multigpu_cli.distributed.world import is_out_of_memory
+from multigpu_cli.distributed.world import all_reduce_sum, is_out_of_memory
 from multigpu_cli.errors import STOPPED, RequestError
 from multigpu_cli.faults.explain import remedy_for
 from multigpu_cli.planning.batch import StepLayout

@@ -24,8 +24,7 @@ from multigpu_cli.checkpoint.files import Moved, ignore_progress
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from multigpu_cli.checkpoint.pieces import deserialize, serialize
 from multigpu_cli.checkpoint.store import Checkpoint, Store, write_state
-from multigpu_cli.distributed.collectives import broadcast_object
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, broadcast_object
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.explain import is_library_file
 from multigpu_cli.runtime.module_state import name_tensor

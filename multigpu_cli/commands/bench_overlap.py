@@ -23,9 +23,9 @@ from multigpu_cli.config.resume_rules import replace_settings, without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.load import check_has_samples, open_data
 from multigpu_cli.data.loader import Loader
-from multigpu_cli.distributed.collectives import all_gather
 from multigpu_cli.distributed.placement import Placement, count_cores, cuda_devices, usable_gpus
 from multigpu_cli.distributed.process_group import join_workers
+from multigpu_cli.distributed.world import all_gather
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.planning.batch import plan_batches

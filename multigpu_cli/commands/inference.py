@@ -24,11 +24,10 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config, DeviceConfig
 from multigpu_cli.data.load import open_data
 from multigpu_cli.data.source import Codec, DataSource, wrap_unlabeled
-from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks
 from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
 from multigpu_cli.distributed.placement import count_cores
 from multigpu_cli.distributed.process_group import join_workers, place_on_machine
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, broadcast_object, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.adapter import check_base
 from multigpu_cli.language.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model

@@ -1,16 +1,22 @@
-"""`World`: rank, world size and device of this process; errors of that device's memory, and of the host's."""
+"""`World`: a process among the ranks; collectives between them, errors that all raise; and the memory of the device."""
 
 import ctypes
+import io
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way; torchtitan uses it as well
 
 from multigpu_cli.distributed.launch_env import PreviousAttempt
+from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 
 if TYPE_CHECKING:
     from multigpu_cli.distributed.rendezvous import RankGpu
@@ -76,3 +82,123 @@ def return_freed_tensors() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # musl has none
         library.mallopt(_MMAP_THRESHOLD, _BYTES)
+
+
+def all_reduce_sum(world: World, value: Tensor) -> Tensor:
+    """The sum of all ranks' tensors, in place, on every rank."""
+    if world.size > 1:
+        dist.all_reduce(value)
+    return value
+
+
+def all_reduce_max(world: World, values: Sequence[float]) -> list[float]:
+    """The elementwise maximum of all ranks' numbers, on every rank; waits for the device."""
+    if world.size == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device=world.device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [float(value) for value in tensor.tolist()]
+
+
+def disable_collective_timeout(world: World, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+    """Let collectives, also those in some ranks' own groups, wait without limit: the watchdog knows of progress."""
+    for group in (None, *groups) if world.size > 1 else ():
+        _set_pg_timeout(timedelta(days=7), group)
+
+
+def all_gather(world: World, values: Tensor) -> list[Tensor]:
+    """All ranks' tensors, in rank order; all must have the same shape."""
+    if world.size == 1:
+        return [values]
+    parts = torch.zeros((world.size, *values.shape), dtype=values.dtype, device=values.device)
+    parts[world.rank] = values
+    dist.all_reduce(parts)  # not dist.all_gather, which gloo lacks for CUDA tensors
+    return list(parts)
+
+
+def broadcast_object(world: World, value: Any, *, source: int = 0) -> Any:
+    """The source rank's value on every rank: anything that `torch.load(weights_only=True)` can load.
+
+    It is sent as a byte tensor and not as a pickled object, so that it can't contain code.
+    """
+    if world.size == 1:
+        return value
+    sends = world.rank == source
+    content = _to_bytes(value, world.device) if sends else torch.empty(0, dtype=torch.uint8, device=world.device)
+    size = torch.tensor([content.numel()], dtype=torch.int64, device=world.device)
+    dist.broadcast(size, src=source)
+    content = content if sends else content.new_empty(int(size))
+    dist.broadcast(content, src=source)
+    return value if sends else _from_bytes(content)
+
+
+def all_gather_object(world: World, value: Any) -> list[Any]:
+    """All ranks' values, in rank order, on every rank: anything that `torch.load(weights_only=True)` can load."""
+    if world.size == 1:
+        return [value]
+    own = _to_bytes(value, world.device)
+    sizes = [int(size) for size in all_gather(world, torch.tensor(own.numel(), device=world.device))]
+    padded = own.new_zeros(max(sizes))
+    padded[: own.numel()] = own
+    return [_from_bytes(part[:size]) for part, size in zip(all_gather(world, padded), sizes, strict=True)]
+
+
+def _to_bytes(value: Any, device: torch.device) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8).to(device)
+
+
+def _from_bytes(content: Tensor) -> Any:
+    return torch.load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=True, map_location="cpu")
+
+
+Result = TypeVar("Result")
+
+
+_KINDS = (TrainingError, RequestError, OutOfMemory)  # the types of errors that are raised on all ranks
+
+
+def run_on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
+    """Run work that may fail on any rank; if it fails, the error of the first such rank is raised on all ranks.
+
+    Without this, the other ranks would wait in the next collective for the rank that failed. `work` itself must not
+    communicate. OutOfMemory: the device's memory did not suffice.
+    """
+    error: TrainingError | None = None
+    result: Result | None = None
+    try:
+        result = work()
+    except TrainingError as caught:
+        error = caught
+    except RuntimeError as caught:  # not stored, so that the tensors in its traceback are freed
+        if not is_out_of_memory(caught):
+            raise
+        message = (str(caught).splitlines() or [""])[0]
+        error = OutOfMemory(f"rank {world.rank} ran out of memory: {message}", remedy="use a smaller --batch-size")
+    failed = world.size - int(all_reduce_max(world, [float(world.size - world.rank) if error else 0.0])[0])
+    if failed == world.size:
+        return result  # type: ignore[return-value]
+    if world.size == 1 and error:
+        raise error
+    kind = max(number for number, each in enumerate(_KINDS) if isinstance(error, each)) if error else 0
+    own = [error.problem, error.remedy, kind, error.caused_by_peer] if error else None
+    problem, remedy, kind, caused_by_peer = broadcast_object(world, own, source=failed)
+    raise _KINDS[kind](problem, remedy=remedy, shared=True, caused_by_peer=caused_by_peer) from error
+
+
+def run_in_step(world: World, work: Callable[[], Result]) -> Result:
+    """Run work in which all ranks communicate: if this one runs out of memory, the launcher has to end the others."""
+    try:
+        return work()
+    except RuntimeError as caught:
+        if world.size == 1 or not is_out_of_memory(caught):
+            raise
+        message = (str(caught).splitlines() or [""])[0]
+    raise TrainingError(f"rank {world.rank} ran out of memory: {message}", remedy="use a smaller --batch-size")
+
+
+def run_on_main_rank(world: World, work: Callable[[], Result], *, by: int = 0) -> Result:
+    """Run work on one rank only and broadcast its result (plain values) or its error."""
+    answer = run_on_all_ranks(world, lambda: work() if world.rank == by else None)
+    return broadcast_object(world, answer, source=by)  # type: ignore[no-any-return]

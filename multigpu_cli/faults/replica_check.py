@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from multigpu_cli.distributed.collectives import all_gather
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather
 from multigpu_cli.errors import TrainingError
 
 _WORD = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}

@@ -11,8 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from multigpu_cli.distributed.collectives import all_reduce_max
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_reduce_max
 from multigpu_cli.errors import TrainingError
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -15,8 +15,7 @@ from torch import Tensor, enable_grad
 from multigpu_cli.config.code_names import NamedCode, parse_hook
 from multigpu_cli.config.schema import HookConfig
 from multigpu_cli.config.types import quote_value
-from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, broadcast_object, run_on_all_ranks
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.optimizers.build import base_rate
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents

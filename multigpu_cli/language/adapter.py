@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from multigpu_cli.config.code_names import match_names
 from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
-from multigpu_cli.distributed.collectives import run_on_main_rank
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, run_on_main_rank
 from multigpu_cli.errors import RequestError, combine_errors
 from multigpu_cli.language.model_folder import find_model_folder, hash_weights
 from multigpu_cli.models.build import adapt_model

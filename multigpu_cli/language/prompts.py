@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.data.files import JsonLines
-from multigpu_cli.distributed.collectives import all_gather_object, broadcast_object, run_in_step, run_on_all_ranks
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather_object, broadcast_object, run_in_step, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.conversations import FORMS, Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder

@@ -9,8 +9,7 @@ from typing import Any
 from multigpu_cli.config.paths import refuse_links
 from multigpu_cli.config.schema import Config, LogConfig
 from multigpu_cli.config.types import loggers as logger_names
-from multigpu_cli.distributed.collectives import run_on_main_rank
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, run_on_main_rank
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.loggers.base import check_loggers

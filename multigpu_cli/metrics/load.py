@@ -15,7 +15,8 @@ from multigpu_cli.config.code_names import NamedCode, parse_metric
 from multigpu_cli.config.schema import MetricConfig
 from multigpu_cli.data.loader import first_batch
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.distributed.collectives import (
+from multigpu_cli.distributed.world import (
+    World,
     all_reduce_max,
     all_reduce_sum,
     broadcast_object,
@@ -23,7 +24,6 @@ from multigpu_cli.distributed.collectives import (
     run_on_all_ranks,
     run_on_main_rank,
 )
-from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.part import Part

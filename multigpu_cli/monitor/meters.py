@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from multigpu_cli.distributed.collectives import all_gather
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather
 from multigpu_cli.monitor.journal import AppendFile, Warn
 
 _MOST = 512  # pairs of CUDA events between two readings; if there were more, the sum is extrapolated from these

@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from multigpu_cli.distributed.collectives import all_gather, all_reduce_sum
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather, all_reduce_sum
 from multigpu_cli.environments.base import EnvironmentGroup
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.rl.env_source import EnvSource

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.data.loader import Batch, BatchStream, StepWork
-from multigpu_cli.distributed.collectives import all_reduce_sum
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_reduce_sum
 from multigpu_cli.environments.base import EnvironmentGroup
 from multigpu_cli.planning.batch import BatchPlan, make_key
 from multigpu_cli.rl.env_source import EnvSource

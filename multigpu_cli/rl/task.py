@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from multigpu_cli.config.schema import DataConfig, TaskConfig
 from multigpu_cli.data.loader import Batch, BatchStream
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.distributed.collectives import all_gather_object, all_reduce_sum, run_on_all_ranks
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather_object, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.rl.env_source import EnvSource
 from multigpu_cli.rl.metrics import Episodes

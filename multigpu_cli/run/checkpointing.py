@@ -12,7 +12,7 @@ from multigpu_cli.checkpoint.files import check_owner
 from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.store import BestWeights, Peers
 from multigpu_cli.checkpoint.weights import save_weights
-from multigpu_cli.distributed.collectives import run_on_all_ranks
+from multigpu_cli.distributed.world import run_on_all_ranks
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.run.run import Run

@@ -13,8 +13,8 @@ from multigpu_cli.checkpoint.run_folder import write_summary
 from multigpu_cli.checkpoint.store import find_file, read_best, restore_file
 from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weights, save_weights
 from multigpu_cli.config.resume_rules import flatten_settings
-from multigpu_cli.distributed.collectives import all_gather_object, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.distributed.processes import find_ranks_with_output, log_path
+from multigpu_cli.distributed.world import all_gather_object, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.optimizers.eval_weights import is_schedule_free

@@ -16,17 +16,17 @@ from multigpu_cli.checkpoint.run_folder import rewind_run
 from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
-from multigpu_cli.distributed.collectives import (
+from multigpu_cli.distributed.launch_env import LaunchEnv, record_run
+from multigpu_cli.distributed.placement import Placement, describe_unlike_gpus, gpu_models
+from multigpu_cli.distributed.process_group import process_group
+from multigpu_cli.distributed.processes import log_path
+from multigpu_cli.distributed.world import (
+    World,
     all_reduce_max,
     disable_collective_timeout,
     run_on_all_ranks,
     run_on_main_rank,
 )
-from multigpu_cli.distributed.launch_env import LaunchEnv, record_run
-from multigpu_cli.distributed.placement import Placement, describe_unlike_gpus, gpu_models
-from multigpu_cli.distributed.process_group import process_group
-from multigpu_cli.distributed.processes import log_path
-from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.faults.explain import name_unused_parameters
 from multigpu_cli.faults.rank_exits import read_previous_cause

@@ -16,9 +16,8 @@ from multigpu_cli.checkpoint.snapshot import Progress, Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.distributed.collectives import all_reduce_sum
 from multigpu_cli.distributed.launch_env import PreviousAttempt
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_reduce_sum
 from multigpu_cli.faults.stop import SkippedStepLimit, StopConsensus, StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console, ProgressDisplay

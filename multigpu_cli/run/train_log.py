@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigpu_cli.distributed.collectives import all_gather
+from multigpu_cli.distributed.world import all_gather
 from multigpu_cli.errors import TrainingError, pluralize
 from multigpu_cli.monitor.gpu import peak_flops
 from multigpu_cli.monitor.meters import Norms

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-from multigpu_cli.distributed.collectives import all_gather
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather
 from multigpu_cli.errors import RequestError
 
 _DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}

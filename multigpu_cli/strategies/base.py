@@ -15,9 +15,8 @@ from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState, Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.config.schema import Config
-from multigpu_cli.distributed.collectives import all_reduce_sum, broadcast_object, run_on_all_ranks
 from multigpu_cli.distributed.placement import Placement
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_reduce_sum, broadcast_object, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.runtime.module_state import map_tensors, name_tensor

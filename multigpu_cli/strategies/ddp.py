@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from multigpu_cli.config.schema import CommunicationConfig, Config
-from multigpu_cli.distributed.collectives import broadcast_object, run_on_all_ranks
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, broadcast_object, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.meters import Stopwatch
 from multigpu_cli.strategies.base import Setup, Strategy

@@ -13,8 +13,7 @@ from multigpu_cli.config.schema import DataConfig, TaskConfig
 from multigpu_cli.data.loader import Batch, BatchStream, Loader
 from multigpu_cli.data.order import EVAL_EPOCH
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.distributed.collectives import all_reduce_max, all_reduce_sum, run_on_all_ranks
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_reduce_max, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.distributed.collectives import all_reduce_sum
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.process_group import process_group
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_reduce_sum
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console

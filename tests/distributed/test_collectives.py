@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from multigpu_cli.distributed.collectives import (
+from multigpu_cli.distributed.world import (
+    World,
     all_gather,
     all_gather_object,
     all_reduce_max,
@@ -17,7 +18,6 @@ from multigpu_cli.distributed.collectives import (
     run_on_all_ranks,
     run_on_main_rank,
 )
-from multigpu_cli.distributed.world import World
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE
 

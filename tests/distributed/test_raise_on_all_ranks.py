@@ -4,8 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.distributed.collectives import all_reduce_max, run_in_step, run_on_all_ranks, run_on_main_rank
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_reduce_max, run_in_step, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.errors import RequestError, TrainingError
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE

@@ -8,8 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from multigpu_cli.distributed.collectives import all_reduce_max
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_reduce_max
 from multigpu_cli.faults import stop
 from multigpu_cli.faults.stop import StopConsensus, StopRequest
 from tests.support.ranks import run_on_each_rank

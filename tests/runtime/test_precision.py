@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 from multigpu_cli.config.schema import OptimizerConfig
-from multigpu_cli.distributed.collectives import all_reduce_sum
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_reduce_sum
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.runtime import precision

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from multigpu_cli.commands.doctor.system import Finding, warn_if
 from multigpu_cli.config.schema import DeviceConfig
-from multigpu_cli.distributed.collectives import all_reduce_max
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.process_group import join_workers
-from multigpu_cli.distributed.world import World, is_out_of_memory
+from multigpu_cli.distributed.world import World, all_reduce_max, is_out_of_memory
 from multigpu_cli.launch import run_in_workers
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13

@@ -18,11 +18,10 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.load import check_has_samples
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.distributed.collectives import all_gather, all_reduce_max
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.placement import Placement, count_cores
 from multigpu_cli.distributed.process_group import join_workers, place_on_one_device, process_group
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather, all_reduce_max
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.optimizers.build import set_rate

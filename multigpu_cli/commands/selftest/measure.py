@@ -27,7 +27,7 @@ from multigpu_cli.commands.selftest.process import (
 from multigpu_cli.data.collate import unwrap_dataset
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.order import shuffle_numbers
-from multigpu_cli.distributed.collectives import all_gather, broadcast_object
+from multigpu_cli.distributed.world import all_gather, broadcast_object
 from multigpu_cli.engine import train_step
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents

@@ -15,8 +15,7 @@ from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import describe_code, name_changes
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.data.loader import Batch, first_batch
-from multigpu_cli.distributed.collectives import broadcast_object, run_in_step, run_on_all_ranks, run_on_main_rank
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, broadcast_object, run_in_step, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.eval_weights import EMAModel, is_schedule_free
 from multigpu_cli.run.assembly.components import Loaders, TrainComponents

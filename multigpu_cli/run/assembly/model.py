@@ -15,8 +15,7 @@ from multigpu_cli.checkpoint.weights import broadcast_weights, check_extra_state
 from multigpu_cli.data.collate import describe_shapes
 from multigpu_cli.data.load import FROM_MODEL
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.distributed.collectives import run_on_all_ranks
-from multigpu_cli.distributed.world import World, is_out_of_memory
+from multigpu_cli.distributed.world import World, is_out_of_memory, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import use_channels_last
 from multigpu_cli.optimizers.eval_weights import EMAModel, list_unsaved_parameters

@@ -15,9 +15,8 @@ from multigpu_cli.data.class_weights import find_unlike_label, resolve_class_wei
 from multigpu_cli.data.fingerprint import DataFingerprint, describe_differences
 from multigpu_cli.data.load import FROM_MODEL, uses_environments
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.distributed.collectives import all_gather, all_gather_object
 from multigpu_cli.distributed.placement import Placement
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather, all_gather_object
 from multigpu_cli.errors import RequestError, combine_errors, pluralize
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.optimizers.eval_weights import list_unsaved_parameters

@@ -27,16 +27,16 @@ from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_sett
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.distributed.collectives import (
+from multigpu_cli.distributed.launch_env import list_recorded_runs, record_run
+from multigpu_cli.distributed.placement import Placement, count_cores
+from multigpu_cli.distributed.world import (
+    World,
     all_gather_object,
     broadcast_object,
     disable_collective_timeout,
     run_on_all_ranks,
     run_on_main_rank,
 )
-from multigpu_cli.distributed.launch_env import list_recorded_runs, record_run
-from multigpu_cli.distributed.placement import Placement, count_cores
-from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError, combine_errors
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.plan import Plan

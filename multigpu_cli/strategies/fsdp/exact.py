@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from multigpu_cli.distributed.collectives import all_gather, all_reduce_sum
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather, all_reduce_sum
 from multigpu_cli.errors import RequestError
 from multigpu_cli.strategies.exact import ReductionTree
 from multigpu_cli.strategies.fsdp.fsdp import FSDP2

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
-from multigpu_cli.distributed.collectives import all_gather_object, all_reduce_sum, run_in_step
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather_object, all_reduce_sum, run_in_step
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
 from multigpu_cli.optimizers.eval_weights import is_schedule_free

@@ -24,8 +24,13 @@ from torch.utils._pytree import tree_map_only
 from multigpu_cli.checkpoint.initial_weights import WeightMatch
 from multigpu_cli.checkpoint.weights import check_extra_state
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.distributed.collectives import all_gather_object, broadcast_object, run_on_all_ranks
-from multigpu_cli.distributed.world import World, return_freed_tensors
+from multigpu_cli.distributed.world import (
+    World,
+    all_gather_object,
+    broadcast_object,
+    return_freed_tensors,
+    run_on_all_ranks,
+)
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.models.build import (

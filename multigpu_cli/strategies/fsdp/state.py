@@ -26,8 +26,7 @@ from multigpu_cli.checkpoint.manifest import find_damaged_piece
 from multigpu_cli.checkpoint.pieces import Rows, write_piece
 from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState, Writer
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.distributed.collectives import all_reduce_max, broadcast_object
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_reduce_max, broadcast_object
 from multigpu_cli.faults.rank_exits import RankExits
 from multigpu_cli.runtime.module_state import TensorPath, map_tensors, name_tensor
 from multigpu_cli.strategies.base import ReadRows, Saver, Strategy

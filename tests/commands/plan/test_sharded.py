@@ -19,9 +19,8 @@ from multigpu_cli.commands.plan.plan import note_too_large
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.loader import Batch
-from multigpu_cli.distributed.collectives import all_gather
 from multigpu_cli.distributed.placement import Placement
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, all_gather
 from multigpu_cli.planning.memory import Memory, shard_memory
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.step import forward_backward
