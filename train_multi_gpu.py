@@ -34,7 +34,7 @@ from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.faults.explain import describe_error
 from multigpu_cli.monitor.console import Console, reserve_stdout
 from multigpu_cli.run.open import resolve_request, try_request
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 
 if TYPE_CHECKING:
     from multigpu_cli.api.public import *  # noqa: F403 - every name of that file is public

@@ -28,7 +28,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console, ProgressDisplay
 from multigpu_cli.run.open import resolve_request
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.seeding import enable_fast_kernels
 

@@ -27,8 +27,8 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.open import assemble_run
 from multigpu_cli.run.part import load_parts
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.run import Run
 
 

@@ -22,7 +22,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.models.networks.convnet import ResNet
 from multigpu_cli.monitor.console import Console, ProgressDisplay
 from multigpu_cli.run.open import resolve_request
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 
 FEATURES, CLASSES, BATCH = 3072, 10, 32
 MLP = {

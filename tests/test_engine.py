@@ -21,7 +21,7 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.open import open_run, resolve_request
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.run import Run
 from tests.support.run_training import run_training
 

@@ -30,7 +30,7 @@ from multigpu_cli.optimizers.build import StateLoader
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.planning.schedule import Rate
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.runtime.model_call import unbind_call
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.tasks.base import Loss, Task

@@ -36,7 +36,7 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.metrics.load import load_metrics
 from multigpu_cli.monitor import format
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.runtime.precision import Precision, PrecisionChoice, agree_on_precision
 from multigpu_cli.runtime.seeding import set_threads_per_rank
 from multigpu_cli.tasks.base import Task

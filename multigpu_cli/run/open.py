@@ -41,9 +41,8 @@ from multigpu_cli.run.assembly.components import TrainComponents, describe_group
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_batch
 from multigpu_cli.run.finalize import build_summary, restore_best_file, write_run_end
 from multigpu_cli.run.part import Part, bind_moments, load_parts
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
-from multigpu_cli.run.request.spec import RunSpec
+from multigpu_cli.run.request.spec import FromConfig, RunSpec
 from multigpu_cli.run.run import Checkpointer, CheckpointSchedule, LossMeter, Run, RunControl, RunLog, StepObserver
 from multigpu_cli.run.step import count_flops_per_sample
 from multigpu_cli.run.train_log import compiler_fields

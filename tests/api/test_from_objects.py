@@ -15,8 +15,8 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.planning.schedule import Rate
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.strategies.base import Single
 from tests.support.user_code import tensors
 from tests.support.world import CPU

@@ -29,8 +29,8 @@ from multigpu_cli.distributed.process_group import process_group
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.step import forward_backward
 
 VOCABULARY, LENGTH = 16384, 32

@@ -26,8 +26,8 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.open import assemble_run
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.run import Run
 from tests.distributed.steps import CASES, SHAPES, WORKERS, Case
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from multigpu_cli.run.request import from_config
+from multigpu_cli.run.request import spec
 from tests.support.run_training import run_training
 from tests.support.uneven_classes import Items
 
@@ -103,5 +103,5 @@ def test_labels_that_are_not_those_of_the_samples_weigh_nothing(tmp_path: Path, 
 def test_a_run_from_before_a_setting_was_refused_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = UNEVEN | {"label_smoothing": 0.1, "save_dir": str(tmp_path)}
     assert run_training(epochs=1, **flags).error == ""
-    monkeypatch.setattr(from_config, "_SMOOTHED", ("multi-label",))
+    monkeypatch.setattr(spec, "_SMOOTHED", ("multi-label",))
     assert run_training(epochs=2, **flags).summary["epochs"] == 2

@@ -41,8 +41,8 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.finalize import finish_completed
 from multigpu_cli.run.open import assemble_run, resolve_request, start_run
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.runtime.seeding import enable_determinism
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank

@@ -12,7 +12,7 @@ from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.open import resolve_request
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 
 GPU = torch.device("cuda", 0)
 ONE = Placement("single", (GPU,), 0, "one GPU")

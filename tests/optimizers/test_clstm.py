@@ -9,7 +9,7 @@ from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.environments.base import Box, Discrete
 from multigpu_cli.optimizers.build import base_rate, build_optimizer, set_rate
 from multigpu_cli.rl.policy import CascadedActorCritic as build
-from multigpu_cli.run.request.from_config import compute_rate_factors
+from multigpu_cli.run.request.spec import compute_rate_factors
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4,)])

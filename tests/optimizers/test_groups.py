@@ -8,7 +8,7 @@ from torch import nn
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
-from multigpu_cli.run.request.from_config import compute_rate_factors
+from multigpu_cli.run.request.spec import compute_rate_factors
 
 
 def network() -> nn.Module:

@@ -12,7 +12,7 @@ from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import base_rate, build_optimizer, set_rate
 from multigpu_cli.planning.schedule import decay_by_depth
-from multigpu_cli.run.request.from_config import compute_rate_factors
+from multigpu_cli.run.request.spec import compute_rate_factors
 
 
 def network() -> nn.Module:

@@ -15,8 +15,8 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import OutOfMemory, RequestError
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.runtime.compile import compile_model
 from multigpu_cli.strategies import ddp
 from tests.support.ranks import run_on_each_rank

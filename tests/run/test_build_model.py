@@ -22,8 +22,8 @@ from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.assembly.model import ModelFactory
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.strategies.fsdp.fsdp import FSDP2
 from multigpu_cli.strategies.fsdp.shard import agree_on_source
 from tests.support.ranks import run_on_each_rank

@@ -10,7 +10,7 @@ from multigpu_cli.api.from_objects import FromObjects
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.run.request.checks import forecast_state
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 from tests.support.run_training import run_training
 
 

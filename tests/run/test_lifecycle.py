@@ -24,7 +24,7 @@ from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.batch_size import halve_micro_batch
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.open import open_run, record_failure, resolve_request
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.run import Run
 from tests.support.run_training import run_training
 

@@ -15,9 +15,8 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.request.checks import check_data
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
-from multigpu_cli.run.request.spec import RunSpec
+from multigpu_cli.run.request.spec import FromConfig, RunSpec
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import Items, tensors
 from tests.support.world import ALONE

@@ -20,7 +20,7 @@ from multigpu_cli.models.build import build_model, build_on_meta, find_adapter
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.planning.memory import Memory, fit_line
 from multigpu_cli.run.request.checks import forecast_state
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.runtime.precision import choose_precision
 
 FILLED = 0.9

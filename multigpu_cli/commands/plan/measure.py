@@ -31,8 +31,8 @@ from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory
 from multigpu_cli.run.part import load_parts
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.step import MicroBatchProfile, forward_backward, profile_micro_batch
 from multigpu_cli.strategies.ddp import measure_cap
 from multigpu_cli.strategies.fsdp.probe import list_groups

@@ -25,8 +25,8 @@ from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.batch_size import warm_up
 from multigpu_cli.run.open import assemble_run
 from multigpu_cli.run.part import load_parts
-from multigpu_cli.run.request.from_config import FromConfig
 from multigpu_cli.run.request.prepare import prepare_spec
+from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.seeding import set_threads_per_rank
 

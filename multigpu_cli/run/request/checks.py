@@ -21,8 +21,7 @@ from multigpu_cli.errors import RequestError, combine_errors, pluralize
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.optimizers.eval_weights import list_unsaved_parameters
 from multigpu_cli.planning.memory import Memory
-from multigpu_cli.run.request.from_config import FromConfig
-from multigpu_cli.run.request.spec import RunSpec, describe_machine
+from multigpu_cli.run.request.spec import FromConfig, RunSpec, describe_machine
 from multigpu_cli.runtime.precision import choose_precision
 from multigpu_cli.strategies.base import find_strategy
 

@@ -42,8 +42,7 @@ from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.planning.schedule import Rate, ScheduleFunction, find_rate, plan_schedule, resolve_learning_rate
 from multigpu_cli.run.request.checks import check_data, check_device, check_same_data, check_same_machine, raise_all
-from multigpu_cli.run.request.from_config import FromConfig
-from multigpu_cli.run.request.spec import RunRequest, RunSpec, describe_machine
+from multigpu_cli.run.request.spec import FromConfig, RunRequest, RunSpec, describe_machine
 from multigpu_cli.runtime.factories import bind_call, find_factory
 from multigpu_cli.runtime.precision import agree_on_precision
 from multigpu_cli.runtime.seeding import set_threads_per_rank

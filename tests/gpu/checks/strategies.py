@@ -15,7 +15,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.engine import train_step
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.open import resolve_request
-from multigpu_cli.run.request.from_config import FromConfig
+from multigpu_cli.run.request.spec import FromConfig
 from tests.gpu.front_door import ALONE, DIGITS, GOOD_ENOUGH, holds, launcher, run, run_command, same_weights, words
 from tests.gpu.in_process import GPU, ONE_RANK, check_device, raise_again, train
 
