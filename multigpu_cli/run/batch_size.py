@@ -22,8 +22,8 @@ from multigpu_cli.checkpoint.run_folder import read_note, write_note
 from multigpu_cli.data.loader import first_batch
 from multigpu_cli.distributed.world import free_memory, is_out_of_memory
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
+from multigpu_cli.run.assembly.assemble import smoke_test_batch
 from multigpu_cli.run.assembly.components import TrainComponents
-from multigpu_cli.run.assembly.model import smoke_test_batch
 from multigpu_cli.run.request.checks import refuse_single_samples
 from multigpu_cli.run.request.prepare import with_measured_batch
 from multigpu_cli.run.request.spec import with_micro_batch

@@ -19,9 +19,8 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.run.assembly.assemble import build_components
+from multigpu_cli.run.assembly.assemble import ModelFactory, build_components
 from multigpu_cli.run.assembly.components import TrainComponents
-from multigpu_cli.run.assembly.model import ModelFactory
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.strategies.fsdp.fsdp import FSDP2

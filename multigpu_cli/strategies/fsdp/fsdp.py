@@ -21,7 +21,7 @@ from multigpu_cli.distributed.world import World, all_gather_object, all_reduce_
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
-from multigpu_cli.run.assembly.model import BuiltModel, ModelFactory
+from multigpu_cli.run.assembly.assemble import BuiltModel, ModelFactory
 from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.strategies.base import ReadRows, Saver, Setup, Strategy
 from multigpu_cli.strategies.fsdp import probe

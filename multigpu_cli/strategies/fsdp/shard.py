@@ -42,7 +42,7 @@ from multigpu_cli.models.build import (
 )
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.run.assembly import model as assembly
-from multigpu_cli.run.assembly.model import BuiltModel, ModelFactory
+from multigpu_cli.run.assembly.assemble import BuiltModel, ModelFactory
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_weights
 
