@@ -1,4 +1,4 @@
-"""Builds model, optimizer, task, strategy and loaders, and tries them on a batch, before any file of the run is touched."""
+"""Builds model, task, optimizer, strategy and loaders, and tries a batch, before any file of the run is touched."""
 
 import traceback
 from collections.abc import Callable, Sequence

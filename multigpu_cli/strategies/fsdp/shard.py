@@ -41,7 +41,7 @@ from multigpu_cli.models.build import (
     use_channels_last,
 )
 from multigpu_cli.optimizers.eval_weights import EMAModel
-from multigpu_cli.run.assembly import model as assembly
+from multigpu_cli.run.assembly import assemble
 from multigpu_cli.run.assembly.assemble import BuiltModel, ModelFactory
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_weights
@@ -77,15 +77,15 @@ def _build(factory: ModelFactory) -> tuple[nn.Module, WeightMatch | None, str, b
         model, reason = _build_without_weights(factory)
     if model is not None:
         return model.train(), None, "", False
-    model = assembly.create_model(spec).train()
-    weights, last = assembly.load_weights_to_send(spec, world, model), False
+    model = assemble.create_model(spec).train()
+    weights, last = assemble.load_weights_to_send(spec, world, model), False
     on_host = partial(Precision, spec.plan.precision, _CPU)
     if any(map(is_lazy, model.parameters())):  # the first pass creates them
         batch = _move_to_host(first_batch())
         seed_weights(spec.config.reproducibility.seed, late=True)
-        assembly.smoke_test_batch(spec, task, model, on_host(), batch)
+        assemble.smoke_test_batch(spec, task, model, on_host(), batch)
     if _keeps_layout(factory):
-        last = assembly.try_channels_last(spec, task, model, on_host(), _move_to_host(first_batch())) is not None
+        last = assemble.try_channels_last(spec, task, model, on_host(), _move_to_host(first_batch())) is not None
     check_extra_state(model, spec.model)
     return model, weights, reason, last
 
@@ -94,7 +94,7 @@ def _build_without_weights(factory: ModelFactory) -> tuple[nn.Module | None, str
     """The network on the meta device, or None with the reason against it."""
     spec = factory.spec
     seed_weights(spec.config.reproducibility.seed)  # so that only what the factory draws moves the generator
-    model, reason = build_on_meta(lambda: assembly.create_model(spec))
+    model, reason = build_on_meta(lambda: assemble.create_model(spec))
     if model is not None and _keeps_layout(factory) and has_2d_convolutions(model):
         return None, "the layout of its kernels is tried on it"
     if model is not None and factory.world.is_main and (unsaved := find_unsaved_tensors(model)):
