@@ -51,10 +51,7 @@ def self_launch(config: Config, placement: Placement, screen: str) -> dict[str, 
     """Run the command in as many processes as the placement says, over a free loopback port; returns the summary.
 
     The folder is chosen here, so that all restarts use the same one. The workers read the explicit settings from a file
-    and write the run folder; the agent passes signals on.
-
-    Raises:
-        WorkersFailed: some worker ended with a non-zero exit code.
+    and write the run folder; the agent passes signals on. WorkersFailed: some worker ended with a non-zero exit code.
     """
     config = resolve_folder(config)
     run_folder, began = Path(str(config.checkpoint.save_dir)), time.time()
@@ -111,10 +108,8 @@ def run_in_workers(
 ) -> dict[int, Any]:
     """Call a function of a module in `placement.num_processes_to_launch` processes; returns each rank's result.
 
-    Raises:
-        RequestError: the processes could not import the user's script.
-        WorkersFailed: a call raised, or its process ended; has the exit code and message of the error.
-        KeyboardInterrupt: a signal ended them.
+    RequestError: they could not import the user's script. WorkersFailed: a call raised, or its process ended; has the
+    exit code and message of the error. KeyboardInterrupt: a signal ended them.
     """
     check_spawned_script(function, arguments)
     with tempfile.TemporaryDirectory(prefix="multigpu-") as logs:

@@ -76,14 +76,9 @@ def _bits(value: Any) -> tuple[Any, ...]:
 def export_network(model: nn.Module, inputs: Any, target: Path, raw: RawInputs | None = None) -> float:
     """Write a model that runs without this package, as .pt2 or .onnx; returns the largest difference of an output.
 
-    Args:
-        model: in evaluation mode, on the CPU.
-        inputs: (n, …) samples, n > 2, or a tuple or dict of such tensors; the exported model accepts any batch size.
-        raw: the preprocessing that becomes part of an .onnx file.
-
-    Raises:
-        RequestError: the model can't be exported.
-        TrainingError: the exported model's outputs differ.
+    The model is in evaluation mode, on the CPU. The inputs are (n, …) samples, n > 2, or a tuple or dict of such
+    tensors; the exported model accepts any batch size. `raw` is the preprocessing that becomes part of an .onnx file.
+    RequestError: the model can't be exported. TrainingError: the exported model's outputs differ.
     """
     pack, load = (_onnx, partial(_run_onnx, raw=raw)) if target.suffix == ".onnx" else (_pt2, _run_pt2)
     with _draft(target) as draft, torch.no_grad(), _silence():
@@ -215,13 +210,9 @@ def export_run(
 ) -> Export:
     """Write the file, or folder, and check it.
 
-    Args:
-        format: hf, adapter or merged: a folder for transformers and peft; None: a file, by its ending.
-        data_dir: where the dataset is now; the network is built for its shapes, and run on its samples.
-
-    Raises:
-        RequestError: nothing was written.
-        TrainingError: the file failed its check, and was removed.
+    The format is hf, adapter or merged, a folder for transformers and peft; None: a file, by its ending. `data_dir` is
+    where the dataset is now; the network is built for its shapes, and run on its samples. RequestError: nothing was
+    written. TrainingError: the file failed its check, and was removed.
     """
     if format:
         return _export_folder(checkpoint, target, format, model_dir, own_code=own_code)

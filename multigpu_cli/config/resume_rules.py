@@ -36,14 +36,9 @@ def merge_with_checkpoint(
     """Apply a new command to a stored run: settings that the command does not give are taken from the run.
 
     A command that repeats all pinned settings of the first one gets the defaults for the free settings that it leaves
-    out (--max-steps, for instance); a command that repeats only some of them gets the stored run's.
-
-    Args:
-        stored: the first command's `flatten_settings`.
-        pinned_values: the values that were resolved at the start, by key (batch_size, lr, …).
-
-    Raises:
-        RequestError: explicit settings differ from the run's; each is named with both values.
+    out (--max-steps, for instance); a command that repeats only some of them gets the stored run's. `stored` is the
+    first command's `flatten_settings`; the values that were resolved at the start (batch_size, lr, …) are pinned, by
+    key. RequestError: explicit settings differ from the run's; each is named with both values.
     """
     differing, adopted = [], {}
     pinned = {key for key in explicit_keys if key in SETTINGS and not SETTINGS[key].free}

@@ -148,10 +148,8 @@ _GUARDS = {"__name__", "current_process", "parent_process"}  # names in a test t
 def check_spawned_script(*objects: Any) -> None:
     """Refuse a script that would start processes again in each process, and objects that they could not import.
 
-    Raises:
-        RequestError: the script starts processes outside of `if __name__ == "__main__":`, or it comes from stdin,
-            `python -c` or a notebook and defines a class or function of the objects.
-        Exception: pickling an object failed.
+    RequestError: the script starts processes outside of `if __name__ == "__main__":`, or it comes from stdin, `python
+    -c` or a notebook and defines a class or function of the objects. Exception: pickling an object failed.
     """
     frame, file = _find_script_frame(), getattr(sys.modules["__main__"], "__file__", None)
     if frame and (script := Path(frame.f_globals["__file__"])).exists():

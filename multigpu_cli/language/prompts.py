@@ -31,11 +31,9 @@ class Prompt(NamedTuple):
 class PromptReader:
     """Turns prompts into tokens, as the model saw them in training.
 
-    Args:
-        template: the chat template of the training; None: the tokenizer's own.
-        limit: the places that the model knows.
-        values: what the template is given beside the messages, as in training.
-        raw: prompts are text to go on from, and no messages; so are they where there is no template.
+    The template is that of the training, None for the tokenizer's own; `values` is what it is given beside the
+    messages. `limit` is the places that the model knows. Raw prompts are text to go on from, and no messages; so are
+    all where there is no template.
     """
 
     def __init__(

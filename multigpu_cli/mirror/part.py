@@ -61,11 +61,8 @@ class MirrorProcess:
     ) -> str:
         """Let the process send what is missing, and end; returns what is missing, with the way out, or "".
 
-        Args:
-            is_stopped: whether a signal asks the run to end soon: then the process goes on alone after some seconds.
-            moved: called while it is at work.
-            say: shows what the run waits for.
-            wait: False: it goes on alone at once.
+        Where `is_stopped` says that a signal asks the run to end soon, the process goes on alone after some seconds; at
+        once unless it is to `wait`. `moved` is called while it is at work; `say` shows what the run waits for.
         """
         began = self._last_note_at = time.monotonic()
         until, said = inf if wait else began, False

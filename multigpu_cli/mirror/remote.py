@@ -101,10 +101,8 @@ class Mirror:
 
         What an interrupted upload has left complete is not sent again. The files stay open, so that the run may remove
         the checkpoint meanwhile, as it does with old ones: on a slow network each would be gone before it has arrived.
-
-        Raises:
-            MirrorError: the remote folder refused it, or gave back other content.
-            OSError: the checkpoint was removed before the upload began.
+        MirrorError: the remote folder refused it, or gave back other content. OSError: the checkpoint was removed
+        before.
         """
         with ExitStack() as stack:
 
@@ -151,10 +149,7 @@ class Mirror:
     def download_checkpoint(self, step: int, run: Path, moved: Moved = ignore_progress) -> None:
         """Copy a checkpoint into a run folder, verified, and the run's other files before it gets its name there.
 
-        Raises:
-            DamagedMirror: it is damaged there.
-            MirrorError: it could not be read.
-            OSError: the local disk refused it.
+        DamagedMirror: it is damaged there. MirrorError: it could not be read. OSError: the local disk refused it.
         """
         name = f"step_{step:08d}"
         draft, final = run / "checkpoints" / f".draft_mirror_{name}", run / "checkpoints" / name

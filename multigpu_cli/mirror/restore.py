@@ -28,15 +28,12 @@ def restore_from_mirror(
 ) -> tuple[str, list[str]]:
     """Copy the newest checkpoint of --mirror into the run folder, if it is newer than those there; rank 0 calls it.
 
-    A mirror that can't be reached does not keep a run from going on from its own folder.
+    A mirror that can't be reached does not keep a run from going on from its own folder. `attempt` and `begun` are as
+    for `choose_resume_point`; `note` shows what is copied, and that there is no answer. Returns the run folder, if a
+    checkpoint was copied there, else ""; and what was skipped because it is damaged.
 
-    `attempt` and `begun` are as for `choose_resume_point`; `note` shows what is copied, and that there is no answer.
-
-    Returns the run folder, if a checkpoint was copied there, else ""; and what was skipped because it is damaged.
-
-    Raises:
-        RequestError: the mirror can't be used by a run that has no checkpoint of its own, or holds another run, or
-            breaks off while it sends a checkpoint that is newer: to go on without it would remove it there.
+    RequestError: the mirror can't be used by a run that has no checkpoint of its own, or holds another run, or breaks
+    off while it sends a checkpoint that is newer: to go on without it would remove it there.
     """
     url = str(config.checkpoint.mirror)
     if not begun:

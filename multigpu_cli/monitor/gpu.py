@@ -198,12 +198,8 @@ def find_handle(nvml: Any, uuid: str) -> Any:
 class Sampler:
     """Queries one GPU at regular intervals, in a thread beside the training; values that NVML does not report are NaN.
 
-    Args:
-        uuid: of the GPU, or of the MIG instance, as torch writes it.
-        every: seconds between two queries.
-
-    Attributes:
-        missing: why some value is unknown, by NVML's last error; "" where it has answered everything.
+    `uuid` is that of the GPU, or of the MIG instance, as torch writes it; `every` the seconds between two queries.
+    `missing` says why some value is unknown, by NVML's last error; "" where it has answered everything.
     """
 
     def __init__(self, uuid: str, nvml: Any = None, every: float = 1.0) -> None:

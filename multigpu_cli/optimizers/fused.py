@@ -132,10 +132,7 @@ class Muon(torch.optim.Optimizer):
 
     Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". By default its steps are as large as
     those of AdamW, so that both take the same rate and weight decay: Liu et al. 2025, "Muon is Scalable for LLM
-    Training" (`adjust_lr_fn="match_rms_adamw"`).
-
-    Raises:
-        RequestError: this torch has no Muon.
+    Training" (`adjust_lr_fn="match_rms_adamw"`). RequestError: this torch has no Muon.
     """
 
     def __init__(

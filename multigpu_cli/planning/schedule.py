@@ -177,12 +177,8 @@ def plan_schedule(
 ) -> Schedule:
     """Compute the run's length in optimizer steps and the warm-up: as given, or min(2 epochs, 10 % of the run).
 
-    Args:
-        args: `floor` and `decay` of `Schedule` (schedule.args).
-        function: the user's own, which has its arguments, and its own warm-up.
-
-    Raises:
-        RequestError: a given warm-up does not end within the epochs, or an argument is unknown or invalid.
+    `args` are `floor` and `decay` of `Schedule` (schedule.args); a function of the user's own has its arguments, and
+    its own warm-up. RequestError: a given warm-up does not end within the epochs, or an argument is unknown or invalid.
     """
     whole = steps_per_epoch * epochs
     total = whole if max_steps is None else min(whole, max_steps)

@@ -190,11 +190,9 @@ def forecast(
     (McCandlish et al. 2018, eq. 2.11, at equal final loss), and so more samples: the row's time is that of the same
     result, not of the same number of samples.
 
-    Args:
-        global_batch: fixed for any number of workers; None makes it grow with them.
-        samples, epochs: the length of the run on one worker; a step has at most all samples.
-        accumulation: micro-batches of a step on each worker, if the global batch grows with them.
-        price: of one hour of one worker.
+    The global batch is fixed for any number of workers; None makes it grow with them, with `accumulation` micro-batches
+    of a step on each worker. Samples and epochs are the length of the run on one worker; a step has at most all
+    samples. The price is of one hour of one worker.
     """
     rows: list[ForecastRow] = []
     least = global_batch or micro_batch * accumulation

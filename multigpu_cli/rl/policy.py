@@ -201,11 +201,9 @@ def _perceptron(features: int, width: int, depth: int) -> nn.Sequential:
 class CascadedActorCritic(nn.Module):
     """An LSTM extractor over each observation's window, then one LSTM over time for the actor and one for the critic.
 
-    Args:
-        input_shape: (window, …), the last observations with the newest at the end; one dimension is a window of one.
-        features, hidden: units of the extractor, and of actor and critic each.
-        extractor_rate: the extractor's learning rate, as a share of the schedule's: by prefixes of parameter names the
-            attribute `rate_factors` has such factors.
+    The input is (window, …), the last observations with the newest at the end; one dimension is a window of one. The
+    extractor has `features` units, actor and critic `hidden` each. The extractor's learning rate is a share of the
+    schedule's: by prefixes of parameter names the attribute `rate_factors` has such factors.
     """
 
     def __init__(

@@ -120,10 +120,8 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
     """Build the components, probe the memory, and lock the run folder for as long as the context lasts.
 
     A summary is written however the run ends: by `finish_run`, by `record_failure`, or else here, as stopped.
-
-    Raises:
-        RequestError: model, data and device do not fit, or the folder holds a completed run; nothing was written.
-        TrainingError: the run failed.
+    RequestError: model, data and device do not fit, or the folder holds a completed run; nothing was written.
+    TrainingError: the run failed.
     """
     spec, world, stop, watchdog, console, began, parts = request
     if spec.is_complete:

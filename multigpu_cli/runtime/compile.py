@@ -25,10 +25,9 @@ class CompiledModel(nn.Module):
     An epoch's last micro-batch may be short. Compiling it as well would take many seconds, or make all micro-batches
     slower through dynamic shapes; since it occurs once per epoch, running it uncompiled is faster.
 
-    Args:
-        mode: of torch.compile; with reduce-overhead a pass runs as CUDA graphs, whose memory the next pass reuses.
-        blocks: parts of the model that are compiled each by itself, in place, rather than the whole; for weights that
-            are gathered block by block, by hooks around `forward`.
+    The mode is of torch.compile; with reduce-overhead a pass runs as CUDA graphs, whose memory the next pass reuses.
+    The blocks are compiled each by itself, in place, rather than the whole: for weights that are gathered block by
+    block, by hooks around `forward`.
     """
 
     def __init__(

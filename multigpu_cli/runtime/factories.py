@@ -82,13 +82,9 @@ def call_factory(
 ) -> Any:
     """Call a factory with the offered values that it names, and with all of the user's own arguments.
 
-    Args:
-        offered: values for any factory (input_shape, num_classes, seed, …).
-        args: the user's `--set WHERE.args.NAME=value`, which override offered values.
-        where: their section (data, model, task), for messages.
-
-    Raises:
-        RequestError: the factory does not accept an argument, lacks a value for a parameter, or raises an error.
+    Values for any factory are offered (input_shape, num_classes, seed, …); the user's `--set WHERE.args.NAME=value`
+    override them; `where` is their section (data, model, task), for messages. RequestError: the factory does not accept
+    an argument, lacks a value for a parameter, or raises an error.
     """
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

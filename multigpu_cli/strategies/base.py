@@ -144,12 +144,9 @@ class Strategy(ABC):
     def probe_memory(self, work: Callable[[], None], *, accumulates: bool = False) -> None:
         """Run passes that are only to show whether memory suffices; outside of a step, and all ranks call it together.
 
-        Args:
-            work: passes without communication of its own; the caller discards what they leave in buffers and `.grad`.
-            accumulates: a step will have more than one pass on a worker, and `work` has two.
-
-        Raises:
-            OutOfMemory: it does not suffice on some rank; raised on all of them.
+        `work` is passes without communication of its own; the caller discards what they leave in buffers and `.grad`.
+        It has two of them where a step `accumulates`: more than one pass on a worker. OutOfMemory, on all ranks: it
+        does not suffice on some.
         """
         run_on_all_ranks(self._world, work)
 

@@ -127,10 +127,7 @@ class _BufferSlot:
         """Copy what is bound now into the registered tensor, and bind that again.
 
         A tensor of another size, such as positions or masks that grow for longer sequences, is left as it is.
-
-        Raises:
-            TrainingError: the buffer is in checkpoints, and changes of its shape have no mean; not if one micro-batch
-                is `alone`.
+        TrainingError, unless one micro-batch is `alone`: it is in checkpoints, and changes of its shape have no mean.
         """
         bound, shape = self.owner.get(self.name), tuple(self.buffer.shape)
         if bound is not None and bound.shape == shape:

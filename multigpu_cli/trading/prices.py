@@ -36,10 +36,9 @@ class Prices:
 def read_prices(data_dir: str, symbols: Sequence[str] = (), *, adjusted: bool = True) -> Prices:
     """Read the files of a folder, on the dates that all of them have.
 
-    Args:
-        symbols: names of the files, without .csv, in the order of the actions; empty for all, sorted by name.
-        adjusted: multiply all prices of a day by Adj Close / Close if every file has that column, so that dividends
-            count as gains. The factor depends on later dividends, so features must use ratios of prices only.
+    The symbols are names of the files, without .csv, in the order of the actions; empty for all, sorted by name.
+    Adjusted, all prices of a day are multiplied by Adj Close / Close if every file has that column, so that dividends
+    count as gains. The factor depends on later dividends, so features must use ratios of prices only.
     """
     files = _files(Path(data_dir).expanduser(), symbols)
     tables, faults = [], []

@@ -61,10 +61,9 @@ def choose_address(
 ) -> tuple[str, str]:
     """The address that a backend would give to the other nodes, and what is wrong with it.
 
-    Args:
-        variable: GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME with its prefixes, =exact and ^excluded names.
-        resolved: the address of this machine's host name; gloo takes it where the variable is not set.
-        alone: there are no other nodes, which could not reach the loopback.
+    The variable is GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME with its prefixes, =exact and ^excluded names. Where it is
+    not set, gloo takes the `resolved` address of this machine's host name. A machine that is `alone` has no other
+    nodes, which could not reach the loopback.
     """
     known = ", ".join(f"{name} ({address})" for name, address in addresses.items())
     if wanted:

@@ -52,12 +52,9 @@ def write_model_folder(
 ) -> WrittenFolder:
     """Write a folder and check it: it is loaded again, once the network that was written is out of memory.
 
-    Args:
-        kind: hf (all weights), adapter (for peft), or merged (all weights, with the adapter added to them in float32).
-
-    Raises:
-        RequestError: the run is of another kind; nothing was written.
-        TrainingError: the folder computes something else, and was removed.
+    The kind is hf (all weights), adapter (for peft), or merged (all weights, with the adapter added to them in
+    float32). RequestError: the run is of another kind; nothing was written. TrainingError: the folder computes
+    something else, and was removed.
     """
     with _draft_folder(target) as draft:
         live = _write(checkpoint, draft, target, kind, changes, own_code=own_code)

@@ -269,9 +269,8 @@ _PHASES = 4
 def median_step(times: Tensor) -> list[float]:
     """The mean times of a window of steps: of all windows, the one that takes the median time.
 
-    Args:
-        times: seconds of each phase, then of each message, [workers, steps, 4 + messages]. Workers that step together
-            wait for the slowest of them, which waits least itself: its times are those of the step.
+    `times` are the seconds of each phase, then of each message, [workers, steps, 4 + messages]. Workers that step
+    together wait for the slowest of them, which waits least itself: its times are those of the step.
     """
     slowest = times[..., :_PHASES].sum(2).argmax(0)
     steps = times[slowest, torch.arange(len(slowest))]
@@ -328,12 +327,8 @@ class _PhaseTimer:
 def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]) -> Iterator[list[float]]:
     """Take steps of one micro-batch each, as the training loop does, with a learning rate of zero.
 
-    Args:
-        workers: the number that share a step; with several, the changes of the buffers are gathered.
-        messages: summed over the workers after backward.
-
-    Yields:
-        seconds of a step: data, forward, backward, commit, then each message.
+    Where several workers share a step, the changes of the buffers are gathered. The messages are summed over the
+    workers after backward. Yields seconds of a step: data, forward, backward, commit, then each message.
     """
     state, strategy = components.state, components.strategy
     groups = GroupTimer(state.model) if strategy.sharded else None

@@ -35,10 +35,8 @@ class SampleMixer:
     def __call__(self, inputs: Tensor, targets: Tensor, draws: KeyedRandom, micro_batch: int) -> tuple[Tensor, Tensor]:
         """Mixed inputs, and targets (n, classes) float32 that add up to 1.
 
-        Args:
-            inputs: (n, …) floating, as the model meets them; CutMix takes images (n, C, H, W).
-            targets: (n,) int64 class numbers.
-            micro_batch: samples of a micro-batch; several of them may have been joined (DataParallel).
+        The inputs are (n, …) floating, as the model meets them, for CutMix images (n, C, H, W); the targets (n,) int64
+        class numbers. `micro_batch` is the samples of one; several may have been joined (DataParallel).
         """
         self.check(inputs, targets)
         partner = _choose_partners(draws, micro_batch)

@@ -66,12 +66,9 @@ def open_tokens(folder: Path, key: str, count: int, encode: Encode, width: int =
     """The tokens that an earlier process has left, or else those that `encode` makes now.
 
     Processes that ask for the same at once wait for the first of them. Where the folder can't be written, or others can
-    write into it too, each process has a file of its own, which ends with it.
-
-    Args:
-        folder: of such files, for all programs of this user; what was not used for 30 days is removed.
-        key: of all that the tokens depend on.
-        count, width: of records, and samples of each.
+    write into it too, each process has a file of its own, which ends with it. The folder is of such files, for all
+    programs of this user; what was not used for 30 days is removed. The key is of all that the tokens depend on;
+    `count` and `width` are the records, and the samples of each.
     """
     reason = ""
     try:

@@ -178,10 +178,8 @@ class RowSaver(Saver):
 class ShardedSave:
     """What this rank does for one checkpoint, in its writer thread.
 
-    Args:
-        owner: what the lock of the run folder says.
-        rows: those that this rank writes, by tensor; complete once the state has been staged.
-        number: of the save in this run, since a step may be saved more than once.
+    The owner is what the lock of the run folder says. The rows are those that this rank writes, by tensor; complete
+    once the state has been staged. The number is of the save in this run, since a step may be saved more than once.
     """
 
     def __init__(
