@@ -17,7 +17,7 @@ try:
 except ImportError as error:  # it loads torchvision, which is built for one version of torch
     raise SystemExit(
         f"transformers can't be loaded: {error.__cause__ or error}\n"
-        "  try: pip install 'multigpu-cli[hugging-face]'; of torchvision the one for this torch (docs/guide/models.md)"
+        "  try: pip install 'multigpu-cli[hugging-face]'; of torchvision the one for this torch (docs/howto/models.md)"
     ) from error
 
 TEMPLATE = (  # ChatML

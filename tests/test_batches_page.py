@@ -1,4 +1,4 @@
-"""docs/guide/batches.md: every row of its table is run as it is typed, and the model is called as the row says."""
+"""docs/howto/sample-shapes.md: every row of its table runs as it is typed, and calls the model as it says."""
 
 import json
 import re
@@ -14,7 +14,7 @@ import main_multi_gpu
 from tests.support.run_training import run_training
 from tests.support.walkthrough import blocks
 
-PAGE = Path(__file__).resolve().parents[1] / "docs/guide/batches.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs/howto/sample-shapes.md"
 CODE = re.compile(r"<<'PYTHON'\n(.*?)^PYTHON$", re.MULTILINE | re.DOTALL)
 SHARED = (1, 4, 5, 6, 8, 9, 10, 11)  # rows that are also run on two and three workers
 

@@ -19,11 +19,14 @@ from tests.test_readme import NO_COMMANDS, copy_project, is_reason, run
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDE, REFERENCE, README = ROOT / "MULTI_GPU_GUIDE.md", ROOT / "QUICK_REFERENCE.md", ROOT / "README.md"
-MEASUREMENTS, LESSON = ROOT / "docs" / "measurements.md", ROOT / "docs" / "lesson.md"
-HAVE = ROOT / "docs" / "guide" / "what-you-have.md"  # tests/test_what_you_have.py runs its rows, refused ones too
+INDEX, MEASUREMENTS = ROOT / "docs" / "README.md", ROOT / "docs" / "measurements.md"
+LESSON = sorted(ROOT.glob("docs/lesson/*.md"))
+HAVE = ROOT / "docs" / "start" / "what-you-have.md"  # tests/test_what_you_have.py runs its rows, refused ones too
 GUIDES = (GUIDE, REFERENCE, *sorted(ROOT.glob("docs/**/*.md")))
 PAGES = (*GUIDES, README)
-GUIDE_BYTES = 40_000
+WORDS = {"README.md": 450, "MULTI_GPU_GUIDE.md": 900, "docs/troubleshooting.md": 1200}  # code included
+PAGE_WORDS = 900  # any other page but the reference and the measurements; fenced code and typed commands left out
+ALL_WORDS = 36_000  # by hand, code included
 OTHERS_FLAGS = {  # of torchrun, make, tensorboard and the launcher
     *("--nproc_per_node", "--standalone", "--master_port", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--nodes"),
     *(
@@ -124,7 +127,7 @@ def own_figures(page: Path) -> set[str]:
     return figures(re.sub(r"<!-- generated: .*?<!-- end of ", "", prose(page), flags=re.DOTALL))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in (MEASUREMENTS, LESSON)], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in (MEASUREMENTS, *LESSON)], ids=name_of)
 def test_no_page_repeats_a_measured_figure_by_hand(page: Path) -> None:
     """docs/measurements.md has each once; the others link to it."""
     assert own_figures(page) & figures(prose(MEASUREMENTS)) == set()
@@ -167,9 +170,11 @@ def test_files_and_flags_that_are_named_exist(guide: Path) -> None:
             assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code)) <= ours | OTHERS_FLAGS, code
 
 
-def test_every_page_is_reached_from_the_guide() -> None:
-    linked = re.findall(r"\]\((docs/[\w/-]+\.md)", GUIDE.read_text())
-    assert {name_of(page) for page in ROOT.glob("docs/**/*.md")} == set(linked)
+def test_every_page_is_reached_from_the_index() -> None:
+    linked = {INDEX.parent / page for page in re.findall(r"\]\(([\w/-]+\.md)", INDEX.read_text())}
+    assert set(ROOT.glob("docs/**/*.md")) - {INDEX} == linked
+    assert "(docs/README.md)" in README.read_text()
+    assert "(docs/README.md)" in GUIDE.read_text()
 
 
 def test_only_the_migration_page_speaks_of_earlier_documents() -> None:
@@ -177,8 +182,30 @@ def test_only_the_migration_page_speaks_of_earlier_documents() -> None:
     assert [name_of(page) for page in PAGES if said.search(page.read_text())] == ["docs/migration.md"]
 
 
-def test_the_guide_reads_in_one_sitting() -> None:
-    assert len(GUIDE.read_bytes()) <= GUIDE_BYTES
+# --- Length ----------------------------------------------------------------------------------------------------------
+
+
+def by_hand(page: Path) -> str:
+    """A page without its generated parts."""
+    return re.sub(r"<!-- generated: .*?<!-- end of ", "", page.read_text(), flags=re.DOTALL)
+
+
+def count_words(page: Path) -> int:
+    """Of a page with a limit of its own all words; of another one without fenced code and typed commands."""
+    if name_of(page) in WORDS:
+        return len(by_hand(page).split())
+    text = re.sub(r"^```.*?^```", "", by_hand(page), flags=re.MULTILINE | re.DOTALL)
+    return len(re.sub(r"`[^`\n]* [^`\n]*`", "command", text).split())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != MEASUREMENTS], ids=name_of)
+def test_a_page_is_short(page: Path) -> None:
+    if page.parent.name != "reference":
+        assert count_words(page) <= WORDS.get(name_of(page), PAGE_WORDS)
+
+
+def test_all_pages_together_are_short() -> None:
+    assert sum(len(by_hand(page).split()) for page in PAGES) <= ALL_WORDS
 
 
 # --- The commands ----------------------------------------------------------------------------------------------------
@@ -255,7 +282,7 @@ def sections() -> dict[tuple[str, str], list[tuple[Path, Block]]]:
 
 def mark_chapters() -> Iterator[Any]:
     """`make test-all` runs all, which takes minutes; CI those of the guide and of one more page."""
-    often = {"MULTI_GPU_GUIDE.md", "docs/guide/your-code.md"}
+    often = {"MULTI_GPU_GUIDE.md", "docs/howto/your-code.md"}
     for guide, chapter in sections():
         marks = [] if guide in often else [pytest.mark.slow]
         yield pytest.param((guide, chapter), id=f"{guide}-{chapter}", marks=marks)

@@ -1,4 +1,4 @@
-"""The lesson's scripts print what docs/lesson.md shows, and its exercises can be solved."""
+"""The lesson's scripts print what docs/lesson shows, and its exercises can be solved."""
 
 import io
 import re
@@ -24,13 +24,13 @@ from tests.support.ranks import run_on_each_rank
 from tests.support.walkthrough import ROOT, Block, blocks
 from tests.test_readme import copy_project, run
 
-LESSON = ROOT / "docs" / "lesson.md"
+LESSON = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/lesson/*.md")))
 SCRIPT = re.compile(r"examples/lesson/(\w+)\.py$", re.MULTILINE)
 
 
 def read_outputs() -> dict[str, list[str]]:
     """What the lesson shows, line by line, below the block that runs a script."""
-    pages = list(blocks(LESSON.read_text()))
+    pages = list(blocks(LESSON))
     below = {block: after.text.splitlines() for block, after in pairwise(pages)}
     return {found[1]: lines for block, lines in below.items() if (found := SCRIPT.search(block.text))}
 
@@ -58,7 +58,7 @@ def test_every_script_of_the_lesson_is_shown() -> None:
 
 
 def of_the_trainer() -> list[Block]:
-    return [block for block in blocks(LESSON.read_text()) if "main_multi_gpu.py" in block.text]
+    return [block for block in blocks(LESSON) if "main_multi_gpu.py" in block.text]
 
 
 @pytest.mark.alone

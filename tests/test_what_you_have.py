@@ -1,4 +1,4 @@
-"""Each row of docs/guide/what-you-have.md by copy and paste: it trains, or is refused in the words that stand there."""
+"""Each row of docs/start/what-you-have.md by copy and paste: it trains, or is refused in the words that stand there."""
 
 import shlex
 import sys

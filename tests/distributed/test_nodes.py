@@ -17,7 +17,7 @@ from multigpu_cli.monitor import journal
 from tests.distributed.launcher import options, run_command
 from tests.support.netns import FRONT_DOOR, Host, hosts, missing, torchrun, wait_for
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs/operations/multi-node.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs/howto/several-machines.md"
 NO_SPACES = missing()
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(bool(NO_SPACES), reason=NO_SPACES)]
 

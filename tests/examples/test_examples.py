@@ -29,7 +29,7 @@ def test_no_more_than_five_lines_are_new() -> None:
 
 
 def test_the_guide_shows_the_change_as_it_is() -> None:
-    shown = re.search(r"^```diff\n(.*?)^```", (ROOT / "docs/guide/python-api.md").read_text(), re.MULTILINE | re.DOTALL)
+    shown = re.search(r"^```diff\n(.*?)^```", (ROOT / "docs/start/python.md").read_text(), re.MULTILINE | re.DOTALL)
     assert shown
     old, new = PLAIN.read_text().splitlines(), SEVERAL.read_text().splitlines()
     changes = [line for line in difflib.ndiff(old, new) if line[0] in "+-" and line[2:].strip()]

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -34,18 +34,11 @@ EXTENSIONS = (
 )
 """What code of a user's own subclasses, receives or returns."""
 
-README_ROWS = {
-    "digits": "",
-    "UCI HAR, all channels": "",
-    "nanoGPT's Shakespeare": "",
-    "defaults / hand-written, both fused and clipped": "an MLP's step of 1 ms / by hand with the same optimizer",
-    "stock: ours / hand-written": "the same / by hand with torch's defaults",
-    "stock: Lightning / hand-written": "Lightning's step / by hand with torch's defaults",
-    "first step: ours / hand-written": "process start to first step / a script by hand",
-    "a checkpoint of 100 MB": "",
-    "cost of `--exact`": "",
-}
-"""Rows of docs/measurements.md that the README repeats, by the beginning of their first cell, and its own words."""
+COMMON = (
+    *("config", "data", "data_dir", "model", "multi_gpu", "gpu_ids", "epochs", "batch_size", "global_batch_size", "lr"),
+    *("amp", "save_dir", "resume", "exact", "dry_run"),
+)
+"""The flags of the quick reference, by their names as parameters of the front door."""
 
 
 # --- The code map ----------------------------------------------------------------------------------------------------
@@ -71,21 +64,75 @@ def code_map() -> str:
 
 def flag_table() -> str:
     """Every option of the front door, panel by panel, as the help has them."""
-    command = typer.main.get_command(main_multi_gpu.app)
     lines, panel = ["| flag | what it means | default | resume |", "|-|-|-|-|"], ""
-    for option in command.params:
-        group = getattr(option, "rich_help_panel", None)
-        if group is None:
-            continue
-        if group != panel:
-            lines.append(f"| **{group}** | | | |")
-            panel = group
+    for option in _train_options():
+        if option.rich_help_panel != panel:
+            panel = option.rich_help_panel
+            lines.append(f"| **{panel}** | | | |")
         entry = SETTINGS.get(option.name)
-        meaning = entry.help if entry else str(getattr(option, "help", ""))
         default, free = (_format_default(entry.default), "free" if entry.free else "") if entry else ("", "")
-        flag = f"`{option.opts[0]}{' ' + option.metavar if option.metavar else ''}`"
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (flag, meaning, default, free)) + " |")
+        lines.append(_row(_flag(option), _meaning(option), default, free))
     return "\n".join(lines)
+
+
+def common_flags() -> str:
+    """Those that most commands have."""
+    options = {option.name: option for option in _train_options()}
+    rows = []
+    for name in COMMON:
+        entry = SETTINGS.get(name)
+        rows.append(
+            _row(_flag(options[name]), _meaning(options[name]), _format_default(entry.default) if entry else "")
+        )
+    return "\n".join(["| flag | what it means | default |", "|-|-|-|", *rows])
+
+
+def setting_table() -> str:
+    """The settings that have no flag: for YAML and --set."""
+    rows = [
+        _row(f"`{entry.key}`", entry.help, _format_default(entry.default), "free" if entry.free else "")
+        for entry in SETTINGS.values()
+        if not entry.flag
+    ]
+    return "\n".join(["| key | what it means | default | resume |", "|-|-|-|-|", *rows])
+
+
+def command_list() -> str:
+    """Every command with its help and its own options, those of a training left out."""
+    group: Any = typer.main.get_command(main_multi_gpu.app)
+    shared = {option.name for option in _train_options()}
+    parts = []
+    for name, command in sorted(group.commands.items()):
+        for path, each in [(f"{name} {sub}", below) for sub, below in getattr(command, "commands", {}).items()] or [
+            (name, command)
+        ]:
+            own = [option for option in each.params if option.name not in shared and option.name != "help"]
+            also = "Also takes the training flags." if len(own) < len(each.params) - len(shared) / 2 else ""
+            usage = " ".join(option.name.upper() for option in own if option.param_type_name == "argument")
+            help_text = " ".join((each.help or "").split())
+            parts.append(f"### {path}\n\n`multigpu {path} {usage}`".rstrip(" `") + "`")
+            parts.append(f"{help_text} {also}".strip())
+            rows = [_row(_flag(option), option.help or "") for option in own if option.param_type_name == "option"]
+            parts += ["\n".join(["| option | what it means |", "|-|-|", *rows])] if rows else []
+    return "\n\n".join(parts)
+
+
+def _train_options() -> list[Any]:
+    command = typer.main.get_command(main_multi_gpu.app)
+    return [option for option in command.params if getattr(option, "rich_help_panel", None)]
+
+
+def _flag(option: Any) -> str:
+    return f"`{option.opts[0]}{' ' + option.metavar if option.metavar else ''}`"
+
+
+def _meaning(option: Any) -> str:
+    entry = SETTINGS.get(option.name)
+    return entry.help if entry else str(getattr(option, "help", ""))
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _format_default(default: object) -> str:
@@ -217,27 +264,16 @@ def _round(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1g}"
 
 
-def readme_figures() -> str:
-    """The rows that the README repeats, as they stand in docs/measurements.md."""
-    rows = [line for line in (ROOT / "docs/measurements.md").read_text().splitlines() if line.startswith("| ")]
-    return "\n".join(["| measured on two CPU cores | figure |", "|-|-|", *_choose_rows(rows)])
-
-
-def _choose_rows(rows: list[str]) -> Iterator[str]:
-    for start, label in README_ROWS.items():
-        (row,) = (row for row in rows if row.startswith(f"| {start}"))
-        what, figure, *_ = row.removeprefix("| ").split(" | ")
-        yield f"| {label or what} | {figure} |"
-
-
 # --- Writing ---------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "code map": ("docs/internals/code-map.md", code_map),
-    "api": ("docs/api.md", api_reference),
-    "flags": ("QUICK_REFERENCE.md", flag_table),
+    "api": ("docs/reference/api.md", api_reference),
+    "flags": ("docs/reference/cli.md", flag_table),
+    "commands": ("docs/reference/cli.md", command_list),
+    "common flags": ("QUICK_REFERENCE.md", common_flags),
+    "settings": ("docs/reference/config.md", setting_table),
     "benchmarks": ("docs/measurements.md", benchmark_table),
-    "figures": ("README.md", readme_figures),  # after the measurements, whose rows it repeats
 }
 """Name of a generated part → the file it stands in, and what makes it."""
 

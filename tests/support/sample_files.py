@@ -1,4 +1,4 @@
-"""Small files of the kinds that people bring, for the rows of docs/guide/what-you-have.md.
+"""Small files of the kinds that people bring, for the rows of docs/start/what-you-have.md.
 
 python -m tests.support.sample_files my_data
 """

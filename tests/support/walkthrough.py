@@ -1,7 +1,7 @@
 """`make walkthrough`: the README's bash blocks, typed one after the other in a fresh clone with a fresh environment.
 
 What is committed is cloned. One shell runs all blocks, as a reader's does, and stops at the first that fails. Left out
-are blocks that need GPUs or data, and `make test`. Then come the rows of docs/guide/what-you-have.md, as they stand,
+are blocks that need GPUs or data, and `make test`. Then come the rows of docs/start/what-you-have.md, as they stand,
 also after one that fails. Needs nothing but Python: the environment is the README's own.
 """
 

@@ -1,4 +1,4 @@
-"""The table of docs/guide/what-you-have.md: its rows are typed, and do what they say.
+"""The table of docs/start/what-you-have.md: its rows are typed, and do what they say.
 
 Needs nothing but Python: tests/test_what_you_have.py types them here, tests/support/walkthrough.py in a fresh clone.
 """
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path("docs", "guide", "what-you-have.md")
-SHAPES = PAGE.with_name("batches.md")  # its block writes my_batches.py, which some rows name
+PAGE = Path("docs", "start", "what-you-have.md")
+SHAPES = Path("docs", "howto", "sample-shapes.md")  # its block writes my_batches.py, which some rows name
 CODE = re.compile(r"`([^`]+)`")
 NOT_THE_USERS = {".git", ".venv", "__pycache__"}
 
