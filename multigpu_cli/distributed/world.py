@@ -132,6 +132,23 @@ def broadcast_object(world: World, value: Any, *, source: int = 0) -> Any:
     return value if sends else _from_bytes(content)
 
 
+def send_object(world: World, value: Any) -> int:
+    """Send rank 0 what it takes with `receive_object`; the number of bytes."""
+    content = _to_bytes(value, world.device)
+    dist.send(torch.tensor([content.numel()], dtype=torch.int64, device=world.device), 0)
+    dist.send(content, 0)
+    return content.numel()
+
+
+def receive_object(world: World, source: int) -> Any:
+    """On rank 0 what another rank sends."""
+    size = torch.empty(1, dtype=torch.int64, device=world.device)
+    dist.recv(size, source)
+    content = torch.empty(int(size), dtype=torch.uint8, device=world.device)
+    dist.recv(content, source)
+    return _from_bytes(content)
+
+
 def all_gather_object(world: World, value: Any) -> list[Any]:
     """All ranks' values, in rank order, on every rank: anything that `torch.load(weights_only=True)` can load."""
     if world.size == 1:
