@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import random
 import sys
 import tarfile
@@ -16,6 +17,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+from torch.distributed import send
 from torch.utils.data import Dataset
 
 from multigpu_cli.checkpoint import files, store
@@ -37,7 +39,11 @@ from multigpu_cli.language.chat.conversations import Conversation
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
 from multigpu_cli.language.chat.records import open_tokens
 from multigpu_cli.language.chat.samples import PackedDataset, SFTDataset
+from multigpu_cli.metrics.load import OrderedMetric
+from multigpu_cli.monitor.format import format_other_numbers
 from multigpu_cli.monitor.journal import parse_event
+from multigpu_cli.monitor.tensorboard import list_scalars
+from multigpu_cli.run.train_log import combine_ranks, summarize_ranks
 from multigpu_cli.runtime.precision import Precision
 from tests.commands.runs import event, run_folder
 from tests.support.ranks import run_on_each_rank
@@ -310,6 +316,58 @@ def test_a_shard_is_not_opened_for_each_label(tmp_path: Path, monkeypatch: pytes
     found = TarStore([tmp_path / "a.tar"])
     assert found.list_values("cls") == list(range(7))
     assert opened < 10
+
+
+def test_a_metric_sends_its_batches_to_rank_0_alone_and_several_at_once() -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.kept: list[float] = []
+
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            self.kept += outputs.tolist()
+
+        def compute(self) -> float:
+            return float(self.kept == [float(at) for at in range(3000)])
+
+    def measure(world: World) -> tuple[float, int, int]:
+        metric = OrderedMetric("kept", "own:Kept", Kept)
+        metric.begin(1000, world)
+        for at in range(1000 * world.rank // world.size, 1000 * (world.rank + 1) // world.size):
+            numbers = torch.arange(3 * at, 3 * at + 3).float()
+            metric.add(at, numbers, numbers, 3)
+        with patch("torch.distributed.broadcast") as broadcast, patch("torch.distributed.send", wraps=send) as sent:
+            moves = Mock()
+            with patch("multigpu_cli.metrics.load.run_on_main_rank", lambda world, work: world.is_main and work()):
+                value = metric.reduce(world, moves)
+        return float(value), broadcast.call_count + sent.call_count, moves.call_count
+
+    found = run_on_each_rank(3, measure)
+    assert found[0][0] == 1.0
+    assert found[0][1] == 0
+    assert all(0 < calls < 30 for _, calls, _ in found[1:]), "two for each message"
+    assert all(moves for *_, moves in found)
+
+
+def test_a_log_line_of_many_ranks_is_no_longer_than_one_of_few() -> None:
+    def write_line(ranks: int) -> dict[str, Any]:
+        rows = [
+            (100.0 + rank, 0.1, 0.03 + rank * 1e-6, math.nan, 0.7 - 0.0001 * rank, 0.0, 0.0) for rank in range(ranks)
+        ]
+        return summarize_ranks(combine_ranks(rows, {"step_ms": 100.0}, 10))
+
+    assert write_line(64)["memory"] == [100 + rank for rank in range(64)]
+    line = write_line(4096)
+    assert line["memory"] == {"min": 100, "mean": 2147.5, "max": 4195, "worst_rank": 4095}
+    assert line["cpu_utilisation"]["worst_rank"] == 4095
+    assert line["own_ms"]["worst_rank"] == 0
+    assert summarize_ranks({"gpu_power": [None] * 65, "lr": 0.5}) == {"gpu_power": None, "lr": 0.5}
+    assert len(json.dumps(line)) < 600
+    tags = dict(list_scalars({"event": "train", "step": 1, "step_ms": 100.0, **line}))
+    assert (tags["system/memory/max"], tags["system/memory/worst_rank"]) == (4195.0, 4095.0)
+    assert len(tags) < 20
+    assert "3 MiB / 5 MiB / 7 MiB, worst rank 9" in format_other_numbers(
+        {"memory": {"min": 3 * 2**20, "mean": 5 * 2**20, "max": 7 * 2**20, "worst_rank": 9}}
+    )
 
 
 def test_sums_of_equal_replicas_are_not_gathered() -> None:

@@ -26,7 +26,7 @@ from multigpu_cli.distributed.placement import count_cores, usable_gpus
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.launch import run_cli
-from multigpu_cli.monitor.format import format_bytes
+from multigpu_cli.monitor.format import format_bytes, list_values
 from multigpu_cli.monitor.history import load_history
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.monitor.plot_style import STYLE, color_of_run, escape_text, save_png
@@ -268,9 +268,13 @@ def run_trainer(
     medians = {name: statistics.median(line.get(field) or 0.0 for line in lines) for name, field in _FIELDS.items()}
     busy = []
     for line in lines:
-        known = [value for value in line.get("gpu_utilisation") or line["cpu_utilisation"] if value is not None]
+        used = list_values(line.get("gpu_utilisation") or line["cpu_utilisation"])
+        known = [value for value in used if value is not None]
         busy += [statistics.fmean(known)] if known else []
-    return medians | {"memory": max(lines[-1]["memory"]), "utilisation": statistics.median(busy) if busy else nan}
+    return medians | {
+        "memory": max(list_values(lines[-1]["memory"])),
+        "utilisation": statistics.median(busy) if busy else nan,
+    }
 
 
 _SHADES = {

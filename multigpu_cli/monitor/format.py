@@ -34,8 +34,13 @@ def format_bar_facts(fields: Mapping[str, Any]) -> list[str]:
     facts = [f"mean loss {format_number(fields['mean_loss'])}"] if fields.get("mean_loss") is not None else []
     facts += _rate(fields)
     if fields.get("memory_reserved"):
-        facts.append(f"GPU {_readable('memory', max(fields['memory']))}")
+        facts.append(f"GPU {_readable('memory', max(list_values(fields['memory'])))}")
     return facts
+
+
+def list_values(field: Sequence[float] | Mapping[str, float]) -> Sequence[float]:
+    """The values of all ranks in a field of a `train` event; of many ranks the least, the mean and the greatest."""
+    return [field[part] for part in ("min", "mean", "max")] if isinstance(field, Mapping) else field
 
 
 def format_eval_line(fields: Mapping[str, Any]) -> str:
@@ -147,6 +152,8 @@ def _readable(name: str, value: Any) -> str:
     """Bytes as MiB or GiB, shares in per cent; the values of several ranks with slashes between them."""
     if isinstance(value, list):
         return " / ".join("-" if each is None else _readable(name, each) for each in value)
+    if isinstance(value, Mapping):
+        return f"{_readable(name, list_values(value))}, worst rank {value['worst_rank']}"
     if "memory" in name:
         return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
     return f"{100 * value:.1f} %" if name.endswith("share") or name == "mfu" else format_number(value)

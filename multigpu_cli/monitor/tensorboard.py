@@ -5,7 +5,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
@@ -174,7 +174,9 @@ def list_scalars(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in event.items():
         if name not in _POSITION:
             tag = f"{'system' if name in _SYSTEM else group}/{name}"
-            parts = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
+            parts: Iterable[tuple[Any, Any]] = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
+            if isinstance(value, Mapping) and name in _SYSTEM:  # of many ranks
+                parts = value.items()
             yield from ((f"{tag}/{part}".rstrip("/"), float(number)) for part, number in parts if _is_number(number))
 
 

@@ -20,6 +20,7 @@ from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.run import Run
 from multigpu_cli.tasks.base import divide
 
+_MOST_RANKS = 64  # of which each has its values in a line
 _GPU_FIELDS = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")
 
 
@@ -30,6 +31,7 @@ def log_step(run: Run, outcome: StepResult) -> None:
     observer.loss.all_reduce_pending()
     rows = torch.stack(all_gather(run.world, measure_rank(run, peak_memory(run.world.device)))).tolist()
     steps, rates = observer.timer.steps_so_far, observer.timer.read()
+    of_ranks = combine_ranks(rows, rates, steps)
     fields: dict[str, Any] = {
         "step": progress.step,
         "epoch": run.epoch,
@@ -41,12 +43,12 @@ def log_step(run: Run, outcome: StepResult) -> None:
         "samples_per_second": rates["samples_per_second"],
         **run.loss_normalizer.rate(rates["samples_per_second"]),
         "step_ms": rates["step_ms"],
-        **combine_ranks(rows, rates, steps),
+        **summarize_ranks(of_ranks),
         **device_fields(run, rates["samples_per_second"]),
         **run.task.log_fields(steps * rates["step_ms"] / 1e3),
     }
     run.log.console.train(run.log.journal.write("train", **fields))
-    if unknown := describe_missing_gpu_metrics(run, fields):
+    if unknown := describe_missing_gpu_metrics(run, of_ranks):
         run.log.console.note(unknown)
     if run.checkpointer.writer.is_done:
         finish_pending_checkpoint(run)
@@ -118,6 +120,23 @@ def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], step
     for name, values in zip(("memory_reserved", *_GPU_FIELDS), more, strict=False):
         fields[name] = [None if math.isnan(value) else value for value in values]
     return fields
+
+
+def summarize_ranks(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Beyond 64 ranks `min`, `mean`, `max` and `worst_rank` in place of a list of values; None where none is known."""
+    return {
+        name: _summarize(name, value) if isinstance(value, list) and len(value) > _MOST_RANKS else value
+        for name, value in fields.items()
+    }
+
+
+def _summarize(name: str, values: list[float | None]) -> dict[str, float] | None:
+    known = [(value, rank) for rank, value in enumerate(values) if value is not None]
+    if not known:
+        return None
+    least, greatest, mean = min(known), max(known), sum(value for value, _ in known) / len(known)
+    worst = least if name.endswith("utilisation") else greatest
+    return {"min": least[0], "mean": mean, "max": greatest[0], "worst_rank": worst[1]}
 
 
 def describe_missing_gpu_metrics(run: Run, fields: Mapping[str, Any]) -> str:

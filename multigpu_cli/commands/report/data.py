@@ -15,7 +15,7 @@ from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import pluralize
-from multigpu_cli.monitor.format import format_duration, format_label, format_metric, format_number
+from multigpu_cli.monitor.format import format_duration, format_label, format_metric, format_number, list_values
 from multigpu_cli.monitor.history import PLAN, History, load_history, load_summary, read_json
 from multigpu_cli.planning.memory import Memory
 
@@ -45,15 +45,23 @@ class RunData:
         events = [event for _, event in sorted(self.history.train.items()) if event.get(field) is not None]
         return thin_series([float(event[by]) for event in events], [factor * float(event[field]) for event in events])
 
+    @property
+    def has_many_workers(self) -> bool:
+        """Whether `train` lines have a summary in place of each worker's values."""
+        return any(isinstance(event.get("memory"), dict) for event in self.history.train.values())
+
     def per_worker(self, field: str, *, by: str = "step", factor: float = 1.0) -> list[Series]:
-        """One series for each worker of the last line, of a number that `train` lines have for every worker."""
+        """A series for each worker of the last line, of a number that `train` lines have for every worker.
+
+        Of more than 64 workers a series of the least, one of the mean and one of the greatest value.
+        """
         events = [event for _, event in sorted(self.history.train.items()) if event.get(field)]
-        count = len(events[-1][field]) if events else 0
+        rows = [list_values(event[field]) for event in events]
         series = []
-        for rank in range(count):
-            there = [event for event in events if len(event[field]) > rank and event[field][rank] is not None]
-            values = [factor * float(event[field][rank]) for event in there]
-            series.append(thin_series([float(event[by]) for event in there], values))
+        for rank in range(len(rows[-1]) if rows else 0):
+            there = [at for at, row in enumerate(rows) if len(row) > rank and row[rank] is not None]
+            values = [factor * float(rows[at][rank]) for at in there]
+            series.append(thin_series([float(events[at][by]) for at in there], values))
         return series
 
     def evaluated(self, field: str, split: str = "val", *, by: str = "step", factor: float = 1.0) -> Series:
@@ -247,7 +255,11 @@ def _compare_forecast(run: RunData) -> Iterator[Row]:
         "exposed communication of a step": ("ms", 1e3 * row["waiting"] if row else None, exposed),
         "samples per second": ("", row.get("samples_per_second"), rate),
         "seconds of training": ("s", row.get("seconds"), run.summary.get("train_seconds")),
-        memory: ("MiB", needs and needs / 2**20, max(last["memory"]) / 2**20 if last.get("memory") else None),
+        memory: (
+            "MiB",
+            needs and needs / 2**20,
+            max(list_values(last["memory"])) / 2**20 if last.get("memory") else None,
+        ),
     }
     for name, (unit, planned, actual) in rows_of.items():
         if planned is not None or actual is not None:

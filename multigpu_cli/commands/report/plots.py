@@ -139,7 +139,9 @@ def _draw_per_worker(runs: Sequence[RunData], by: str, field: str, factor: float
         every = run.per_worker(field, by=by, factor=factor)
         for rank, series in enumerate(every):
             name = escape_text(run.name) if rank == 0 and not alone else None
-            label = f"rank {rank}" if alone and len(every) <= 8 else name
+            label = name
+            if alone and len(every) <= 8:
+                label = ("least", "mean", "greatest")[rank] if run.has_many_workers else f"rank {rank}"
             _draw_line(axes, series, color_of_run(rank if alone else number), label=label, linewidth=1.4)
     _start_at_zero(axes)
 
