@@ -7,7 +7,7 @@ SHELL_FILES := launch_multi_gpu.sh .ci/run deploy/slurm.sbatch
 ALONE := alone or quality or netns or root or slurm
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all walkthrough picture chaos mutants same-runs bench bench-peers gpu-bench gpu-check lint format clean
+.PHONY: help quickstart test test-all walkthrough picture chaos mutants same-runs bench bench-peers bench-growth gpu-bench gpu-check lint format clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -51,6 +51,9 @@ bench: $(VENV)/.installed ## how fast it is, against hand-written loops and limi
 
 bench-peers: $(VENV)/.installed-dev ## fine-tuning on packed texts beside TRL's SFTTrainer, in pairs: a quarter of an hour on two quiet cores
 	$(BIN)/python -m benchmarks.peers_chat
+
+bench-growth: $(VENV)/.installed-dev ## how cost grows with samples, runs, turns, ranks, …: twenty minutes on two quiet cores
+	$(BIN)/python -m benchmarks.growth
 
 gpu-bench: ## the same on a GPU, with this machine's own python3: ten minutes at most, goes on if called again
 	$(PYTHON) -m benchmarks.gpu
