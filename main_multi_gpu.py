@@ -36,11 +36,10 @@ from multigpu_cli.distributed.launch_env import (
     write_error,
 )
 from multigpu_cli.distributed.processes import die_with_parent
-from multigpu_cli.errors import FAILED, STOPPED, WRONG_REQUEST, RequestError, TrainingError
+from multigpu_cli.errors import FAILED, GRACE, STOPPED, WRONG_REQUEST, RequestError, TrainingError
 from multigpu_cli.faults.explain import describe_error, describe_usage_error, is_peer_failure, shorten_message
 
 _INTERRUPTED = 130
-_GRACE = 3.0  # seconds; the agent ends all ranks as soon as one exits, so the rank with the root cause exits first
 _UsageError: Any = typer.BadParameter.__base__  # the same class in Typer's own click and in the installed one
 
 
@@ -146,7 +145,7 @@ def _report_error(code: int, message: str, error: BaseException, argv: Sequence[
     if not message or (rank and code == _INTERRUPTED):
         return code, message
     first = rank == 0 or (follows and os.environ.get("LOCAL_RANK") == "0")  # no other rank of its node reports
-    time.sleep(_GRACE * ((not first) + (lost and not follows)))
+    time.sleep(GRACE * ((not first) + (lost and not follows)))
     before_torch = "torch" not in sys.modules  # all ranks of a node fail in the same way
     shared = getattr(error, "shared", False)  # rank 0 reports it for all
     if rank == 0 or (not shared and (not before_torch or os.environ.get("LOCAL_RANK") == "0")):

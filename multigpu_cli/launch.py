@@ -28,12 +28,11 @@ from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.distributed.launch_env import write_error
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.processes import check_spawned_script, die_with_parent, quote_last_lines
-from multigpu_cli.errors import FAILED, TrainingError
+from multigpu_cli.errors import FAILED, GRACE, TrainingError
 from multigpu_cli.faults.explain import describe_unexpected_error, is_peer_failure
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "multigpu"  # a spawned Python takes no multiprocessing.py of the user's folder
-_GRACE = 3.0  # seconds; the agent ends all ranks as soon as one exits, so the rank with the root cause exits first
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -129,7 +128,7 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
         result = function(*arguments)
     except Exception as error:  # anything the function raises: recorded for the parent, then raised as an exit code
         if getattr(error, "caused_by_peer", False) or is_peer_failure(error):
-            time.sleep(_GRACE)
+            time.sleep(GRACE)
         code, message = FAILED, describe_unexpected_error(error)
         if isinstance(error, TrainingError):
             code, message = error.exit_code, str(error)

@@ -251,10 +251,7 @@ class DistributedDataParallelTrainer(MultiGPUTrainer):
     mode = TrainingMode.DISTRIBUTED_DATA_PARALLEL
 
 
-TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
-    TrainingMode.DATA_PARALLEL: DataParallelTrainer,
-    TrainingMode.DISTRIBUTED_DATA_PARALLEL: DistributedDataParallelTrainer,
-}
+TRAINERS = {each.mode: each for each in (DataParallelTrainer, DistributedDataParallelTrainer)}
 
 
 class MultiGPUTrainingManager:

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -78,12 +77,6 @@ def _copy_file(source: Path, target: Path, moved: Moved = ignore_progress) -> No
         publish_stream(target, lambda file: shutil.copyfileobj(opened, file, PIECE), size, moved)
 
 
-def find_content(files: Iterable[Path], sha256_wanted: str) -> bytes | None:
-    """The content of the first of these files that has this checksum; None if none has."""
-    contents = (file.read_bytes() for file in files if file.is_file())
-    return next((content for content in contents if sha256(content).hexdigest() == sha256_wanted), None)
-
-
 def restore_file(files: Sequence[Path], sha256_wanted: str) -> bool:
     """Restore the first of these files to the content with this checksum, from any of them; False if none has it."""
     found = find_file(files, sha256_wanted)
@@ -99,7 +92,8 @@ def read_best(checkpoint: Path, manifest: dict[str, Any], step: int) -> bytes | 
     """
     published = checkpoint.parents[1] / "best.pt"
     if "best" in manifest:
-        return find_content([checkpoint / BEST, published], manifest["best"]["sha256"])
+        found = find_file([checkpoint / BEST, published], manifest["best"]["sha256"])
+        return None if found is None else found.read_bytes()
     content = published.read_bytes() if published.is_file() else b""
     try:
         return content if int(deserialize(content, "best.pt")["metrics"]["step"]) == step else None

@@ -16,14 +16,13 @@ from typing import Self
 from torch import Tensor
 
 from multigpu_cli.distributed.world import World
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import GRACE, TrainingError
 from multigpu_cli.faults.explain import describe_main_thread_line
 from multigpu_cli.faults.rank_exits import OwnProgress, RankExits, RankPosition
 from multigpu_cli.faults.root_cause import PATIENCE, RootCauseFinder, hang_error
 
 STARTUP_TIMEOUT = 1800.0  # seconds; loading, compiling and the first step may take long
 _ANSWER = 2.0  # seconds for every rank to publish its position
-_GRACE = 3.0  # seconds that the other ranks leave to the one that reports
 _WRITING = 60.0  # seconds to write the reports
 
 
@@ -130,7 +129,7 @@ class Watchdog:
         try:
             error = find_error()
             if error.shared:
-                time.sleep(_GRACE if self._world.local_rank else 0)
+                time.sleep(GRACE if self._world.local_rank else 0)
             else:
                 self.before_fatal_exit(error)
                 self._on_fatal_error(error)

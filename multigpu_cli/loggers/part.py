@@ -91,6 +91,5 @@ def _parse_names(to: Sequence[str]) -> tuple[str, ...]:
         raise RequestError(f"--to {error}") from error
     if not names:
         raise RequestError("--to names no logger", remedy="--to mlflow, wandb or module:Class")
-    config = replace(Config(), log=LogConfig(loggers=names))
-    check_loggers(config)
+    check_loggers(replace(Config(), log=LogConfig(loggers=names)))
     return tuple(names)

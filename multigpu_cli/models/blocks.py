@@ -29,7 +29,8 @@ def find_blocks_to_wrap(model: nn.Module, patterns: Sequence[str] = ()) -> list[
             match_names(list(named), pattern, f"strategy.wrap {pattern!r}", "module")
         chosen = [name for name in named if any(fnmatch(name, pattern) for pattern in patterns)]
     else:
-        chosen = list(_list_main_blocks(model, [name for name in find_blocks(model) if name in named]))
+        blocks = [prefix.removesuffix(".") for prefix in _find_prefixes(model, "")]
+        chosen = list(_list_main_blocks(model, [name for name in blocks if name in named]))
     inner_first = sorted(chosen, key=lambda name: -name.count("."))
     return [name for name in inner_first if not _shares_weights(model, named[name])]
 
@@ -81,11 +82,6 @@ def measure_depths(model: nn.Module) -> dict[str, int]:
         reached = inside or reached
         depths[name] = reached + (blocks != [] and reached == len(blocks) and not inside)
     return depths
-
-
-def find_blocks(model: nn.Module) -> list[str]:
-    """The names of the blocks, in order."""
-    return [prefix.removesuffix(".") for prefix in _find_prefixes(model, "")]
 
 
 def _find_prefixes(module: nn.Module, path: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 _MOST = 64 * 2**20  # bytes that may wait in memory
 _BLOCK = 1 << 16  # bytes read at once
@@ -138,12 +138,6 @@ class Journal:
     def close(self) -> None:
         if self._lines:
             self._lines.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_events(path: Path | str) -> Iterator[Event]:

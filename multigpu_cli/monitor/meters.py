@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -301,9 +301,6 @@ class SampleTrace:
             samples = [index for index in everyone.tolist() if index != _NONE]
             self._lines.add(json.dumps({"step": step, "samples": samples}))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._lines:
             self._lines.close()

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 from multigpu_cli.capabilities import UNITS
 from multigpu_cli.monitor.journal import Warn
@@ -105,12 +105,6 @@ class TensorBoard:
                 file.close()
             except OSError as error:
                 self._complain(error)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _add(self, summaries: Sequence[Any], seconds: float) -> None:
         """Write summaries at the current step, or warn that they are lost."""

@@ -52,11 +52,6 @@ def find_rate(name: str) -> float | None:
     return OPTIMIZERS[name].rate if name in OPTIMIZERS else None
 
 
-def find_scaling(name: str) -> str:
-    """How the rate scales with the batch: linear, sqrt, or none where no rule is known."""
-    return OPTIMIZERS[name].scaling if name in OPTIMIZERS else "none"
-
-
 SHAPES = ("cosine", "linear", "constant", "step", "wsd")
 _ARGUMENTS = {"floor": 0.0, "decay": 0.2}
 _CHECKED = 1000  # steps of a user's own schedule that are computed before the run, evenly spread
@@ -90,7 +85,9 @@ def resolve_learning_rate(
             f"--optimizer {optimizer}: no learning rate is known to suit it",
             remedy="give --lr, or --base-lr with --lr-scaling linear, sqrt or none",
         )
-    asked, rule = rule, find_scaling(optimizer) if rule == "auto" else rule
+    asked = rule
+    if rule == "auto":
+        rule = OPTIMIZERS[optimizer].scaling if optimizer in OPTIMIZERS else "none"
     factor = {"linear": global_batch / base_batch, "sqrt": sqrt(global_batch / base_batch), "none": 1.0}[rule]
     value = base * factor
     if rule == "none":

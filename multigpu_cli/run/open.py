@@ -16,6 +16,7 @@ from multigpu_cli.checkpoint.run_folder import rewind_run
 from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import dump
 from multigpu_cli.distributed.launch_env import LaunchEnv, record_run
 from multigpu_cli.distributed.placement import Placement, describe_unlike_gpus, gpu_models
 from multigpu_cli.distributed.process_group import process_group
@@ -197,18 +198,18 @@ def assemble_run(
     if world.is_main:
         from multigpu_cli.monitor.tensorboard import TensorBoard  # late: rank 0 alone has one
 
-        board = stack.enter_context(TensorBoard(folder / "tensorboard", console.warn))
+        board = stack.enter_context(closing(TensorBoard(folder / "tensorboard", console.warn)))
     followers = [part.follow_journal(components, console, watchdog, stack) for part in parts if world.is_main]
 
     def open_files() -> tuple[Journal, SampleTrace | None]:
         with fail_on_write_error(folder):
             path = folder / "journal.jsonl" if world.is_main else None
             listeners = [each for each in (board, *followers) if each]
-            journal = stack.enter_context(Journal(path, listeners, console.warn))
+            journal = stack.enter_context(closing(Journal(path, listeners, console.warn)))
             if not config.log.trace_samples:
                 return journal, None
             trace = SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch, console.warn)
-            return journal, stack.enter_context(trace)
+            return journal, stack.enter_context(closing(trace))
 
     journal, trace = run_on_all_ranks(world, open_files)
     components.task.moved, components.strategy.on_gather = watchdog.mark_progress, watchdog.count_arrival
@@ -300,7 +301,7 @@ def _prepare_folder(run: Run) -> None:
         (run.folder / "summary.json").unlink(missing_ok=True)  # the previous attempt's
         remove_drafts(run.folder)
         run.checkpointer.store.sweep()
-        publish(run.folder / "config.yaml", run.spec.as_yaml().encode())
+        publish(run.folder / "config.yaml", (run.spec.factories.comment + dump(run.spec.user_config)).encode())
     if run.log.tensorboard:
         run.log.tensorboard.plan(run.plan.rows())
 

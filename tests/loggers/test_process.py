@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,7 @@ def test_a_logger_that_fails_and_hangs_stops_nobody_and_loses_nothing(warnings: 
     """One run: rows arrive while it goes on; errors are told once; what hangs at the end is named, and replayed."""
     run_folder(RUN, [], seed=7)
     follower = LoggerProcess(RUN, [OWN], 1.0, warnings.append)
-    with Journal(RUN / "journal.jsonl", [follower]) as journal:
+    with closing(Journal(RUN / "journal.jsonl", [follower])) as journal:
         journal.write("start", plan={})
         write_steps(journal, 1, 3)
         wait_until(lambda: steps() == [1, 2, 3], "rows arrive during the run")
@@ -98,7 +98,7 @@ time.sleep(600)
     rank = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert rank.stdout
     follower = int(rank.stdout.readline())
-    with Journal(RUN / "journal.jsonl") as journal:
+    with closing(Journal(RUN / "journal.jsonl")) as journal:
         journal.write("start", plan={})
         write_steps(journal, 1, 1)
         wait_until(lambda: steps() == [1], "it follows")
@@ -117,7 +117,7 @@ def test_a_process_that_dies_is_told_of_once_and_stops_nobody(warnings: list[str
     follower = LoggerProcess(RUN, [OWN], 60, warnings.append)
     follower._companion.process.kill()
     follower._companion.process.wait()
-    with Journal(RUN / "journal.jsonl", [follower]) as journal:
+    with closing(Journal(RUN / "journal.jsonl", [follower])) as journal:
         journal.write("start", plan={})
         write_steps(journal, 1, 3)
         journal.write("end", status="completed", step=3, fingerprint="ab")
@@ -148,7 +148,7 @@ def test_the_process_of_a_killed_attempt_is_waited_for_after_the_end_of_the_next
 ) -> None:
     """The lock is let go of once the next has seen that its run has ended, or never."""
     run_folder(RUN, [], seed=7)
-    with Journal(RUN / "journal.jsonl") as journal:
+    with closing(Journal(RUN / "journal.jsonl")) as journal:
         journal.write("start", plan={})
         write_steps(journal, 1, 3)
     with ExitStack() as killed:

@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def refuse_constant(text: str) -> float:
 
 def test_every_line_is_one_object_with_event_and_time(tmp_path: Path) -> None:
     before = time.time()
-    with Journal(tmp_path / "journal.jsonl") as journal:
+    with closing(Journal(tmp_path / "journal.jsonl")) as journal:
         journal.write("start", devices=["cpu", "cpu"])
         journal.write("train", step=1, loss=0.1 + 0.2)
     start, train = map(json.loads, (tmp_path / "journal.jsonl").read_text().splitlines())
@@ -45,7 +46,7 @@ def test_non_finite_numbers_become_strings_that_float_reads() -> None:
 
 
 def test_something_that_is_no_plain_data_is_refused(tmp_path: Path) -> None:
-    with Journal(tmp_path / "journal.jsonl") as journal, pytest.raises(TypeError):
+    with closing(Journal(tmp_path / "journal.jsonl")) as journal, pytest.raises(TypeError):
         journal.write("train", loss=object())
     assert not (tmp_path / "journal.jsonl").read_text()
 
@@ -54,7 +55,7 @@ def test_a_torn_last_line_is_passed_over_and_ended_before_the_next(tmp_path: Pat
     path = tmp_path / "journal.jsonl"
     path.write_bytes(b'{"event": "start", "time": 1.0}\n{"event": "train", "lo')
     assert [entry["event"] for entry in read_events(path)] == ["start"]
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         journal.write("resume", step=1)
         journal.write("end")
     assert [entry["event"] for entry in read_events(path)] == ["start", "resume", "end"]
@@ -63,7 +64,7 @@ def test_a_torn_last_line_is_passed_over_and_ended_before_the_next(tmp_path: Pat
 def test_reopening_appends_without_empty_lines(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     for event in ("start", "resume"):
-        with Journal(path) as journal:
+        with closing(Journal(path)) as journal:
             journal.write(event)
     assert path.read_text().count("\n") == len(path.read_text().splitlines()) == 2
 
@@ -95,7 +96,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "write", slow_write)
     path = tmp_path / "journal.jsonl"
-    with Journal(path) as journal:
+    with closing(Journal(path)) as journal:
         threads = [
             threading.Thread(target=lambda name=name: [journal.write(name, text="y" * 3000) for _ in range(50)])
             for name in ("train", "checkpoint")
@@ -110,7 +111,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_listeners_get_each_event_as_it_was_given(tmp_path: Path) -> None:
     heard: list[dict[str, object]] = []
-    with Journal(tmp_path / "journal.jsonl", [heard.append]) as journal:
+    with closing(Journal(tmp_path / "journal.jsonl", [heard.append])) as journal:
         returned = journal.write("train", loss=math.inf, folder=tmp_path)
     assert heard == [returned]
     assert heard[0]["loss"] == math.inf
@@ -119,7 +120,7 @@ def test_listeners_get_each_event_as_it_was_given(tmp_path: Path) -> None:
 
 def test_without_a_path_nothing_is_written() -> None:
     heard: list[dict[str, object]] = []
-    with Journal(None, [heard.append]) as journal:
+    with closing(Journal(None, [heard.append])) as journal:
         journal.write("train", step=3)
     assert heard[0]["step"] == 3
 

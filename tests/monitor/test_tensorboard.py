@@ -3,6 +3,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def points(folder: Path, tag: str) -> list[tuple[int, Any]]:
 
 
 def test_numbers_are_grouped_and_placed_at_their_step(tmp_path: Path) -> None:
-    with TensorBoard(tmp_path) as board, Journal(None, [board]) as journal:
+    with closing(TensorBoard(tmp_path)) as board, closing(Journal(None, [board])) as journal:
         journal.write("start", versions={"torch": "2"})
         journal.write(
             "train",
@@ -51,17 +52,17 @@ def test_numbers_are_grouped_and_placed_at_their_step(tmp_path: Path) -> None:
 
 
 def test_after_a_resume_the_curve_does_not_run_backwards(tmp_path: Path) -> None:
-    with TensorBoard(tmp_path) as board, Journal(None, [board]) as journal:
+    with closing(TensorBoard(tmp_path)) as board, closing(Journal(None, [board])) as journal:
         for step in (1, 2, 3, 4):
             journal.write("train", step=step, loss=float(step))
-    with TensorBoard(tmp_path) as board, Journal(None, [board]) as journal:
+    with closing(TensorBoard(tmp_path)) as board, closing(Journal(None, [board])) as journal:
         journal.write("resume", step=2, from_world_size=2, world_size=1)
         journal.write("train", step=3, loss=30.0)
     assert points(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
 def test_plan_faults_and_hyperparameters_are_kept(tmp_path: Path) -> None:
-    with TensorBoard(tmp_path) as board, Journal(None, [board]) as journal:
+    with closing(TensorBoard(tmp_path)) as board, closing(Journal(None, [board])) as journal:
         board.plan([("global batch", "32 × 2 = 64")])
         journal.write("fault", step=7, kind="nonfinite", action="skipped")
         board.hyperparameters(
@@ -93,7 +94,7 @@ def test_a_full_disk_makes_a_gap_and_is_said_once(tmp_path: Path) -> None:
 
     def run() -> None:
         said: list[str] = []
-        with TensorBoard(tmp_path / "tb", said.append) as board:
+        with closing(TensorBoard(tmp_path / "tb", said.append)) as board:
             for step in range(1, 9):
                 {3: disk_fault_model.full, 6: disk_fault_model.room}.get(step, lambda: None)()
                 board({"event": "train", "time": 1.0, "step": step, "loss": float(step)})
@@ -105,7 +106,7 @@ def test_a_full_disk_makes_a_gap_and_is_said_once(tmp_path: Path) -> None:
 
 def test_curves_that_somebody_removes_stay_away(tmp_path: Path) -> None:
     said: list[str] = []
-    with TensorBoard(tmp_path / "tb", said.append) as board:
+    with closing(TensorBoard(tmp_path / "tb", said.append)) as board:
         board({"event": "train", "time": 1.0, "step": 1, "loss": 1.0})
         shutil.rmtree(tmp_path / "tb")
         for step in (2, 3):
@@ -116,13 +117,13 @@ def test_curves_that_somebody_removes_stay_away(tmp_path: Path) -> None:
 
 def test_any_name_of_a_setting_is_shown(tmp_path: Path) -> None:
     """YAML has keys that are numbers: model.args.widths={1: 16}."""
-    with TensorBoard(tmp_path) as board:
+    with closing(TensorBoard(tmp_path)) as board:
         board.hyperparameters({"model.args": {"widths": {1: 16}}}, {"loss": 1.0})
     assert any(b"model.args.widths.1" in file.read_bytes() for file in tmp_path.iterdir())
 
 
 def write_a_run(folder: Path) -> None:
-    with TensorBoard(folder) as board, Journal(None, [board]) as journal:
+    with closing(TensorBoard(folder)) as board, closing(Journal(None, [board])) as journal:
         for step in range(1, 60):
             rates: dict[str, Any] = {"samples_per_second": 900.0 + step, "step_ms": 30.0, "data_wait_share": 0.1}
             rates |= {"mfu": 0.4, "noise_scale": 50.0 + step, "own_ms": [29.0, 30.0], "episode_reward": step}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.commands.selftest import process as checksums
-from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, is_close
+from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, is_close, relative_distance
 from multigpu_cli.data.order import EVAL_EPOCH
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.seeding import seed_micro_batch
@@ -154,16 +154,6 @@ def _gradient_distances(measurements: Measurements, which: str) -> list[float]:
     """Largest relative difference from the definition, of several workers and of one."""
     reference, sides = measurements.alone["reference"][which]["gradient"], (measurements.workers[0], measurements.alone)
     return [relative_distance(side["gradients"][which]["gradient"], reference) for side in sides]
-
-
-def relative_distance(gradient: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """The largest difference of any entry, relative to the largest entry of the reference; an absent tensor is zero."""
-    largest = max(float(value.abs().max()) for value in reference.values())
-    gaps = (
-        float((gradient.get(name, torch.zeros_like(value)).double() - value.double()).abs().max())
-        for name, value in reference.items()
-    )
-    return max(gaps) / largest if largest else float("nan")
 
 
 def _judge_distances(measurements: Measurements, differences: Sequence[float], more: str = "") -> CheckResult:

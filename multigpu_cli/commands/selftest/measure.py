@@ -20,8 +20,8 @@ from multigpu_cli.commands.selftest.process import (
     first_batch,
     hash_state,
     map_batch,
-    max_difference,
     record_outputs,
+    relative_distance,
     split_batch,
 )
 from multigpu_cli.data.collate import unwrap_dataset
@@ -179,7 +179,7 @@ def measure_resume(process: SelftestProcess, stack: ExitStack) -> Measured:
         "whole": hash_state(ends[0]),
         "resumed": hash_state(ends[1]),
         "replica": fingerprint(ends[0]["model"]),
-        "apart": max_difference(ends[0]["model"], ends[1]["model"]),
+        "apart": relative_distance(ends[1]["model"], ends[0]["model"]),
         "samples": seen,
         "in order": rest == seen[half:],
         "epoch": epoch,

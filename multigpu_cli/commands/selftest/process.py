@@ -127,12 +127,15 @@ def hash_state(value: Any) -> str:
     return digest.hexdigest()
 
 
-def max_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference between the tensors of two states, relative to the largest entry."""
-    tensors = {name: value.double() for name, value in one.items() if isinstance(value, Tensor) and value.numel()}
-    largest = max((float(value.abs().max()) for value in tensors.values()), default=0.0) or 1.0
-    gaps = (float((value - other[name].double()).abs().max()) for name, value in tensors.items())
-    return max(gaps, default=0.0) / largest
+def relative_distance(state: dict[str, Any], reference: dict[str, Any]) -> float:
+    """The largest difference of any entry, relative to the largest entry of the reference; an absent tensor is zero."""
+    tensors = {name: value for name, value in reference.items() if isinstance(value, Tensor) and value.numel()}
+    largest = max(float(value.abs().max()) for value in tensors.values())
+    gaps = (
+        float((state.get(name, torch.zeros_like(value)).double() - value.double()).abs().max())
+        for name, value in tensors.items()
+    )
+    return max(gaps) / largest if largest else float("nan")
 
 
 def iterate_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

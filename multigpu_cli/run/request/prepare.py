@@ -26,6 +26,7 @@ from multigpu_cli.config.paths import UnsafeFolder, explain_dataset
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.fingerprint import compute_fingerprint
+from multigpu_cli.data.load import open_data
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.launch_env import list_recorded_runs, record_run
 from multigpu_cli.distributed.placement import Placement, count_cores
@@ -222,7 +223,7 @@ def _open_source(config: Config, placement: Placement, world: World, factories: 
     """The dataset; errors of the dataset and of the device are raised together."""
     errors = list(check_device(config, placement, world))
     try:
-        source = factories.open_source(config, moved)
+        source = factories.source or open_data(config, moved)
     except RequestError as error:
         raise combine_errors([*errors, error]) from error
     raise_all(errors)

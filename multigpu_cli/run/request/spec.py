@@ -1,7 +1,7 @@
 """A run as it was requested (RunRequest), how it builds what it consists of (FromConfig), and as planned (RunSpec)."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,9 @@ from multigpu_cli.checkpoint.snapshot import TrainState
 from multigpu_cli.config.code_names import NAMING, match_names
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND, flatten_settings
 from multigpu_cli.config.schema import LENGTH, Config, OptimizerConfig
-from multigpu_cli.config.sources import dump
 from multigpu_cli.config.types import quote_value
 from multigpu_cli.data.fingerprint import DataFingerprint
-from multigpu_cli.data.load import FROM_MODEL, find_data_factory, open_data
+from multigpu_cli.data.load import FROM_MODEL, find_data_factory
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
@@ -63,10 +62,6 @@ class FromConfig:
         if config.task.label_smoothing and task in TASKS and task not in _SMOOTHED:
             names = ", ".join(_SMOOTHED)
             yield RequestError(f"--label-smoothing is for --task {names}, not {task}", remedy="--label-smoothing 0")
-
-    def open_source(self, config: Config, moved: Callable[[], None]) -> DataSource:
-        """The dataset, if it is there and valid; `moved` is called as samples are read."""
-        return self.source or open_data(config, moved)
 
     def build_task(self, config: Config, source: DataSource) -> Task:
         """The task that the user named, else the dataset's own, with its arguments."""
@@ -239,10 +234,6 @@ class RunSpec(RunRequest):
         if self.config.communication.bucket_cap_mb != "auto":
             pinned["bucket_cap_mb"] = self.config.communication.bucket_cap_mb
         return pinned | ({"machine": describe_machine(self.plan)} if self.config.reproducibility.exact else {})
-
-    def as_yaml(self) -> str:
-        """config.yaml: the user's settings."""
-        return self.factories.comment + dump(self.user_config)
 
     def weights_metadata(self) -> dict[str, Any]:
         """What is stored with weights: the settings, and what of the data the weights depend on."""

@@ -17,8 +17,14 @@ from torch.utils.data import Dataset, TensorDataset
 
 import main_multi_gpu
 from multigpu_cli.commands.selftest import selftest
-from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, relative_distance, run_checks
-from multigpu_cli.commands.selftest.process import compute_checksums, hash_state, is_close, record_outputs
+from multigpu_cli.commands.selftest.checks import CheckResult, Measurements, run_checks
+from multigpu_cli.commands.selftest.process import (
+    compute_checksums,
+    hash_state,
+    is_close,
+    record_outputs,
+    relative_distance,
+)
 from multigpu_cli.commands.selftest.selftest import Report, format_report, measure_as_worker, run_selftest
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
