@@ -61,14 +61,10 @@ def load_run(
 ) -> LoadedRun:
     """Open the run's dataset, build its network for it, and put the weights in.
 
-    Args:
-        changes: settings that differ from the run's, by key: where data or pretrained model are now, or other data.
-        checks_base: whether this process compares files of a pretrained model, and the network's code, with the run's.
-        parts: those of the run that may be its own code, and are used.
-
-    Raises:
-        RequestError: the code is not allowed, the dataset or the pretrained model is not there, or the weights do not
-            fit it.
+    The changes are settings that differ from the run's, by key: where data or pretrained model are now, or other data.
+    `checks_base`: this process compares files of a pretrained model, and the network's code, with the run's. The parts
+    are those of the run that may be its own code, and are used. RequestError: the code is not allowed, the dataset or
+    the pretrained model is not there, or the weights do not fit it.
     """
     config = _merge_config(weights, changes)
     command = _make_command_config(changes, own_code=own_code)

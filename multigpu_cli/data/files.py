@@ -43,10 +43,8 @@ def find_part_files(
     """The files of train, val and test; all of them are `train` where no name says more.
 
     A part is a folder (train/…), or the files with its name as a word in theirs (train.jsonl, birds-train-0003.tar).
-
-    Args:
-        endings: of the files' names, in lower case.
-        list_files: the files of a folder, which then are of one part; None: all with these endings, by their names.
+    `endings` are those of the files' names, in lower case. `list_files` gives a folder's files, which then are of one
+    part; None: all with these endings, by their names.
     """
     place = locate_data(name, data_dir, layout)
     if place.is_file():

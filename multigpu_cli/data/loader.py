@@ -52,8 +52,7 @@ StepWork = tuple[StepLayout, Iterator[Batch]]
 class BatchStream(ABC):
     """The micro-batches of one worker: a Loader yields those of a dataset; a task may define its own stream.
 
-    Attributes:
-        resumable_only_at_epoch: a run can resume only at the end of an epoch, so checkpoints are written only there.
+    Where it is `resumable_only_at_epoch`, a run can resume only at an epoch's end: checkpoints are written only there.
     """
 
     size: int  # samples in an epoch

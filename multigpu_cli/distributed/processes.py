@@ -52,16 +52,11 @@ _NICE = 10  # less of a busy machine's time than a training gets
 
 
 class Companion:
-    """The process, seen from rank 0; nothing here waits for it.
+    """The process, seen from rank 0; nothing here waits for it. OSError: the machine can't start one.
 
-    Args:
-        module: its `main(arguments)` calls `serve` first. The working directory stays that of the run, and no
-            module is searched there.
-        hear: gets each line that it writes, from `relay`.
-        errors: where its stderr goes, and what libraries print.
-
-    Raises:
-        OSError: the machine can't start one.
+    The module's `main(arguments)` calls `serve` first. The working directory stays that of the run, and no module is
+    searched there. `hear` gets each line that it writes, from `relay`; `errors` is where its stderr goes, and what
+    libraries print.
     """
 
     def __init__(

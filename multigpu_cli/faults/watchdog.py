@@ -29,16 +29,13 @@ _WRITING = 60.0  # seconds to write the reports
 class Watchdog:
     """Follows one rank; a thread notices when no rank makes progress any more.
 
-    Progress is the next phase of a step, a batch fetched or evaluated, a step of an environment, and a piece of
-    a file that has reached the disk. A rank that waits for another one waits for as long as that one makes progress.
+    Progress is the next phase of a step, a batch fetched or evaluated, a step of an environment, and a piece of a file
+    that has reached the disk. A rank that waits for another one waits for as long as that one makes progress.
 
-    Args:
-        timeout: seconds without progress, once a step is done; before that it is half an hour, or this if longer.
-        on_fatal_error: shows the error of a process that can't raise it any more; called on one rank for all.
-
-    Attributes:
-        paused: no progress is expected, since the user's own loop runs between two calls.
-        before_fatal_exit: called with the error before a process that can't raise it ends.
+    The timeout is seconds without progress, once a step is done; before that it is half an hour, or this if longer.
+    `on_fatal_error` shows the error of a process that can't raise it any more, on one rank for all; `before_fatal_exit`
+    is called with it before that. While it is `paused`, the user's own loop runs between two calls: no progress is
+    expected.
     """
 
     def __init__(self, world: World, timeout: float, on_fatal_error: Callable[[TrainingError], None]) -> None:

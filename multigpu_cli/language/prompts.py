@@ -149,13 +149,10 @@ def answer_prompt(
 ) -> list[int]:
     """At most `count` tokens that a network of transformers adds to a prompt, up to an end, which is the last of them.
 
-    Args:
-        model: mapping with input_ids and position_ids, (1, t) int64 → logits (1, t, vocabulary), in evaluation mode;
-            where it has a `make_cache`, keys and values of earlier places are computed once.
-        length: places that the model knows; it stops at the last of them.
-        temperature, top_k, generator: as for `generate`.
-        agree: called with each token; returns the one to go on with. Processes that run the model together have to take
-            the same.
+    The model takes a mapping with input_ids and position_ids, (1, t) int64 → logits (1, t, vocabulary), in evaluation
+    mode; where it has a `make_cache`, keys and values of earlier places are computed once. It stops at the last of the
+    `length` places that it knows. `agree` is called with each token, and returns the one to go on with: processes that
+    run the model together have to take the same. The rest is as for `generate`.
     """
     device = next(model.parameters()).device
     cache: dict[str, Any] = getattr(model, "make_cache", dict)()

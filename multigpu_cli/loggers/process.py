@@ -23,13 +23,9 @@ _MARGIN = 1.0  # seconds for the process to end by itself when its time is up
 class LoggerProcess:
     """The process that sends a journal, which may not exist yet, to the loggers; a listener of the journal on rank 0.
 
-    Nothing here waits for it before `close`, which calls `alive` again and again.
-
-    Args:
-        loggers: names of the registry, or module:Class.
-        wait: seconds that it may still send after the run has completed.
-        again: send from the beginning.
-        replay: the run is over: send what is in the journal, and give up after an error or `wait` without progress.
+    Nothing here waits for it before `close`, which calls `alive` again and again. `wait` are seconds that it may still
+    send after the run has completed; `again` sends from the beginning. A `replay` is of a run that is over: it sends
+    what is in the journal, and gives up after an error or `wait` without progress.
     """
 
     def __init__(

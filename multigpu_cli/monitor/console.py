@@ -92,13 +92,11 @@ _LEVELS: tuple[Level, ...] = ("silent", "quiet", "normal", "verbose")
 
 
 class Console:
-    """Writes all output of a run for people. Ranks other than 0 get a 'silent' one.
+    """Writes all output of a run for people, to stdout where no stream is given. Ranks other than 0 get a 'silent' one.
 
-    Args:
-        level: 'silent' nothing at all; 'quiet' warnings and one line of result; 'normal'; 'verbose' every number.
-        stream: where to write; stdout where None.
-        json: the summary, as one JSON object, is the only thing on `stream`; all else goes to stderr.
-        rank_output: the file for other output of this process during a run; None leaves it on the screen.
+    The level is 'silent' (nothing at all), 'quiet' (warnings and one line of result), 'normal' or 'verbose' (every
+    number). With `json` the summary, as one JSON object, is the only thing on the stream; all else goes to stderr.
+    `rank_output` is the file for other output of this process during a run; None leaves it on the screen.
     """
 
     def __init__(

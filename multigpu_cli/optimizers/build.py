@@ -35,15 +35,10 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer over all that learns; weight decay on matrices and kernels only, not on biases and norms.
 
-    SGD has Nesterov momentum 0.9. What is schedule-free is in the mode for steps.
-
-    Args:
-        factors: name of a parameter → what its rate is multiplied by, where that is not 1.
-        moved: what this process moves in place of each parameter that learns, in their order; None: these themselves.
-        rate: the highest of the schedule's; until `set_rate` nothing moves.
-
-    Raises:
-        RequestError: there is no such optimizer, it does not accept optimizer.args, or a pattern matches nothing.
+    SGD has Nesterov momentum 0.9. What is schedule-free is in the mode for steps. The rate of a parameter is multiplied
+    by its factor, by name. `moved` is what this process moves in place of each parameter that learns, in their order;
+    None: these themselves. The rate is the highest of the schedule's; until `set_rate` nothing moves. RequestError:
+    there is no such optimizer, it does not accept optimizer.args, or a pattern matches nothing.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     trained = [p for p in model.parameters() if p.requires_grad] if moved is None else moved

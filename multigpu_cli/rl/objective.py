@@ -23,13 +23,10 @@ def advantages(
     """(T, E) advantages; with the values added they are the returns (Schulman et al. 2015, arXiv 1506.02438).
 
     After termination the value is 0; after truncation it is the critic's value of the true last observation. Nothing
-    flows from the next episode into the previous one.
-
-    Args:
-        rewards, values: (T, E), at each step, and of the observation before it.
-        after: (E,) value of the observation after the last step.
-        terminated, truncated: (T, E) bool; where both are set, the episode has terminated.
-        cut_values: (T, E) value of the true last observation where an episode was truncated; unused elsewhere.
+    flows from the next episode into the previous one. Rewards and values are (T, E), at each step and of the
+    observation before it; `after` (E,) is the value of the observation after the last step. Where both of terminated
+    and truncated, (T, E) bool, are set, the episode has terminated. `cut_values` (T, E) are those of the true last
+    observations of truncated episodes; unused elsewhere.
     """
     going_on = ~(terminated | truncated)
     following = torch.cat([values[1:], after[None]])
