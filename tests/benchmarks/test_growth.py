@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import growth
 from benchmarks.growth import AXES, describe, find_exponent, write_section
-from benchmarks.paired_timing import Spent
+from benchmarks.paired_timing import ROOT, Spent
 
 SIZES = (10, 100, 1000)
 
@@ -36,6 +36,6 @@ def test_the_table_stands_between_its_marks(tmp_path: Path, monkeypatch: pytest.
     assert "| first |" not in text
     assert (
         text.partition("## How cost grows")[0]
-        == growth.ROOT.joinpath("docs/measurements.md").read_text().partition("## How cost grows")[0]
+        == ROOT.joinpath("docs/measurements.md").read_text().partition("## How cost grows")[0]
     )
     assert text.endswith("<!-- end of growth -->\n")
