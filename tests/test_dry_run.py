@@ -48,6 +48,20 @@ def idle() -> Any:
     return Idle()
 
 
+def of_lightning() -> Any:
+    """A network that brings its own training, as Lightning's do."""
+    from torch import nn
+
+    class OfLightning(nn.Linear):
+        def training_step(self, batch: Any, index: int) -> None:
+            """Never called."""
+
+        def configure_optimizers(self) -> None:
+            """Never called."""
+
+    return OfLightning(6, 3)
+
+
 def run_apart(words: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """The exit code of a command in a process of its own, and what it said."""
     code = exit_code(lambda: os._exit(main_multi_gpu.run(words)))
@@ -108,3 +122,9 @@ def test_a_folder_in_which_a_run_is_at_work_and_one_that_is_complete(capfd: pyte
     assert code == 2
     assert "another run is using run" in said
     assert sorted(Path("run").rglob("*")) == before
+
+
+def test_methods_that_another_trainer_would_call_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run_apart([*OWN, "--model", f"{HERE}:of_lightning", "--dry-run"], capfd)
+    assert code == 0
+    assert "not called here: the model's training_step and configure_optimizers" in out

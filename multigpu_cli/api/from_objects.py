@@ -96,7 +96,7 @@ class FromObjects(FromConfig):
         if isinstance(self.optimizer, torch.optim.LBFGS):
             raise RequestError(
                 "optimizer: LBFGS is not supported: it evaluates the loss several times per step",
-                remedy="another optimizer",
+                remedy="another optimizer, or a training loop of your own around setup_multi_gpu_training(model)",
             )
         moved = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in moved]

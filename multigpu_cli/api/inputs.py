@@ -30,6 +30,7 @@ from multigpu_cli.data.order import EVAL_EPOCH, SampleOrder
 from multigpu_cli.data.source import DataSource, MaterializedIterable
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import refuse_torchscript
+from multigpu_cli.optimizers.build import OWN_LOOP
 from multigpu_cli.planning.batch import make_key
 from multigpu_cli.runtime.seeding import seed_host
 from multigpu_cli.tasks.base import Loss
@@ -187,7 +188,10 @@ def _check(inputs: UserInputs) -> None:
     if not any(p.requires_grad for p in inputs.model.parameters()):
         raise RequestError("model: no parameter requires a gradient")
     if inputs.optimizer is not None and not isinstance(inputs.optimizer, torch.optim.Optimizer):
-        raise RequestError(f"optimizer: a {type(inputs.optimizer).__name__} is not a torch.optim.Optimizer")
+        raise RequestError(
+            f"optimizer: a {type(inputs.optimizer).__name__} is not a torch.optim.Optimizer",
+            remedy=OWN_LOOP if isinstance(inputs.optimizer, tuple | list) else "",
+        )
     if inputs.criterion is not None and not callable(inputs.criterion):
         raise RequestError(f"criterion: a {type(inputs.criterion).__name__} is not callable with (outputs, targets)")
     if inputs.scheduler_step not in ("epoch", "step", None):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
+from itertools import combinations
 from typing import Any
 
 import numpy
@@ -46,7 +47,33 @@ def compute_fingerprint(source: DataSource, seed: int) -> DataFingerprint:
         found = run_in_process(fingerprint_splits)
     digests, sums = zip(*found, strict=True)
     exact = [sha256(source.signature().encode()).digest(), *digests]
-    return [int.from_bytes(digest[:8], signed=True) for digest in exact], [one for each in sums for one in each]
+    return list(map(_digest, exact)), [one for each in sums for one in each]
+
+
+def _digest(found: bytes) -> int:
+    return int.from_bytes(found[:8], signed=True)
+
+
+def _know_nothing(split: Dataset[Any]) -> bytes:
+    """SHA-256 of a split of which no value is the same when it is fetched again."""
+    count = len(split)  # type: ignore[arg-type]
+    return sha256(str(count).encode() + b"".join(map(_bytes, _choose(count)))).digest()
+
+
+def find_shared_samples(source: DataSource, fingerprint: DataFingerprint) -> list[str]:
+    """A warning for each split whose samples are those of another, as far as a fingerprint tells."""
+    parts, names = _by_part(fingerprint)[1:], ("training", "validation", "test")
+    splits: Sequence[Any] = (source.train, source.val, source.test)
+    looked = [
+        (name, part, len(split))
+        for name, part, split in zip(names, parts, splits, strict=True)
+        if split is not None and not isinstance(split, range) and part[0] != _digest(_know_nothing(split))
+    ]
+    return [
+        f"the {name} samples are the {other} samples: {count:,} of both, all that were looked at are the same"
+        for (other, theirs, _), (name, mine, count) in combinations(looked, 2)
+        if mine == theirs
+    ]
 
 
 def describe_differences(one: DataFingerprint, other: DataFingerprint) -> list[str]:
@@ -88,13 +115,17 @@ def _values(split: Dataset[Any], seed: int) -> Iterator[Any]:
     from multigpu_cli.data.fetcher import SeededDataset  # late: samples are fetched one by one
 
     keyed, count = SeededDataset(split, seed), len(split)  # type: ignore[arg-type]
-    for index in sorted({number * count // _FEW for number in range(_FEW)}) if count else ():
+    for index in _choose(count):
         try:
             once, again = (_flat(keyed[0, index]) for _ in range(2))
         except RequestError:  # training will report it, and name the sample
             return
         values = [(one, other) for one, other in zip(once, again, strict=False) if _bytes(one) == _bytes(other)]
         yield from (one for one, _ in values)  # values that change from call to call are left out
+
+
+def _choose(count: int) -> list[int]:
+    return sorted({number * count // _FEW for number in range(_FEW)}) if count else []
 
 
 def _flat(value: Any) -> list[Any]:

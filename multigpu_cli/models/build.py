@@ -80,6 +80,11 @@ def adapt_model(model: nn.Module, *, whole_output: bool = False) -> nn.Module:
     return adapted
 
 
+def list_unused_methods(model: nn.Module) -> list[str]:
+    """The methods by which Lightning's Trainer would train a network, and which nothing calls here."""
+    return [name for name in ("training_step", "configure_optimizers") if callable(getattr(model, name, None))]
+
+
 def is_of_transformers(model: nn.Module) -> bool:
     """Whether a network is one of transformers, or like one: it names its input, and has a configuration."""
     return isinstance(getattr(model, "main_input_name", None), str) and hasattr(model, "config")

@@ -24,6 +24,8 @@ _OURS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 _FUSED = ("adamw", "sgd", "adam")
 _OTHER_KERNELS = {"foreach", "capturable", "differentiable"}  # arguments that exclude fused ones
 _DEFAULT_DECAY = OptimizerConfig().weight_decay
+OWN_LOOP = "with several of them a training loop of your own, around setup_multi_gpu_training(model) for each network"
+"""What a message suggests to who needs another step than one of one optimizer."""
 
 
 def build_optimizer(
@@ -85,7 +87,7 @@ def _find_kind(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
         raise RequestError(
             f"--optimizer {name}: LBFGS evaluates the loss several times in a step (a closure), which has one here",
-            remedy="another optimizer",
+            remedy="another optimizer, or a training loop of your own around setup_multi_gpu_training(model)",
         )
     return kind, {}
 
@@ -94,7 +96,8 @@ def _check_is_usable(optimizer: Any, config: OptimizerConfig) -> None:
     """Whether the user's own class made something that schedule and weight decay can reach."""
     flag = f"--optimizer {config.name}"
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RequestError(f"{flag}: a {type(optimizer).__name__} is not a torch.optim.Optimizer")
+        several = OWN_LOOP if isinstance(optimizer, tuple | list) else ""
+        raise RequestError(f"{flag}: a {type(optimizer).__name__} is not a torch.optim.Optimizer", remedy=several)
     if not all("lr" in group for group in optimizer.param_groups):
         raise RequestError(
             f"{flag}: its parameter groups have no 'lr', so that no schedule reaches it",

@@ -33,6 +33,7 @@ from multigpu_cli.faults.explain import name_unused_parameters
 from multigpu_cli.faults.rank_exits import read_previous_cause
 from multigpu_cli.faults.stop import SkippedStepLimit, StopConsensus, StopRequest
 from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
+from multigpu_cli.models.build import list_unused_methods
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.gpu import Sampler, peak_flops
 from multigpu_cli.monitor.journal import Journal
@@ -158,6 +159,8 @@ def _show_model_tables(components: TrainComponents, console: Console) -> None:
         console.plan(groups, "Learning rates")
     if weights := components.state.initial_weights:
         console.plan(weights.rows(), f"Weights from {components.config.model.init_from}")
+    if unused := list_unused_methods(components.state.model):
+        console.warn(f"not called here: the model's {' and '.join(unused)}; --task, --optimizer and --lr decide")
 
 
 @contextmanager

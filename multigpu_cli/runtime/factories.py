@@ -38,7 +38,7 @@ def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callab
                 remedy="run from the folder that contains it, or check the spelling before the colon",
             ) from missing
         raise _not_imported(name, module_name, flag, missing) from missing
-    except Exception as error:  # the user's own code may raise anything: reported as a RequestError
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything: reported as a RequestError
         raise _not_imported(name, module_name, flag, error) from error
     found = module
     for part in attribute.split("."):
@@ -70,11 +70,23 @@ def _import_own(name: str) -> ModuleType:
     if spec and spec.loader and spec.origin:
         sys.modules[top] = module_from_spec(spec)
         try:
-            spec.loader.exec_module(sys.modules[top])
+            with _no_arguments(spec.origin):
+                spec.loader.exec_module(sys.modules[top])
         except BaseException:
             del sys.modules[top]
             raise
-    return importlib.import_module(name)
+    with _no_arguments(name):
+        return importlib.import_module(name)
+
+
+@contextmanager
+def _no_arguments(script: str) -> Iterator[None]:
+    """A script that parses a command line when it is imported gets an empty one, and so its own defaults."""
+    ours, sys.argv = sys.argv, [script]
+    try:
+        yield
+    finally:
+        sys.argv = ours
 
 
 def call_factory(
@@ -107,7 +119,7 @@ def call_factory(
         return factory(**chosen)
     except TrainingError:
         raise
-    except Exception as error:  # the user's own code may raise anything: reported as a RequestError
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything: reported as a RequestError
         if foreign := _explain_torchvision(f"--{where} {_name(factory)}", error):
             raise foreign from error
         lines = [f"--{where}: {_name(factory)} raised {type(error).__name__} in {describe_place(error)}: {error}"]
@@ -127,10 +139,16 @@ def bind_call(
     return partial(function, **args)
 
 
-def _not_imported(name: str, module: str, flag: str, error: Exception) -> Exception:
+def _not_imported(name: str, module: str, flag: str, error: BaseException) -> BaseException:
     """The error for a module that can't be imported."""
     if isinstance(error, TrainingError):
         return error
+    if isinstance(error, SystemExit):
+        return RequestError(
+            f"{flag} {name}: importing {module} ends the program, as a script does that parses its command line",
+            remedy=f'what it does beside its definitions below if __name__ == "__main__":, '
+            f"or {name.partition(':')[2]} in a file of its own",
+        )
     if foreign := _explain_torchvision(f"{flag} {name}", error):
         return foreign
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
@@ -145,7 +163,7 @@ def _not_imported(name: str, module: str, flag: str, error: Exception) -> Except
     )
 
 
-def _explain_torchvision(what: str, error: Exception) -> RequestError | None:
+def _explain_torchvision(what: str, error: BaseException) -> RequestError | None:
     """The error for a torchvision that was compiled for another torch: its import fails, also inside transformers."""
     found: BaseException | None = error
     while found and "operator torchvision::" not in str(found):

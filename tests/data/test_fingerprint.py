@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.data.fingerprint import compute_fingerprint
+from multigpu_cli.data.fingerprint import compute_fingerprint, find_shared_samples
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.run.request.checks import group_ranks
 
@@ -127,3 +127,28 @@ def test_a_users_dataset_is_looked_at_in_another_process() -> None:
     dataset = Lazy()
     compute_fingerprint(make_source(dataset), 42)
     assert not dataset.opened
+
+
+def find_shared(source: DataSource) -> list[str]:
+    return find_shared_samples(source, compute_fingerprint(source, 42))
+
+
+def test_splits_of_the_same_samples_are_named() -> None:
+    other = source(INPUTS + 1, TARGETS).train
+    assert find_shared(replace(HERE, val=other)) == []
+    assert find_shared(replace(HERE, val=other, test=other)) == [
+        "the test samples are the validation samples: 50 of both, all that were looked at are the same"
+    ]
+    assert len(find_shared(replace(HERE, val=HERE.train, test=HERE.train))) == 3
+    assert len(find_shared(replace(make_source(Files()), val=Files()))) == 1
+    assert find_shared(replace(make_source(Files()), val=Files("b"))) == []
+    episodes: Any = range(4)
+    assert find_shared(replace(HERE, train=episodes, val=episodes)) == [], "they are no samples"
+
+
+def test_samples_of_which_nothing_is_known_are_not_named() -> None:
+    class Noise(Files):
+        def __getitem__(self, index: int) -> Any:
+            return torch.from_numpy(numpy.random.default_rng().random(2))
+
+    assert find_shared(replace(make_source(Noise()), val=Noise())) == []

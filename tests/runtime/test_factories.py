@@ -150,3 +150,23 @@ def test_a_class_is_a_factory_too() -> None:
             self.num_classes = num_classes
 
     assert call_factory(Net, {"num_classes": 3, "seed": 1}, {}, where="model").num_classes == 3
+
+
+def test_a_script_that_parses_its_command_line_has_its_defaults(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "from argparse import ArgumentParser\nparser = ArgumentParser()\n"
+    (own / "mine_for_plugins.py").write_text(
+        script + "parser.add_argument('--epochs', default=3)\nLIMIT = parser.parse_args().epochs\n"
+        "def build():\n    return LIMIT\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["main_multi_gpu.py", "--data", "mine:dataset"])
+    assert find_factory("mine_for_plugins:build", {}, flag="--model")() == 3
+    assert sys.argv == ["main_multi_gpu.py", "--data", "mine:dataset"]
+
+
+def test_a_script_that_ends_when_it_is_imported_is_named(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = "from argparse import ArgumentParser\nparser = ArgumentParser()\nparser.add_argument('folder')\n"
+    (own / "mine_for_plugins.py").write_text(f"{script}parser.parse_args()\ndef build():\n    pass\n")
+    with pytest.raises(RequestError, match=r"--model mine_for_plugins:build: importing .* ends the program") as refused:
+        find_factory("mine_for_plugins:build", {}, flag="--model")
+    assert "build in a file of its own" in refused.value.remedy
+    assert "main_multi_gpu" not in capsys.readouterr().err, "their usage, under their name"

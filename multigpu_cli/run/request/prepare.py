@@ -25,7 +25,7 @@ from multigpu_cli.config.code_names import FOLLOWING, check_code, describe_origi
 from multigpu_cli.config.paths import UnsafeFolder, explain_dataset
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.data.fingerprint import compute_fingerprint
+from multigpu_cli.data.fingerprint import compute_fingerprint, find_shared_samples
 from multigpu_cli.data.load import open_data
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.launch_env import list_recorded_runs, record_run
@@ -201,6 +201,7 @@ def prepare_spec(
         for check in load_given(CHECK_BASE, config):
             run_on_main_rank(world, partial(check, base, config, source.codec.record, origin))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
+    source = replace(source, warnings=(*source.warnings, *find_shared_samples(source, fingerprint)))
     if world.size > 1:
         check_same_data(world, source, fingerprint, config.data.name)
     request = RunRequest(
