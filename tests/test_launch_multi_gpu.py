@@ -571,6 +571,8 @@ def test_ctrl_c_at_a_question_leaves_with_one_line(desk: Desk, question: str) ->
         answer_questions(child, ("Mode [ddp]", ""))
     child.expect_exact(question)
     child.expect_exact(": ")
+    while "\nState:\tS" not in Path(f"/proc/{child.pid}/status").read_text():
+        time.sleep(0.01)  # between the question and its read a signal waits for the next key; no hand is that fast
     child.sendintr()
     assert wait_for_exit(child) == 130
     assert child.before.replace("^C", "").split("\r\n") == ["", "Cancelled; nothing was started.", ""]
