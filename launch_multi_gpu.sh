@@ -432,6 +432,17 @@ report_end() { # CODE: show how the run ended, and where the results are
         "  $(quoted 99999 "$board" --logdir "$save_dir/tensorboard")"
 }
 
+parse_trainer_flags() { # all that the launcher asks for nothing about; the folder of the run is its own question
+    while (($# > 0)); do
+        case $1 in
+            --save-dir=*) save_dir=${1#*=} ;;
+            --save-dir) [[ -n ${2-} ]] || refuse "$1 needs a value"; save_dir=$2; shift ;;
+            *) extra+=("$1") ;;
+        esac
+        shift
+    done
+}
+
 parse_flags() {
     local name
     while (($# > 0)); do
@@ -439,7 +450,7 @@ parse_flags() {
         case $1 in
             --yes | --dry-run) [[ $1 == --yes ]] && yes=1 || dry_run=1; shift; continue ;;
             --help | -h) usage; exit ;;
-            --) extra=("${@:2}"); return ;;
+            --) shift && parse_trainer_flags "$@"; return ;;
             --mode | --gpus | --nproc | --config | --data-dir | --batch-size | --save-dir | --resume) name=${1#--} ;;
             *) refuse "$1 is no flag of the launcher (see --help); flags for the trainer come after --" ;;
         esac
@@ -469,7 +480,7 @@ main() {
     ask_plan
     ask_resume
     ask_batch_size
-    say '' "${bold}The plan$plain" "$plan"
+    [[ -n $yes && -z $dry_run ]] || say '' "${bold}The plan$plain" "$plan" # with --yes the trainer's own is enough
     set_command
     [[ -z $dry_run ]] || { quoted 99999 "${command[@]}"; exit; }
     say '' "${bold}The command$plain" "$(quoted 77 "${command[@]}")" ''

@@ -162,7 +162,8 @@ def _read_rank() -> int:
 
 def _program_name() -> str:
     program = Path(sys.argv[0]).name
-    return f"python {program}" if program.endswith(".py") else program
+    module = "-m multigpu_cli" if program == "__main__.py" else program
+    return f"python {module}" if program.endswith(".py") else program
 
 
 def leave(code: int) -> NoReturn:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return ["train", *_import_public_names()]
+    if name == "__version__":
+        return version("multigpu-cli")
     if not name.startswith("_") and name in (public := _import_public_names()):
         return public[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

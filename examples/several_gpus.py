@@ -18,10 +18,9 @@ def main() -> None:
     criterion = nn.CrossEntropyLoss()
     train_loader = DataLoader(dataset, batch_size=32, shuffle=True)
 
-    results = train_with_multi_gpu(
+    train_with_multi_gpu(
         model, train_loader, optimizer, criterion, num_epochs=10, global_batch_size=32, save_dir="runs/digits"
     )
-    print(f"final loss {results['final_loss']:.3f}")
 
 
 if __name__ == "__main__":

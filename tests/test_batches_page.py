@@ -1,8 +1,8 @@
 """docs/howto/sample-shapes.md: every row of its table runs as it is typed, and calls the model as it says."""
 
 import json
-import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +12,8 @@ import pytest
 
 import main_multi_gpu
 from tests.support.run_training import run_training
-from tests.support.walkthrough import blocks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/howto/sample-shapes.md"
-CODE = re.compile(r"<<'PYTHON'\n(.*?)^PYTHON$", re.MULTILINE | re.DOTALL)
 SHARED = (1, 4, 5, 6, 8, 9, 10, 11)  # rows that are also run on two and three workers
 
 
@@ -46,10 +44,7 @@ RUN: dict[str, Any] = {"epochs": 2, "num_workers": 0, "global_batch_size": 12, "
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (block,) = (each.text for each in blocks(PAGE.read_text()) if each.language == "bash")
-    match = CODE.search(block)
-    assert match
-    (tmp_path / "my_batches.py").write_text(match[1])
+    shutil.copy(PAGE.parents[2] / "examples/own/my_batches.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield

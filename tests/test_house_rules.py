@@ -62,8 +62,8 @@ READING_LIST = (
 )
 """What one reads, from the top, to understand a training."""
 
-REGISTRIES = {"multigpu_cli/api/public.py"}
-"""Lists of names, which may be short."""
+REGISTRIES = {"multigpu_cli/api/public.py", "multigpu_cli/__main__.py"}
+"""Lists of names, and what Python wants as a file of its own: they may be short."""
 
 GRAB_BAGS = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
 
@@ -86,6 +86,8 @@ parse = cache(ast.parse)  # a second for the whole tree, which each rule looks a
 
 def room_of(module: str) -> str | None:
     """The room of a dotted module: None for the outside world and for the package's own (empty) top."""
+    if module == "multigpu_cli.__main__":
+        return "main_multi_gpu"
     top, _, rest = module.partition(".")
     if top == "multigpu_cli":
         inner = ".".join(rest.split(".")[:2])
@@ -319,8 +321,8 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 200,  # to become 220
-    "lines": 41_153,  # 41,000
+    "files": 201,  # to become 220
+    "lines": 41_185,  # 41,000
     "files to read": 30,
     "lines to read": 7_031,  # 7,500
     "files the engine reaches": 83,  # 100

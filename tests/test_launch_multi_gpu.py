@@ -462,6 +462,17 @@ def test_flags_answer_in_advance_and_the_rest_reaches_the_trainer_untouched(desk
     assert not (desk.folder / "pwned").exists()
 
 
+def test_the_folder_stands_once_in_the_command_and_the_plan_once_on_the_screen(desk: Desk) -> None:
+    for at, words in enumerate((["--save-dir", "mine"], ["--save-dir=mine"])):
+        told = desk.tell("--yes", "--", *words, "--epochs", "3")
+        lines = (desk.folder / "runs.jsonl").read_text().splitlines()
+        argv = json.loads(lines[at])["argv"]
+        assert (argv.count("--save-dir"), argv[-4:]) == (1, ["--save-dir", "mine", "--epochs", "3"])
+        assert "The plan" not in told.stderr
+    assert "--save-dir needs a value" in desk.tell("--yes", "--", "--save-dir").stderr
+    assert "The plan" in desk.tell("--yes", "--dry-run").stderr
+
+
 def test_a_dry_run_prints_the_command_alone_and_the_command_works(desk: Desk) -> None:
     told = desk.tell(*EVERY_FLAG, "--yes", "--dry-run", "--", "--set", "a b=$(touch pwned)")
     assert told.returncode == 0
@@ -758,4 +769,4 @@ def test_a_real_training_on_two_cpu_processes(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 3, 2)
     assert f"checkpoints/digits/{folder.name}" in told.stderr
-    assert "64: 32 per device, 1 accumulated, workers: 2" in told.stderr
+    assert "32 per device × 1 accumulation × 2 workers = 64 global batch" in told.stdout

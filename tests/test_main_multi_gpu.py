@@ -169,6 +169,15 @@ def test_an_option_before_a_command_is_refused_and_after_it_taken(door: Door) ->
     assert isinstance(json.loads(out), list)
 
 
+def test_train_is_the_same_as_no_command(door: Door, trainer: Trainer) -> None:
+    assert door("train", "--epochs", "3") == door("--epochs", "3") == (0, "", "")
+    (named, *_), (bare, *_) = trainer.asked
+    assert named == bare
+    code, _, err = door("--epochs", "3", "train")
+    assert code == 2
+    assert "train before its flags" in err
+
+
 def test_a_later_command_gets_the_same_options() -> None:
     def plan(context: Any, **values: Any) -> None: ...
 
@@ -381,9 +390,10 @@ def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
     assert help.returncode == 1
 
 
-def test_it_runs_as_a_module_too() -> None:
+@pytest.mark.parametrize("module", ["main_multi_gpu", "multigpu_cli"])
+def test_it_runs_as_a_module_too(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "main_multi_gpu", "--epochs", "x"],
+        [sys.executable, "-m", module, "--epochs", "x"],
         capture_output=True,
         text=True,
         cwd=SCRIPT.parent,

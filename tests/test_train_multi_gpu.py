@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ def test_every_name_is_there_and_says_what_it_does() -> None:
         train_multi_gpu.train(train_multi_gpu.MultiGPUConfig())  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         train_multi_gpu.__getattr__("trian")
+
+
+def test_a_star_import_gives_the_api_and_nothing_else() -> None:
+    given: dict[str, Any] = {}
+    exec("from train_multi_gpu import *", given)
+    assert given.keys() - {"__builtins__"} == {*(name.strip() for name in NAMES.split(",")), "multi_gpu_trainer"}
+    assert train_multi_gpu.__version__ == version("multigpu-cli")
 
 
 def test_the_migration_page_says_of_every_name_and_field_what_it_does_here() -> None:

@@ -8,21 +8,18 @@ import pytest
 
 import main_multi_gpu
 from tests.support.walkthrough import ROOT, blocks
-from tests.support.what_you_have import PAGE, SHAPES, Row, list_files, read_rows, type_row
+from tests.support.what_you_have import PAGE, Row, list_files, read_rows, type_row
 from tests.test_readme import copy_project, run
 
 ROWS = read_rows((ROOT / PAGE).read_text())
 SHORT = ["--max-steps", "4"]
-OWN_MODULES = ("my_code", "my_batches")
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the project, with the files that the page's blocks make, and that of the page on shapes of samples."""
+    """A copy of the project, with the files that the page's blocks make."""
     folder = copy_project(tmp_path_factory.mktemp("newcomer"))
     made = [block.text for block in blocks((ROOT / PAGE).read_text()) if not block.not_run]
-    shapes = blocks((ROOT / SHAPES).read_text())
-    made += [block.text.partition("\npython ")[0] for block in shapes if "cat >" in block.text]
     for script in made:
         code, output = run(script, folder)
         assert code == 0, output
@@ -52,8 +49,7 @@ def test_a_row_does_what_it_says(
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in OWN_MODULES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "my_samples", raising=False)
     wrong = type_row(row, lambda command: type_in(command, project, capsys), project)
     assert not wrong, wrong
 

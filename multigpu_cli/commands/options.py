@@ -75,7 +75,8 @@ class Group(TyperGroup):
                 f"{wish.pop()}: shells complete the installed program only",
                 remedy="pip install . and then multigpu --install-completion",
             )
-        return super().parse_args(_skip_value_parsing(self, ctx), args)
+        trains = args[:1] == ["train"] and not ctx.parent  # the same as no command
+        return super().parse_args(_skip_value_parsing(self, ctx), args[trains:])
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_panels(self, ctx, formatter)
@@ -85,7 +86,7 @@ class Group(TyperGroup):
         """Find the sub-command; RequestError where there is none of that name."""
         if args[0] not in self.commands:
             near = did_you_mean(args[0], [*self.commands, *([] if ctx.parent else ["train"])])
-            remedy = "no command at all: without one it trains" if "train'" in near else near.replace(", train", "")
+            remedy = "train before its flags" if args[0] == "train" else near
             raise RequestError(f"{args[0]!r} is no command", remedy=f"{remedy} (a value directly follows its flag)")
         return super().resolve_command(ctx, args)
 

@@ -103,6 +103,11 @@ class StepTimes:
     gather: float | None = None
     sharding: Sharding | None = None
 
+    @property
+    def own_seconds(self) -> float:
+        """A step of one micro-batch, without communication."""
+        return self.data + self.forward + self.backward + self.commit
+
 
 def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
     """DDP's buckets for gradients of `size` bytes: of `cap` MiB, or DDP's defaults with a smaller first one."""
@@ -163,8 +168,8 @@ class ForecastRow:
     step: float  # seconds of an optimizer step. waiting: its exposed communication in seconds
     waiting: float
     samples_per_second: float
-    speedup: float  # samples per second relative to one worker. efficiency: speedup / workers
-    efficiency: float
+    speedup: float | None  # samples per second relative to one worker; None where the measurement was disturbed
+    efficiency: float | None  # speedup / workers
     steps: int  # optimizer steps of the run; if the global batch grows, each has more samples
     seconds: float  # duration of the run. cost: cost of the run, if a price is given
     cost: float | None
@@ -225,6 +230,18 @@ def forecast(
             )
         )
     return rows
+
+
+def find_disturbance(rows: Sequence[ForecastRow], probes: Sequence[float]) -> str:
+    """Why the forecast cannot be trusted, or "": other work on the machine slowed the worker on which it rests.
+
+    Args:
+        probes: seconds of a step of one worker, measured before and after everything else.
+    """
+    if probes and max(probes) > 4 / 3 * min(probes):
+        return "a step of one worker took " + ", then ".join(f"{1e3 * seconds:.2f} ms" for seconds in probes)
+    impossible = (row for row in rows if row.efficiency and row.efficiency > 1.1)
+    return next((f"{row.workers} workers would have an efficiency of {row.efficiency:.0%}" for row in impossible), "")
 
 
 def find_scaling_limit(rows: Sequence[ForecastRow]) -> int:

@@ -85,7 +85,7 @@ class Task(ABC):
             if hasattr(cls, old) and getattr(cls, new) is getattr(Task, new):
                 raise RequestError(
                     f"{cls.__module__}:{cls.__name__} has {old!r}, which is now called {new!r}",
-                    remedy=f"rename it to {new}; docs/migration.md lists the other changed names",
+                    remedy=f"rename it to {new}; docs/reference/api.md lists the names of a Task",
                 )
 
     def __init__(self, source: DataSource, config: TaskConfig) -> None:

@@ -7,11 +7,13 @@ from hypothesis import strategies as st
 
 from multigpu_cli.planning.speedup import (
     ASSUMED,
+    ForecastRow,
     Interconnect,
     Link,
     StepTimes,
     buckets,
     exposed_seconds,
+    find_disturbance,
     find_scaling_limit,
     fit_ring_model,
     forecast,
@@ -84,7 +86,20 @@ def test_a_growing_batch_takes_fewer_steps() -> None:
     assert rows[0].seconds == pytest.approx(80 * 0.33)
     assert [row.cost for row in rows] == pytest.approx([row.workers * row.seconds * 0.001 for row in rows])
     assert rows[1].speedup == pytest.approx(2 * 0.33 / (0.33 + 25 * MIB / 1e9))
-    assert rows[1].efficiency == rows[1].speedup / 2
+    assert rows[1].efficiency == pytest.approx(0.33 / (0.33 + 25 * MIB / 1e9))
+
+
+def test_a_measurement_that_other_work_disturbed_is_found() -> None:
+    free = Interconnect(Link("free", 0.0, 1e30, ""))
+
+    def rows(slowed: float) -> list[ForecastRow]:
+        alone = replace(WORK, forward=slowed * WORK.forward, backward=slowed * WORK.backward)
+        return forecast([1, 2], [alone, WORK], free, micro_batch=8, global_batch=None, samples=80, epochs=1)
+
+    assert find_disturbance(rows(1.0), (0.3, 0.39)) == ""
+    assert find_disturbance(rows(1.0), (0.3, 0.41)) == "a step of one worker took 300.00 ms, then 410.00 ms"
+    assert find_disturbance(rows(2.0), (0.3, 0.3)).startswith("2 workers would have an efficiency of 19")
+    assert find_disturbance(rows(1.0), ()) == ""
 
 
 def test_a_fixed_batch_is_shared_out() -> None:

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 import main_multi_gpu
+from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, MODELS, TASKS
 from multigpu_cli.config.schema import SETTINGS
 from tests.test_house_rules import FLOOR, module_of, room_of
 
@@ -33,6 +34,17 @@ EXTENSIONS = (
     "multigpu_cli.environments.base:Box",
 )
 """What code of a user's own subclasses, receives or returns."""
+
+ARGUMENTS_OF = {
+    "csv": ("multigpu_cli.data.tables.csv:CsvFormat",),
+    **dict.fromkeys(("arrow", "tar", "jsonl"), ("multigpu_cli.data.rows.source:RowOptions",)),
+    "trading": ("multigpu_cli.trading.market:build", "multigpu_cli.trading.environment:TradingRules"),
+    "ppo": ("multigpu_cli.rl.objective:PPOSettings",),
+}
+"""Where else the arguments of a built-in dataset, environment or task are declared and explained."""
+
+OFFERED = {"data_dir", "mode", "seed", "model_dir", "max_length", "packing", "mix"}
+"""What the program gives a factory by itself, from settings of their own."""
 
 COMMON = (
     *("config", "data", "data_dir", "model", "multi_gpu", "gpu_ids", "epochs", "batch_size", "global_batch_size", "lr"),
@@ -139,6 +151,85 @@ def _format_default(default: object) -> str:
     if isinstance(default, float):
         return f"{default:g}"
     return "" if default in (None, ()) else "off" if default is False else str(default)
+
+
+# --- Arguments of what is built in -----------------------------------------------------------------------------------
+
+
+def argument_tables() -> str:
+    """The arguments of each built-in dataset, environment, model and task: names, defaults, and what they mean."""
+    parts = []
+    for prefix, registry in (("data", DATASETS), ("data", ENVIRONMENTS), ("model", MODELS), ("task", TASKS)):
+        for name, place in registry.items():
+            if place.startswith("multigpu_cli."):
+                parts += _describe_arguments(prefix, name, [place, *ARGUMENTS_OF.get(name, ())])
+    return "\n\n".join(parts)
+
+
+def _describe_arguments(prefix: str, name: str, places: list[str]) -> list[str]:
+    nodes = [(_find(place), (ROOT / _file_of(place)).read_text().splitlines()) for place in places]
+    rows: dict[str, list[str]] = {}
+    for node, lines in nodes:
+        explained = _explain_arguments(node)
+        for argument, default, line in _list_arguments(node):
+            comment = lines[line - 1].partition("  # ")[2]
+            meaning = explained.get(argument) or comment
+            if argument in rows and meaning:
+                rows[argument][1] = meaning.removesuffix(".")
+            elif argument not in rows:
+                rows[argument] = [default, meaning.removesuffix(".")]
+    shown = [_row(f"`{prefix}.{key}`", *row) for key, row in rows.items() if key not in OFFERED]
+    summary = " ".join((ast.get_docstring(nodes[0][0]) or "").split("\n\n")[0].split())
+    table = "\n".join(["| argument | default | meaning |", "|-|-|-|", *shown])
+    return [f"### {prefix} {name}", summary, table] if shown else []
+
+
+def _file_of(place: str) -> str:
+    return place.partition(":")[0].replace(".", "/") + ".py"
+
+
+def _find(place: str) -> ast.ClassDef | ast.FunctionDef:
+    tree = ast.parse((ROOT / _file_of(place)).read_text())
+    found = next(node for node in tree.body if getattr(node, "name", "") == place.partition(":")[2])
+    assert isinstance(found, ast.ClassDef | ast.FunctionDef)
+    return found
+
+
+def _list_arguments(node: ast.ClassDef | ast.FunctionDef) -> Iterator[tuple[str, str, int]]:
+    """Name, default and line of each argument that has a default, or of each such field."""
+    if isinstance(node, ast.ClassDef):
+        made = next((each for each in node.body if getattr(each, "name", "") == "__init__"), None)
+        if not isinstance(made, ast.FunctionDef):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and field.value:
+                    yield ast.unparse(field.target), _show(field.value), field.lineno
+            return
+        node = made
+    given = node.args
+    for argument, default in zip(given.args[len(given.args) - len(given.defaults) :], given.defaults, strict=True):
+        yield argument.arg, _show(default), argument.lineno
+    for argument, value in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        if value:
+            yield argument.arg, _show(value), argument.lineno
+
+
+def _show(default: ast.expr) -> str:
+    try:
+        value = ast.literal_eval(default)
+        return str(value).lower() if isinstance(value, bool) else _format_default(value)
+    except ValueError:
+        return ast.unparse(default)
+
+
+def _explain_arguments(node: ast.ClassDef | ast.FunctionDef) -> dict[str, str]:
+    """What the docstring says of each argument by name; not where it only refers to another one."""
+    found = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?)+)", ast.get_docstring(node) or "", re.MULTILINE)
+    entries = re.split(r"\n(?! )", textwrap.dedent(found[1]).strip()) if found else []
+    explained = {}
+    for names, _, text in (" ".join(entry.split()).partition(": ") for entry in entries):
+        if not text.startswith("see "):
+            explained |= dict.fromkeys(names.split(", "), text)
+    return explained
 
 
 # --- The API reference -----------------------------------------------------------------------------------------------
@@ -273,6 +364,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "commands": ("docs/reference/cli.md", command_list),
     "common flags": ("QUICK_REFERENCE.md", common_flags),
     "settings": ("docs/reference/config.md", setting_table),
+    "arguments": ("docs/reference/arguments.md", argument_tables),
     "benchmarks": ("docs/measurements.md", benchmark_table),
 }
 """Name of a generated part → the file it stands in, and what makes it."""

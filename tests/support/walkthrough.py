@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.support.what_you_have import PAGE, SHAPES, read_rows, type_row
+from tests.support.what_you_have import PAGE, read_rows, type_row
 
 ROOT = Path(__file__).resolve().parents[2]
 WALKED = "run by tests/support/walkthrough.py"
@@ -68,9 +68,8 @@ def type_table(clone: Path, environment: dict[str, str]) -> list[str]:
     activate = "source .venv/bin/activate\n"
     environment = environment | {"PYTHONPATH": str(clone / SITE)}
     print(f"\nfrom here on with PYTHONPATH={SITE}, for a torchvision of PyPI beside a torch for CPUs", flush=True)
-    for page in (PAGE, SHAPES):
-        if run_page(clone, page, environment, activate):
-            return [str(page)]
+    if run_page(clone, PAGE, environment, activate):
+        return [str(PAGE)]
 
     def type_in(command: str) -> tuple[int, str]:
         began = time.monotonic()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 PAGE = Path("docs", "start", "what-you-have.md")
-SHAPES = Path("docs", "howto", "sample-shapes.md")  # its block writes my_batches.py, which some rows name
 CODE = re.compile(r"`([^`]+)`")
 NOT_THE_USERS = {".git", ".venv", "__pycache__"}
 

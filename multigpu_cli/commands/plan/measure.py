@@ -57,6 +57,7 @@ class SingleWorkerProfile:
     memory: Memory
     flops_per_sample: float
     note: str  # what the memory probe changed
+    probes: tuple[float, ...]  # seconds of a step of one CPU worker, before and after those of several
 
 
 def threads_per_worker(workers: int) -> int:
@@ -75,14 +76,17 @@ def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:
             size = components.plan.batches.micro_batch
             whole, half = profile_micro_batch(components, size), profile_micro_batch(components, max(1, size // 2))
             sharding = measure_sharding(components)
+            probes: tuple[float, ...] = ()
             if world.device.type == "cpu":
                 works, wire = _measure_on_cores(components, config, counts, sharding)
+                if 1 in works and len(works) > 1:
+                    probes = works[1].own_seconds, _measure_alone(components).own_seconds
             else:
                 works, wire = dict.fromkeys(counts, _measure_alone(components)), None
             if sharding:
                 works = {count: replace(work, sharding=sharding) for count, work in works.items()}
             memory = _measure_memory(components, whole, half)
-            return SingleWorkerProfile(components, works, wire, sharding, memory, whole.flops_per_sample, note)
+            return SingleWorkerProfile(components, works, wire, sharding, memory, whole.flops_per_sample, note, probes)
 
 
 def _measure_on_cores(

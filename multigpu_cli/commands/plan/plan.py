@@ -1,7 +1,7 @@
 """plan: memory, time and cost of a run on 1, 2, 4, … workers, forecast from measurements of one worker."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from multigpu_cli.planning.speedup import (
     ForecastRow,
     Interconnect,
     Link,
+    find_disturbance,
     find_scaling_limit,
     forecast,
 )
@@ -98,6 +99,9 @@ def make_plan(config: Config, request: PlanRequest) -> Forecast:
     }
     capacity = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     notes = [*_collect_notes(alone, config, request, rows), *note_too_large(alone.memory, capacity)]
+    if disturbance := find_disturbance(rows, alone.probes):
+        rows = [replace(row, speedup=None, efficiency=None) for row in rows]
+        notes.insert(0, f"other work disturbed the measurement ({disturbance}): run plan again on a quiet machine")
     sharding = alone.sharding
     sharded = [forecast_sharded(alone.memory, sharding, row.workers, row.passes) for row in rows] if sharding else []
     return Forecast(about, alone.memory, components.plan.batches.micro_batch, capacity, rows, notes, sharded)
@@ -250,8 +254,8 @@ def format_plan(forecast: Forecast) -> Iterator[str]:
     for row in forecast.rows:
         cost = "" if row.cost is None else f"  {row.cost:.2f}"
         times = f"{1e3 * row.step:>9.2f} ms{1e3 * row.waiting:>7.2f} ms{row.samples_per_second:>12,.0f}"
-        gain = f"{row.speedup:>9.2f}{row.efficiency:>11.0%} {format_duration(row.seconds):>14}"
-        yield f"{row.workers:>8}{row.global_batch:>8}{times}{gain}{cost}"
+        gain = " " * 20 if row.efficiency is None else f"{row.speedup:>9.2f}{row.efficiency:>11.0%}"
+        yield f"{row.workers:>8}{row.global_batch:>8}{times}{gain} {format_duration(row.seconds):>14}{cost}"
     yield from (f"note: {note}" for note in forecast.notes)
 
 

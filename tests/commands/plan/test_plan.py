@@ -187,6 +187,24 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "0.56 KiB weights" in said
 
 
+def test_a_disturbed_forecast_leaves_its_speedups_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two probes of one worker, the second three times as slow: other work has the cores."""
+    probes = iter([[0.1, 0.1, 0.1, 0.1], [0.3, 0.3, 0.3, 0.3]])
+    monkeypatch.setattr(measure, "count_cores", lambda: 1)
+    monkeypatch.setattr(measure, "time_steps", lambda components: {None: None})
+    monkeypatch.setattr(measure, "median_step", lambda times: next(probes))
+    words = [part for name, value in OWN.items() for part in (f"--{name}", value)]
+    assert main_multi_gpu.run(["plan", *words, "--workers", "1", "--interconnect", "pcie4"]) == 0
+    assert "100%" in capsys.readouterr().out
+    probes = iter([[0.1] * 4, [0.1] * 4, [0.3] * 4])
+    assert main_multi_gpu.run(["plan", *words, "--workers", "2", "--interconnect", "pcie4"]) == 0
+    said = capsys.readouterr().out
+    assert "note: other work disturbed the measurement (a step of one worker took 400.00 ms, then 1200.00 ms)" in said
+    assert "%" not in said
+
+
 def test_the_wire_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that sleep five milliseconds before each all-reduce have at least half of that as latency of a hop."""
 
