@@ -225,7 +225,7 @@ def _explain_arguments(node: ast.ClassDef | ast.FunctionDef) -> dict[str, str]:
     """What the docstring says of each argument by name; not where it only refers to another one."""
     found = re.search(r"^(?:Args|Attributes):\n((?:    .*\n?)+)", ast.get_docstring(node) or "", re.MULTILINE)
     entries = re.split(r"\n(?! )", textwrap.dedent(found[1]).strip()) if found else []
-    explained = {}
+    explained: dict[str, str] = {}
     for names, _, text in (" ".join(entry.split()).partition(": ") for entry in entries):
         if not text.startswith("see "):
             explained |= dict.fromkeys(names.split(", "), text)
