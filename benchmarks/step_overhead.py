@@ -66,7 +66,7 @@ def _bare(turns: int) -> list[Row]:
             assemble_training({**MLP, "epochs": "1000", "max_grad_norm": "off", "save_dir": folder}, stack)
             for folder in (first, second)
         ]
-        runs[0].state.precision.clip_and_step = _unchecked  # type: ignore[method-assign]
+        runs[0].state.precision.clip_and_step = _unchecked  # type: ignore[method-assign, assignment]
         bare, checked = map(_steps, runs)
         sides = {
             "bare": lambda: next(bare),
@@ -85,7 +85,7 @@ def _bare(turns: int) -> list[Row]:
 
 
 def _unchecked(
-    optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None, total_norm: object = None
+    optimizer: torch.optim.Optimizer, parameters: list[Tensor], max_norm: float | None, *more: object
 ) -> tuple[Tensor, Tensor]:
     optimizer.step()
     for parameter in parameters:

@@ -19,6 +19,7 @@ from multigpu_cli.run.open import ResolvedRequest, open_run
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.step import forward_backward
 from multigpu_cli.run.train_log import log_recovery, log_step
+from multigpu_cli.runtime.precision import multiply_gradients
 from multigpu_cli.runtime.seeding import seed_micro_batch, seed_optimizer_step
 
 
@@ -116,7 +117,10 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
         units.append(run.task.units(batch))
     observer.phase("reduction")
     run.strategy.reduce_gradients(idle=not losses)
-    run.loss_normalizer.rescale_gradients(units, layout.samples, parameters)
+    factor = run.loss_normalizer.count_units(units, layout.samples)
+    if factor is not None and (config.reproducibility.exact or run.moments.after_backward):
+        multiply_gradients(parameters, factor)  # --exact keeps this rounding, and a hook is shown the true gradient
+        factor = None
     run.checkpointer.writer.wait_for_staging()  # of a checkpoint in flight, before the optimizer changes the weights
     for tell in run.moments.after_backward:
         tell(run, layout.step)
@@ -124,7 +128,8 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     if run.optimizer_draws:  # the same on every worker
         seed_optimizer_step(seed, layout.step, *devices)
     max_norm = None if config.optimizer.max_grad_norm == "off" else float(config.optimizer.max_grad_norm)
-    norm, skipped = state.precision.clip_and_step(state.optimizer, parameters, max_norm, run.strategy.total_norm)
+    total_norm = run.strategy.total_norm
+    norm, skipped = state.precision.clip_and_step(state.optimizer, parameters, max_norm, total_norm, factor)
     run.strategy.rollback_buffers(skipped)
     if state.average:
         state.average.update_parameters(state.model, skipped)

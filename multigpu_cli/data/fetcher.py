@@ -34,12 +34,12 @@ from multigpu_cli.data.collate import (
 )
 from multigpu_cli.data.order import EVAL_EPOCH
 from multigpu_cli.data.source import DataSource
+from multigpu_cli.distributed.placement import count_cores
 from multigpu_cli.distributed.processes import die_with_parent
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.planning.batch import make_key
 from multigpu_cli.runtime.seeding import seed_host
 
-_MOST_PROCESSES = 8  # per worker
 _TRANSFER_COST = 30e-6  # seconds per sample of receiving a small batch from another process
 _LONGEST_PROBE = 0.5  # seconds
 _TYPICAL_BATCH = 32
@@ -242,7 +242,7 @@ def _loader_processes(dataset: SeededDataset, wanted: int | str, workers_here: i
     """Number of loader processes, with the reason for `auto`: one per spare core, or none if samples are cheap."""
     if wanted != "auto":
         return int(wanted), ""
-    spare = 0 if current_process().daemon else min(_MOST_PROCESSES, (os.cpu_count() or 1) // workers_here - 1)
+    spare = 0 if current_process().daemon else count_cores() // workers_here - 1
     if spare < 1:
         return 0, ": no spare core"
     seconds = run_in_process(partial(_seconds_a_sample, dataset))

@@ -1,6 +1,6 @@
 """Mixed precision: autocast, loss scaling, and the optimizer step, which is skipped for non-finite gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -90,12 +90,13 @@ class Precision:
         parameters: list[Tensor],
         max_norm: float | None,
         total_norm: Callable[[Tensor], Tensor] | None = None,
+        factor: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Unscale and clip the reduced gradient, and step; returns the gradient norm (), and 1 if skipped, else 0, ().
 
         There is no host sync: on a GPU, fused optimizers skip on the device if `found_inf` is 1. The norm is that of
-        the reduced gradient, so the number and the decision are the same on every rank. `total_norm` makes the whole
-        gradient's from that of these gradients, where they are a part of it.
+        the reduced gradient times the `factor` () float64, so the number and the decision are the same on every rank.
+        `total_norm` makes the whole gradient's from that of these gradients, where they are a part of it.
         """
         scaled, on_host = self._scales, self.device.type == "cpu"
         fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled
@@ -104,11 +105,17 @@ class Precision:
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = _norm(gradients)
         norm = total_norm(norm) if total_norm else norm
+        in_kernel = fused and norm.dtype == torch.float32  # the fused kernel divides, which saves passes over gradients
+        if factor is not None:
+            norm = norm * factor.to(norm.dtype)
         skipped = (norm - norm != 0).float()  # 1 for NaN and infinity
         divisor = None if max_norm is None else ((norm + 1e-6) / max_norm).clamp(min=1.0)
+        if factor is not None and in_kernel:
+            divisor = (1.0 if divisor is None else divisor) / factor.to(norm.dtype)
+        elif factor is not None:
+            multiply_gradients(parameters, factor)
         if divisor is not None and on_host and float(divisor) == 1.0:
             divisor = None
-        in_kernel = fused and norm.dtype == torch.float32  # the fused kernel divides, which saves a pass over gradients
         if in_kernel:
             optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         elif divisor is not None:
@@ -134,6 +141,14 @@ class Precision:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self._scaler.load_state_dict(state)
+
+
+def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply the gradients by the factor () float64, with one kernel for each of their number formats."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for number in {gradient.dtype for gradient in gradients}:  # a kernel takes tensors and factor of one dtype
+        same = [gradient for gradient in gradients if gradient.dtype == number]
+        torch._foreach_mul_(same, factor.to(torch.promote_types(number, torch.float32)))
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:

@@ -257,7 +257,7 @@ def _all_reduce_counts(world: World, counts: Tensor | None) -> Tensor:
 
 
 class LossNormalizer:
-    """Counts the units of each step on the device, and rescales its gradient to the mean over them.
+    """Counts the units of each step on the device, and says what its gradient is multiplied by for the mean over them.
 
     The number is known only when all workers have fetched their samples, so losses are divided by the expected number,
     and gradients are corrected once they are reduced. With samples as units there is nothing to correct. `last` has the
@@ -273,25 +273,22 @@ class LossNormalizer:
         """The expected number of units, by which a step's loss is divided before backward."""
         return samples * self._task.units_per_sample
 
-    def rescale_gradients(self, counted: Iterable[Tensor | int], samples: int, parameters: Iterable[Tensor]) -> None:
-        """At the end of a step: correct the reduced gradient to the real number of units.
+    def count_units(self, counted: Iterable[Tensor | int], samples: int) -> Tensor | None:
+        """At the end of a step: the factor () float64 of the reduced gradient, for the real number of units.
 
-        The mean over no unit is NaN, so that the optimizer skips a step without any: momentum and decay would move the
-        weights. `counted` are the units of this worker's micro-batches, `samples` those of the step over all workers.
+        None where there is nothing to correct. The mean over no unit is NaN, so that the optimizer skips a step without
+        any: momentum and decay would move the weights. `counted` are the units of this worker's micro-batches,
+        `samples` those of the step over all workers.
         """
         self.last = samples
         if self._task.unit == "sample":
-            return
+            return None
         local = torch.zeros((), dtype=torch.int64, device=self._world.device)
         for count in counted:
             local += count
         self.last = all_reduce_sum(self._world, local)
         self._seen, self._samples = self._seen + self.last, self._samples + samples
-        factor = self.divisor(samples) / self.last.double()
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        for number in {gradient.dtype for gradient in gradients}:  # a kernel takes tensors and factor of one dtype
-            same = [gradient for gradient in gradients if gradient.dtype == number]
-            torch._foreach_mul_(same, factor.to(torch.promote_types(number, torch.float32)))
+        return self.divisor(samples) / self.last.double()
 
     def get_step_norm(self, norm: Tensor) -> Tensor:
         """The gradient norm () of the last step, for people: 0 where it had no unit."""

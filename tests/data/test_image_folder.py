@@ -8,6 +8,7 @@ from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.transforms import decode_image
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 
@@ -81,6 +82,18 @@ def test_augmentation_is_keyed_by_the_sample_in_any_process(tmp_path: Path) -> N
     assert abs(float(first.mean())) < 2, "standardised"
     plain = open_images(tmp_path, augment=False)
     assert torch.equal(plain.train[0][0], plain.train[1][0])
+
+
+def test_a_large_jpeg_is_decoded_at_a_fraction_of_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder leaves out what the smaller side does not need: an eighth of each side here, never less than that."""
+    sizes, resize = [], Image.Image.resize
+    monkeypatch.setattr(
+        Image.Image, "resize", lambda image, *to: sizes.append(image.size) or resize(image, *to), raising=True
+    )
+    for at, side in enumerate((160, 128)):
+        Image.new("RGB", (side, side), COLOURS["red"]).save(tmp_path / f"{at}.jpg")
+        assert decode_image(tmp_path / f"{at}.jpg", 18, "it").shape == (18, 18, 3)
+    assert sizes == [(20, 20), (32, 32)]
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data import fetcher
 from multigpu_cli.data.collate import SampleForm
 from multigpu_cli.data.fetcher import SeededDataset
 from multigpu_cli.data.loader import Batch, Loader
@@ -374,11 +375,13 @@ class Whole(Quick):
         return [(torch.tensor([index, drawn]), index) for index in indices]
 
 
-@pytest.mark.parametrize(("cores", "workers", "expected"), [(4, 1, 3), (8, 3, 1), (4, 4, 0), (1, 1, 0), (2, 8, 0)])
+@pytest.mark.parametrize(
+    ("cores", "workers", "expected"), [(4, 1, 3), (20, 1, 19), (8, 3, 1), (4, 4, 0), (1, 1, 0), (2, 8, 0)]
+)
 def test_auto_leaves_a_core_for_each_trainer(
     cores: int, workers: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(fetcher, "count_cores", lambda: cores)
     split = Slow()
     served = Loader(split, source(split), DataConfig(), device=CPU, seed=1, workers_here=workers)
     assert served.data_location.startswith(
@@ -389,7 +392,7 @@ def test_auto_leaves_a_core_for_each_trainer(
 
 
 def test_auto_fetches_what_comes_at_once_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(fetcher, "count_cores", lambda: 4)
     monkeypatch.setattr("multigpu_cli.data.fetcher._TRANSFER_COST", 1e-3)  # also on a starved machine
     assert Loader(Quick(), source(Quick()), DataConfig(), device=CPU, seed=1).data_location.startswith(
         "fetched in this process: "
@@ -408,7 +411,7 @@ def test_a_first_sample_that_opens_files_does_not_decide(
             self.opened = True
             return super().__getitem__(index)
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(fetcher, "count_cores", lambda: 4)
     monkeypatch.setattr("multigpu_cli.data.fetcher._TRANSFER_COST", 1e-3)  # also on a starved machine
     closing.append(loader(Opening(), "auto"))
     assert closing[0].data_location.startswith("fetched in this process: ")
@@ -442,7 +445,7 @@ def test_what_fails_while_it_is_measured_is_told_without_the_way_there(monkeypat
         def __getitem__(self, index: int) -> Any:
             return int("x")
 
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(fetcher, "count_cores", lambda: 4)
     before = set(multiprocessing.active_children())
     with pytest.raises(RequestError, match="sample 0 raised ValueError") as caught:
         loader(Failing(), "auto")

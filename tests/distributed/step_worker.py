@@ -83,16 +83,16 @@ def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
     commit = run.state.precision.clip_and_step
 
     def keep_gradient(
-        optimizer: Any, parameters: list[Tensor], max_norm: float | None, total_norm: Any = None
+        optimizer: Any, parameters: list[Tensor], max_norm: float | None, *more: Any
     ) -> tuple[Tensor, Tensor]:
         if "gradient" not in found:
             names = [name for name, p in run.state.model.named_parameters() if p.requires_grad]
             found["gradient"] = {
                 name: p.grad.clone() for name, p in zip(names, parameters, strict=True) if p.grad is not None
             }
-        return commit(optimizer, parameters, max_norm, total_norm)
+        return commit(optimizer, parameters, max_norm, *more)
 
-    run.state.precision.clip_and_step = keep_gradient  # type: ignore[method-assign]
+    run.state.precision.clip_and_step = keep_gradient  # type: ignore[method-assign, assignment]
 
 
 def main(out: Path) -> None:

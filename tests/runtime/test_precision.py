@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import pytest
@@ -248,3 +249,22 @@ def test_cast_weights_are_dropped_where_they_are_asked_to_be() -> None:
         with precision.autocast():
             kept.append(torch.is_autocast_cache_enabled())
     assert kept == [True, False]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("max_norm", [None, 0.5, 100.0])
+def test_a_factor_of_the_gradient_is_part_of_the_step(name: str, max_norm: float | None) -> None:
+    """As multiplied before: the norm, the clipping, and where the weights come to; times infinity the step is none."""
+    before, within, never = (Step([3.0, 4.0], name) for _ in range(3))
+    before.give([1.5, 2.0])
+    expected = before.commit(max_norm)
+    for step, factor in ((within, 0.5), (never, math.inf)):
+        moved = Precision("off", CPU).clip_and_step(
+            step.optimizer, [*step.model.parameters()], max_norm, factor=torch.tensor(factor, dtype=torch.float64)
+        )
+        found = [float(value) for value in moved]
+        assert found[1] == (factor == math.inf)
+        if factor == 0.5:
+            assert found == pytest.approx(expected)
+    assert within.model.weight.tolist() == [pytest.approx(before.model.weight.tolist()[0])]
+    assert never.model.weight.tolist() == [[1.0, 1.0]]

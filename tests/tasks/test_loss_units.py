@@ -11,6 +11,7 @@ from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World
 from multigpu_cli.language.task import LanguageModel
 from multigpu_cli.monitor import journal
+from multigpu_cli.runtime.precision import multiply_gradients
 from multigpu_cli.tasks.base import LossNormalizer
 from tests.support.op_counter import Operations
 from tests.support.ranks import run_on_each_rank
@@ -43,7 +44,9 @@ def test_a_step_is_the_mean_over_its_tokens_whoever_has_how_many() -> None:
         (loss / units.divisor(60)).backward()
         for parameter in model.parameters():
             torch.distributed.all_reduce(parameter.grad)
-        units.rescale_gradients([(targets[own] != -100).sum()], 60, model.parameters())
+        factor = units.count_units([(targets[own] != -100).sum()], 60)
+        assert factor is not None
+        multiply_gradients(model.parameters(), factor)
         assert int(units.last) == int((targets != -100).sum())
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).tolist()
 
@@ -105,8 +108,10 @@ def test_gradients_of_one_number_format_are_set_right_by_one_kernel() -> None:
     weights = [nn.Parameter(torch.ones(3, dtype=number)) for number in (torch.float32, torch.float32, torch.float64)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
+    factor = units.count_units([torch.tensor(7)], 20)
+    assert factor is not None
     with Operations() as seen:
-        units.rescale_gradients([torch.tensor(7)], 20, weights)
+        multiply_gradients(weights, factor)
     taken = [[tensor.dtype for tensor in inputs] for name, inputs in seen.inputs if name == "_foreach_mul_.Tensor"]
     assert sorted(taken, key=len) == [[torch.float64] * 2, [torch.float32] * 3]
     ratio = units.divisor(20) / 7
@@ -122,7 +127,9 @@ def test_the_factor_of_16_bit_gradients_is_not_rounded_to_16_bits(number: torch.
         nn.Parameter(torch.ones(1, dtype=number)),
     )
     weight.grad = torch.full_like(weight, 3.0)
-    units.rescale_gradients([torch.tensor(7)], 20, [weight])
+    factor = units.count_units([torch.tensor(7)], 20)
+    assert factor is not None
+    multiply_gradients([weight], factor)
     assert torch.equal(weight.grad, torch.tensor([3 * units.divisor(20) / 7], dtype=number))
 
 
