@@ -98,9 +98,15 @@ SHARDING = "--multi-gpu fsdp"
 
 STRATEGY_SETTINGS = {
     "ddp": ("find_unused_parameters", "grad_compression", "bucket_cap_mb"),
-    "fsdp": ("find_unused_parameters", "reshard", "shard_size", "strategy.wrap"),
+    "fsdp": ("find_unused_parameters", "reshard", "shard_size", "strategy.wrap", "strategy.param_dtype"),
 }
 """A placement's strategy → settings that have an effect with few strategies, this one among them."""
+
+RESOLVED = ("bucket_cap_mb", "strategy.param_dtype")
+"""Settings that a start resolves where they are "auto", and checkpoints pin."""
+
+BEFORE_PINNED = {"strategy.param_dtype": "fp32"}
+"""What some of them stand for as long as they are not resolved, and in checkpoints that do not say it yet."""
 
 DATASETS = {
     "digits": "multigpu_cli.data.builtin.small_images:digits",

@@ -19,7 +19,9 @@ _SETTINGS_OF_THE_PLAN = (
     "data model task batch_size grad_accum_steps global_batch_size drop_last lr base_lr base_batch_size lr_scaling "
     "schedule warmup_epochs amp"
 )
-_SHOULD_NOT_MATTER = "exact compile grad_checkpointing bucket_cap_mb find_unused_parameters grad_compression"
+_SHOULD_NOT_MATTER = (
+    "exact compile grad_checkpointing bucket_cap_mb strategy.param_dtype find_unused_parameters grad_compression"
+)
 _TRAIN = ("loss", "grad_norm", "lr", "samples")
 _POSITION = {"event", "time", "epoch", "step", "split"}
 

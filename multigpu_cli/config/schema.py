@@ -265,6 +265,12 @@ class CommunicationConfig:
     PANEL = "Communication"
     find_unused_parameters: bool = flag(False, types.switch, "for models that skip some parameters in a step")
     bucket_cap_mb: int | str = flag("auto", integer(1, 4096, word="auto"), "size of DDP's gradient buckets")
+    param_dtype: str = setting(
+        "strategy.param_dtype",
+        "auto",
+        choice("auto", "bf16", "fp32"),
+        "fsdp: gather weights in this format (auto: bf16 on GPUs with --amp bf16)",
+    )
     grad_compression: str = flag("none", choice("none", "fp16", "bf16", "powersgd"), "compress gradients on the wire")
 
 

@@ -374,7 +374,9 @@ def test_the_plan_says_what_is_gathered() -> None:
     plan = run_training(2, **CUT | FSDP | case, dry_run=True).summary
     assert plan["strategy"] == "fsdp"
     assert plan["because"].startswith("fsdp: ")
-    assert plan["sharding"] == "by 1 block (Block: blocks.1) and the rest; gathered weights are freed after each pass"
+    assert (
+        plan["sharding"] == "by 1 block (Block: blocks.1) and the rest; weights are gathered, and freed after each pass"
+    )
     assert not Path("run").exists()
 
 

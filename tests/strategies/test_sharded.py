@@ -6,6 +6,7 @@ import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, linear
 
 from multigpu_cli.config.schema import OptimizerConfig
@@ -213,6 +214,21 @@ def test_each_worker_holds_its_rows_only() -> None:
     shares = [found["held"] for found in run_on_each_rank(4, lambda world: train(world, SHARES["even"], build))]
     assert sum(shares) == whole
     assert max(shares) < 1.1 * whole / 4
+
+
+def test_gradients_are_taken_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`to_local` is an operation of autograd, which a step has no need of."""
+    calls: list[int] = []
+    real = DTensor.to_local
+    monkeypatch.setattr(DTensor, "to_local", lambda self, **more: calls.append(1) or real(self, **more))
+
+    def work(world: World) -> tuple[int, bool]:
+        strategy = FSDP2(network(norm=False), world)
+        calls.clear()
+        reduce_step(strategy, SHARES["even"], world.rank)
+        return len(calls), all(row.grad is not None for row in strategy.local_parameters)
+
+    assert run_on_each_rank(3, work) == [(0, True)] * 3
 
 
 def test_a_state_is_scattered_as_it_was_gathered() -> None:

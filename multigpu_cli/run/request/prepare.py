@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from multigpu_cli.capabilities import BEFORE_RESUME, CHECK_BASE, STRATEGY_SETTINGS, load_given
+from multigpu_cli.capabilities import BEFORE_PINNED, BEFORE_RESUME, CHECK_BASE, STRATEGY_SETTINGS, load_given
 from multigpu_cli.checkpoint.files import Moved, ignore_progress
 from multigpu_cli.checkpoint.manifest import find_damaged_piece, find_quick_damage, list_pieces, read_manifest
 from multigpu_cli.checkpoint.run_folder import (
@@ -72,7 +72,10 @@ def make_plan(request: RunRequest, world: World) -> Plan:
     base, rate_settings = _resolve_rate(request, batches), request.user_config.rate
     precision = agree_on_precision(config.precision.amp, world, placement.devices)
     workers_here = len(placement.devices) if placement.num_processes_to_launch else world.local_size
-    compiled = "" if config.model.compile == "off" else f"{config.model.compile}{request.strategy.compile_note}"
+    compiled = f"{config.model.compile}{request.strategy.compile_note}"
+    if config.model.compile == "off":
+        faster = world.device.type == "cuda" and placement.strategy != "dp" and not exact
+        compiled = "off: --compile default is often faster on a GPU, after a minute or two" if faster else ""
     schedule = plan_schedule(
         peak=base.value,
         shape=config.rate.schedule,
@@ -193,7 +196,8 @@ def prepare_spec(
         pinned = {"global_batch_size": start.global_batch}
     command, config = config, user_config
     if pinned:  # accumulation is derived anew from the number of workers
-        fixed = {key: value for key, value in pinned.items() if key in SETTINGS} | {"grad_accum_steps": None}
+        earlier = {key: value for key, value in BEFORE_PINNED.items() if manifest and key not in config.explicit}
+        fixed = earlier | {key: value for key, value in pinned.items() if key in SETTINGS} | {"grad_accum_steps": None}
         config = replace_settings(user_config, fixed | ({"base_lr": None} if "lr" in pinned else {}))
     check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from multigpu_cli.capabilities import TASKS
+from multigpu_cli.capabilities import BEFORE_PINNED, RESOLVED, TASKS
 from multigpu_cli.checkpoint.run_folder import ResumePoint
 from multigpu_cli.checkpoint.snapshot import TrainState
 from multigpu_cli.config.code_names import NAMING, match_names
@@ -231,8 +231,7 @@ class RunSpec(RunRequest):
             "model": self.model,
             "task": self.task,
         }
-        if self.config.communication.bucket_cap_mb != "auto":
-            pinned["bucket_cap_mb"] = self.config.communication.bucket_cap_mb
+        pinned |= BEFORE_PINNED | {key: value for key in RESOLVED if (value := self.config.get(key)) != "auto"}
         return pinned | ({"machine": describe_machine(self.plan)} if self.config.reproducibility.exact else {})
 
     def weights_metadata(self) -> dict[str, Any]:

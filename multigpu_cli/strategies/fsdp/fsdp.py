@@ -26,7 +26,7 @@ from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.strategies.base import ReadRows, Saver, Setup, Strategy
 from multigpu_cli.strategies.fsdp import probe
 from multigpu_cli.strategies.fsdp.rules import find_sharding_errors
-from multigpu_cli.strategies.fsdp.shard import ModelSharder, build_model_to_shard, create_mesh
+from multigpu_cli.strategies.fsdp.shard import ModelSharder, build_model_to_shard, choose_param_dtype, create_mesh
 from multigpu_cli.strategies.fsdp.state import GatheringSaver, RowSaver, ShardedState, agree_on_owner
 
 _MARKS = 2**16  # their squares, summed over a thousand workers, are whole numbers in float64
@@ -45,6 +45,7 @@ class FSDP2(Strategy):
         keeps_weights: gathered weights are kept until the step's last backward pass: less traffic, more memory.
         source: the rank whose weights all get; None: nobody's, since a state is loaded before the first pass.
         shard_size: workers of each group that has all rows; None: all workers are one.
+        param_dtype: in which weights are gathered; None: as they are.
 
     Raises:
         RequestError: the weights can't be divided.
@@ -72,14 +73,16 @@ class FSDP2(Strategy):
         finds_unused: bool = False,
         source: int | None = 0,
         shard_size: int | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         probe.check_can_be_sharded(model)
         whole = dict(model.named_parameters())  # they are emptied, and tell which rows are in their place
-        self._keeps_weights = keeps_weights
+        self._keeps_weights, self._casts = keeps_weights, param_dtype is not None
         mesh = create_mesh(world, shard_size)
         self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
         self.num_shards = mesh.size(mesh.ndim - 1)
-        ModelSharder(model, average, world, source).shard(mesh, blocks, frees_after_forward=not keeps_weights)
+        sharder = ModelSharder(model, average, world, source)
+        sharder.shard(mesh, blocks, frees_after_forward=not keeps_weights, param_dtype=param_dtype)
         super().__init__(model, world)  # not before: it has views of buffers, which keep these from getting memory
         self._model, self._usage = cast(FSDPModule, model), WeightUsage(model, world) if finds_unused else None
         self._roots = [model] if average is None else [model, average]
@@ -114,12 +117,26 @@ class FSDP2(Strategy):
         return build_model_to_shard(factory)
 
     @classmethod
+    def measure_settings(cls, model: nn.Module, config: Config, world: World) -> dict[str, Any]:
+        """strategy.param_dtype; bf16 that does not go with model or precision is refused, but on a CPU when resumed."""
+        wanted, found = config.communication.param_dtype, choose_param_dtype(model, config, world)
+        given = "strategy.param_dtype" in config.explicit
+        if wanted == "bf16" != found and (given or world.device.type == "cuda"):
+            raise RequestError(
+                "strategy.param_dtype bf16: it needs GPUs, --amp bf16 without --exact, and a model of float32 weights "
+                "without BatchNorm",
+                remedy="leave strategy.param_dtype out",
+            )
+        return {} if wanted in ("fp32", found) else {"strategy.param_dtype": found}
+
+    @classmethod
     def describe(cls, model: nn.Module, config: Config, workers: int) -> dict[str, str]:
         device = config.device
         blocks = describe_blocks(model, find_blocks_to_wrap(model, device.wrap))
         freed = "each pass" if device.reshard == "forward" else "the step"
         groups = f" within groups of {device.shard_size} workers" if device.shard_size not in (None, workers) else ""
-        words = f"by {blocks}{groups}; gathered weights are freed after {freed}"
+        halved = " in bf16" if config.communication.param_dtype == "bf16" else ""
+        words = f"by {blocks}{groups}; weights are gathered{halved}, and freed after {freed}"
         return {"sharding": words if workers > 1 else "none: one process holds everything"}
 
     @classmethod
@@ -134,6 +151,7 @@ class FSDP2(Strategy):
             source=setup.source,
             shard_size=device.shard_size,
             finds_unused=setup.config.communication.find_unused_parameters,
+            param_dtype=torch.bfloat16 if setup.config.communication.param_dtype == "bf16" else None,
         )
         strategy.callable = model
         return strategy
@@ -236,13 +254,28 @@ class FSDP2(Strategy):
             if self._keeps_weights:
                 self._model.set_reshard_after_backward(last)
             self._reduces_next = last
+        if last and self._rounds > 1 and self._casts:
+            self._complete_sums()
         if self._probes:  # nor between groups of workers, which the call above may have turned on
             self._model.set_requires_all_reduce(False)
         yield
 
+    def _complete_sums(self) -> None:
+        """Give each weight a sum in float32 where others of its group have one from earlier passes.
+
+        FSDP reduces the gradients of a group together, in one format, and that of a single pass is in the weights'.
+        """
+        for group in probe.list_groups(self._roots[:1]):
+            if any(held.unsharded_accumulated_grad is not None for held in group.fsdp_params):
+                for held in group.fsdp_params:
+                    if held.unsharded_accumulated_grad is None and held.sharded_param.requires_grad:
+                        sums = torch.zeros(held._orig_size, dtype=held.reduce_dtype, device=self._world.device)
+                        held.unsharded_accumulated_grad = sums
+
     def local_gradients(self) -> list[Tensor]:
         held = [parameter for group in probe.list_groups(self._roots[:1]) for parameter in group.fsdp_params]
         found = [getattr(each, "_unsharded_param", each.sharded_param).grad for each in held]
+        found += [each.unsharded_accumulated_grad for each in held]
         return [gradient for gradient in found if gradient is not None]
 
     def reduce_gradients(self, *, idle: bool) -> None:
@@ -257,7 +290,7 @@ class FSDP2(Strategy):
         unused = self._usage.take_unused(parameter for parameter, _ in self._pairs) if self._usage else set()
         for parameter, row in self._pairs:
             gradient, parameter.grad = cast(DTensor | None, parameter.grad), None
-            row.grad = None if gradient is None or id(parameter) in unused else gradient.to_local()
+            row.grad = None if gradient is None or id(parameter) in unused else gradient._local_tensor
         self._buffers.apply_mean_change(summed)
 
     def _end_padding_pass(self) -> None:

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from multigpu_cli.checkpoint.initial_weights import WeightMatch
 from multigpu_cli.checkpoint.weights import check_extra_state
+from multigpu_cli.config.schema import Config
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.world import (
     World,
@@ -43,7 +44,7 @@ from multigpu_cli.models.build import (
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.run.assembly import assemble
 from multigpu_cli.run.assembly.assemble import BuiltModel, ModelFactory
-from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.precision import Precision, agree_on_precision
 from multigpu_cli.runtime.seeding import seed_weights
 
 _CPU = torch.device("cpu")
@@ -156,6 +157,18 @@ def create_mesh(world: World, shard_size: int | None) -> DeviceMesh:
     return DeviceMesh.from_group([replicate, shard], kind, mesh=ranks, mesh_dim_names=names)
 
 
+def choose_param_dtype(model: nn.Module, config: Config, world: World) -> str:
+    """Choose bf16 where autocast would use most weights in it anyway, else fp32; all ranks call it together.
+
+    Autocast keeps its copies of weights until the backward pass. BatchNorm takes weights in 32 bits only.
+    """
+    precision = agree_on_precision(config.precision.amp, world, [world.device]).name
+    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    whole = {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    fits = whole and not normed and world.device.type == "cuda" and not config.reproducibility.exact
+    return "bf16" if fits and precision == "bf16" else "fp32"
+
+
 class ModelSharder:
     """Gives each rank its rows of a model, of its average if there is one, which gets the same values, and all buffers.
 
@@ -171,12 +184,22 @@ class ModelSharder:
                 self._places[id(parameter)].append((module, name))
         self._received: set[int] = set()
 
-    def shard(self, mesh: DeviceMesh, blocks: Sequence[str], *, frees_after_forward: bool) -> None:
+    def shard(
+        self, mesh: DeviceMesh, blocks: Sequence[str], *, frees_after_forward: bool, param_dtype: torch.dtype | None
+    ) -> None:
         """Shard in place: each block by itself, inner ones first, and the rest of the model.
 
         Unless a pass `frees_after_forward`, gathered weights are kept until after backward, as those in no block always
         are: its backward pass begins where forward ended. A copy's are always freed, since it has no backward pass.
+        With `param_dtype` weights are gathered in it, and gradients reduced in float32; embeddings return float32, so
+        that what layers add to is as precise as without it.
         """
+        policy = MixedPrecisionPolicy()
+        if param_dtype:
+            policy = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
+            for module in [module for model in self._models for module in model.modules()]:
+                if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                    module.register_forward_hook(lambda *passed: passed[-1].float())
         for name in [*blocks, ""]:
             parts = [model.get_submodule(name) for model in self._models]
             received = [
@@ -186,7 +209,7 @@ class ModelSharder:
             self._receive_buffers(*parts)
             for number, part in enumerate(parts):
                 frees = number > 0 or (frees_after_forward and name != "")
-                fully_shard(part, mesh=mesh, reshard_after_forward=frees)
+                fully_shard(part, mesh=mesh, reshard_after_forward=frees, mp_policy=policy)
             for parameter in received:  # somebody may hold it still, such as an optimizer
                 parameter.data = parameter.new_empty(0)
         self._receive_extra_state()
