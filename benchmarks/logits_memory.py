@@ -43,7 +43,7 @@ def run_pass(way: str, tokens: int, every: int) -> float:
     from torch.nn.functional import cross_entropy
 
     from multigpu_cli.language.hugging_face import Logits
-    from multigpu_cli.language.token_losses import TokenTargets
+    from multigpu_cli.models.token_losses import TokenTargets
 
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=tokens, use_cache=False, **SIZES)
     model = Logits(transformers.AutoModelForCausalLM.from_config(config))

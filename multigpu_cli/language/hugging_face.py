@@ -18,7 +18,7 @@ from multigpu_cli.language.model_folder import (
     import_transformers,
     load_config,
 )
-from multigpu_cli.language.token_losses import TokenLosses, TokenTargets, compute_token_losses
+from multigpu_cli.models.token_losses import ComputesTokenLosses, TokenLosses, TokenTargets, compute_token_losses
 from multigpu_cli.runtime.model_call import Labelled, ModelCall
 
 _LENGTHS = ("n_positions", "max_position_embeddings")  # how configurations call the longest sequence
@@ -61,7 +61,7 @@ class NamedInputs(nn.Module):
         return {name: DynamicCache(config=config)}
 
 
-class Logits(NamedInputs):
+class Logits(NamedInputs, ComputesTokenLosses):
     """The same with `.logits` out; or, called with `TokenTargets`, the losses of tokens.
 
     The network's own `.loss` is a mean over its micro-batch, so it is of no use where several share a step.
@@ -81,8 +81,8 @@ class Logits(NamedInputs):
         return compute_token_losses(head, vocabulary, output.last_hidden_state, wanted)
 
     @property
-    def limits(self) -> tuple[int, int | None]:
-        """How many tokens it has an embedding for, and how many places; None: it names no such number."""
+    def limits(self) -> tuple[int, int | None]:  # type: ignore[override]  # the adapter may change it
+        """See `ComputesTokenLosses`."""
         return self._causal.get_input_embeddings().num_embeddings, find_places(self._causal.config)
 
     @property

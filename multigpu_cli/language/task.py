@@ -19,7 +19,8 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.language.adapter import as_reference, find_adapted
 from multigpu_cli.language.hugging_face import Logits
 from multigpu_cli.language.text import Vocabulary
-from multigpu_cli.language.token_losses import (
+from multigpu_cli.models.token_losses import (
+    ComputesTokenLosses,
     TokenLosses,
     TokenTargets,
     check_causal,
@@ -129,10 +130,12 @@ def check_network(model: nn.Module, source: DataSource) -> None:
 
 def try_chunks(model: nn.Module) -> tuple[bool, str]:
     """Whether a model computes the losses of tokens in chunks; and of how many tokens at once, for the plan."""
-    if not isinstance(model, Logits):
+    device = next(model.parameters()).device
+    own = device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()  # --exact keeps its rounding
+    if not isinstance(model, ComputesTokenLosses) or not (isinstance(model, Logits) or own):
         return False, ""
     vocabulary, places = model.limits
-    if difference := find_difference(model, vocabulary, next(model.parameters()).device, places):
+    if difference := find_difference(model, vocabulary, device, places):
         return False, f"of all tokens at once, since in chunks {difference}"
     return True, f"of the learned tokens alone, at most {count_tokens_at_once(vocabulary):,} at once"
 

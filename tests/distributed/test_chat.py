@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from multigpu_cli.checkpoint.weights import read_weights
-from multigpu_cli.language import token_losses
+from multigpu_cli.models import token_losses
 from multigpu_cli.monitor.journal import read_events
 from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
 from tests.support.run_training import run_training

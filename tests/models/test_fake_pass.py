@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from multigpu_cli.commands.plan.from_config import count_kept_bytes
 from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
-from multigpu_cli.language.token_losses import TokenTargets
 from multigpu_cli.models.build import build_model, build_on_meta, find_adapter
+from multigpu_cli.models.token_losses import TokenTargets
 from tests.support.tiny_language_models import make_model_folder
 
 pytest.importorskip("transformers", reason="transformers is not installed")

@@ -10,8 +10,8 @@ from torch import nn
 
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.token_losses import check_causal, check_packing
 from multigpu_cli.models.build import build_model
+from multigpu_cli.models.token_losses import check_causal, check_packing
 from tests.support.tiny_language_models import SIZES, make_model_folder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from multigpu_cli.models import token_losses
 from multigpu_cli.models.build import checkpoint_activations
+from multigpu_cli.models.networks.gpt import build as build_gpt
+from multigpu_cli.models.token_losses import TokenTargets
 from multigpu_cli.runtime.compile import CompiledModel
 
 
@@ -160,3 +163,22 @@ def test_samples_may_come_in_a_tuple_or_a_list(inputs: Any) -> None:
         compiled.full_batch_size = partial(int, size)
         compiled(inputs)
         assert (compiled.seconds is not None) is full
+
+
+def test_the_losses_of_the_gpt_are_part_of_its_graph() -> None:
+    """All tokens at once, however few a chunk has: the compiler needs no logits in 32 bits."""
+    torch.manual_seed(0)
+    model, tokens = build_gpt((6,), 9, depth=1, heads=1, width=8), torch.arange(12).view(2, 6) % 9
+    expected = model(TokenTargets(tokens, tokens)).losses
+    made: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        made.extend(node.target.__name__ for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    compiled = CompiledModel(model, None, backend=note)  # type: ignore[arg-type]
+    compiled.full_batch_size = lambda: 2
+    with pytest.MonkeyPatch.context() as few:
+        few.setattr(token_losses, "_LOGITS", 9)
+        torch.testing.assert_close(compiled(TokenTargets(tokens, tokens)).losses, expected)
+    assert (graphs(), made.count("cross_entropy"), made.count("linear")) == (1, 1, 5)

@@ -15,8 +15,8 @@ from multigpu_cli.distributed.placement import cuda_devices, usable_gpus
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.model_folder import find_model_folder, find_places, has_weights, load_config
 from multigpu_cli.language.rules import is_pretrained
-from multigpu_cli.language.token_losses import TokenTargets
 from multigpu_cli.models.build import build_model, build_on_meta, find_adapter
+from multigpu_cli.models.token_losses import TokenTargets
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.planning.memory import Memory, fit_line
 from multigpu_cli.run.request.checks import forecast_state

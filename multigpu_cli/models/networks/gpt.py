@@ -4,15 +4,19 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2
 section 2.3. GPT-2's smallest model (124M parameters) is depth 12, heads 12, width 768 on 1,024 tokens.
 """
 
-from math import sqrt
+from functools import partial
+from math import inf, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
 from multigpu_cli.errors import RequestError
+from multigpu_cli.models.token_losses import ComputesTokenLosses, TokenTargets, compute_token_losses
 
 _SPREAD = 0.02  # standard deviation of the initial weights
+_ALIGNMENT = 64  # numbers: fast kernels for matrix products on a GPU want rows that begin at multiples
 
 
 class Attention(nn.Module):
@@ -51,17 +55,18 @@ class Block(nn.Module):
         return out
 
 
-class GPT(nn.Module):
+class GPT(ComputesTokenLosses):
     """Tokens (n, t) int64 → logits (n, t, vocabulary), for t up to the length it was built for.
 
-    The output layer shares the weights of the token embedding.
+    The output layer shares the weights of the token embedding. For the product on a GPU they are padded, but not with
+    --exact, which keeps the rounding of the plain product. Weights and checkpoints have the vocabulary's size.
     """
 
     def __init__(
         self, vocabulary: int, length: int, *, depth: int, heads: int, width: int, dropout: float, bias: bool
     ) -> None:
         super().__init__()
-        self.length = length
+        self.length, self.limits = length, (vocabulary, length)
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.dropout = nn.Dropout(dropout)
         blocks = [Block(width, heads, dropout, bias) for _ in range(depth)]
@@ -72,10 +77,31 @@ class GPT(nn.Module):
             for added in (block.attention.out, block.narrow):
                 nn.init.normal_(added.weight, std=_SPREAD / sqrt(2 * depth))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor | TokenTargets) -> Any:
+        """Logits; or, called with `TokenTargets`, the losses of tokens."""
+        if isinstance(tokens, TokenTargets):
+            head = partial(self._project, masks=not tokens.smoothing)  # smoothing averages over all logits that it gets
+            return compute_token_losses(head, self.limits[0], self._run_blocks(tokens.inputs), tokens)
+        return self._project(self._run_blocks(tokens))
+
+    def _run_blocks(self, tokens: Tensor) -> Tensor:
+        """(n, t) → (n, t, width)"""
         places = self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        x = self.norm(self.blocks(self.dropout(self.tokens(tokens) + places)))
-        return linear(x, self.tokens.weight)
+        hidden: Tensor = self.norm(self.blocks(self.dropout(self.tokens(tokens) + places)))
+        return hidden
+
+    def _project(self, hidden: Tensor, *, masks: bool = False) -> Tensor:
+        """Logits (…, vocabulary) of hidden states; or `masks`: those beyond the vocabulary stay, as minus infinity.
+
+        Cutting them off takes a copy, and another one of the gradient.
+        """
+        weight, vocabulary = self.tokens.weight, self.limits[0]
+        spare = -vocabulary % _ALIGNMENT
+        if not spare or not hidden.is_cuda or torch.are_deterministic_algorithms_enabled():
+            return linear(hidden, weight)
+        bias = pad(hidden.new_zeros(vocabulary), (0, spare), value=-inf) if masks else None
+        logits = linear(hidden, pad(weight, (0, 0, 0, spare)), bias)
+        return logits if masks else logits[..., :vocabulary].contiguous()  # FSDP's hooks want no views
 
 
 def _initialise(module: nn.Module) -> None:

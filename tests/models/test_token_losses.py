@@ -9,10 +9,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from multigpu_cli.language import token_losses
 from multigpu_cli.language.hugging_face import Logits
-from multigpu_cli.language.token_losses import TokenTargets, find_difference
+from multigpu_cli.models import token_losses
 from multigpu_cli.models.build import checkpoint_activations
+from multigpu_cli.models.token_losses import TokenTargets, find_difference
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -41,15 +41,28 @@ class TokenLosses(NamedTuple):
     right: Tensor  # (n, t) bool, whether a target was the likeliest token; False in passes with gradients
 
 
+class ComputesTokenLosses(nn.Module):
+    """A network that is called with tokens for logits, and with `TokenTargets` for `TokenLosses`.
+
+    `limits` are how many tokens it has an embedding for, and how many places; None: it names no such number.
+    """
+
+    limits: tuple[int, int | None]
+
+
 def compute_token_losses(
     head: Callable[[Tensor], Tensor], vocabulary: int, hidden: Tensor, wanted: TokenTargets
 ) -> TokenLosses:
-    """The losses of the tokens that have a target; head: (k, width) → logits (k, vocabulary), hidden: (n, t, width)."""
+    """The losses of the tokens that have a target; head: (k, width) → logits (k, vocabulary), hidden: (n, t, width).
+
+    Compiled, all at once: the compiler makes neither logits nor their gradients in 32 bits.
+    """
     targets, rows = wanted.targets.flatten(), hidden.flatten(0, -2)
     places = _find_places(targets, wanted.learned)
     if places is not None:
         targets, rows = targets[places], rows.index_select(0, places)
-    score, size = partial(_score, head, wanted.smoothing), max(1, _LOGITS // vocabulary)
+    size = len(targets) if torch.compiler.is_compiling() else count_tokens_at_once(vocabulary)
+    score = partial(_score, head, wanted.smoothing)
     *earlier, last = zip(rows.split(size), targets.split(size), strict=True)
     scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in earlier]
     scored.append(score(*last))  # backward begins with it, when it would have the logits of one chunk anyway

@@ -1,0 +1,152 @@
+"""What a step asks of a GPU, counted: kernels by operator. No time is meant by it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from multigpu_cli import engine
+from multigpu_cli.language.task import try_chunks
+from multigpu_cli.models import token_losses
+from multigpu_cli.models.networks.gpt import GPT, build
+from multigpu_cli.models.token_losses import TokenTargets
+from multigpu_cli.monitor import journal
+from tests.gpu.simulated.gpus import alone, front_door, train_on_gpus
+from tests.gpu.simulated.install import Simulated
+from tests.gpu.simulated.machine import Machine
+from tests.support.op_counter import Operations
+
+STEADY = 3
+TOKENS_RUN: dict[str, Any] = {
+    "data": "tests.support.user_code:sentences",
+    "model": "gpt",
+    "task": "language-model",
+    "sets": ["model.args.depth=1", "model.args.heads=2", "model.args.width=16"],
+    "batch_size": 4,
+    "max_steps": 5,
+    "epochs": 5,
+}
+
+
+def record_kernels(file: Path) -> Callable[[Simulated], None]:
+    """Write down the launches of one steady step."""
+
+    def prepare(sim: Simulated) -> None:
+        real = engine.train_step
+
+        def step(run: Any, layout: Any, work: Any) -> Any:
+            sim.device.kernels()
+            outcome = real(run, layout, work)
+            if layout.step == STEADY:
+                file.write_text(json.dumps(sim.device.kernels()))
+            return outcome
+
+        engine.train_step = step
+
+    return prepare
+
+
+def count_kernels(folder: Path, **flags: Any) -> dict[str, int]:
+    """The launches of a steady step by operator."""
+    file = folder / "kernels.json"
+    flags = TOKENS_RUN | {"save_dir": str(folder / "run")} | flags
+    ended = train_on_gpus(1, machine=Machine.of(1), prepare=record_kernels(file), **flags)
+    assert ended.error == ""
+    return dict(json.loads(file.read_text()))
+
+
+@pytest.mark.parametrize(("flags", "passes"), [({}, 0), ({"max_grad_norm": "off"}, 0), ({"exact": True}, 1)])
+def test_the_optimizers_kernel_sets_the_mean_over_tokens_right(
+    flags: dict[str, Any], passes: int, tmp_path: Path
+) -> None:
+    """No pass over the gradients of its own; --exact keeps the one whose rounding it has."""
+    kernels = count_kernels(tmp_path, **flags)
+    assert kernels["aten::_fused_adamw_"] > 0
+    assert kernels.get("aten::_foreach_mul_", 0) == passes
+
+
+VOCABULARY, TOKENS = 1001, 256
+
+
+def make_gpt(device: str) -> tuple[GPT, Tensor, Tensor]:
+    """The same network on any device, with tokens and targets."""
+    torch.manual_seed(0)
+    model = build((TOKENS,), VOCABULARY, depth=1, heads=1, width=8)
+    assert isinstance(model, GPT)
+    tokens = torch.arange(TOKENS)[None] * 5 % VOCABULARY
+    targets = tokens.roll(-1).masked_fill(tokens % 3 == 0, -100)
+    return model.to(device), tokens.to(device), targets.to(device)
+
+
+def test_the_head_of_the_gpt_is_padded_on_a_gpu_and_says_the_same() -> None:
+    """Logits, losses and gradients, in weights of the old size; with --exact the product is the plain one."""
+
+    def measure(device: str) -> tuple[list[Tensor], set[int]]:
+        model, tokens, targets = make_gpt(device)
+        found = [model(tokens)]
+        with Operations() as seen:
+            for smoothing in (0.0, 0.1):
+                losses = model(TokenTargets(tokens, targets, None, smoothing)).losses
+                losses.sum().backward()
+                found += [losses, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+        assert [tuple(each.shape) for name, each in model.state_dict().items() if "tokens" in name] == [(VOCABULARY, 8)]
+        heads = [each.shape for name, inputs in seen.inputs if "mm" in name for each in inputs if each.ndim == 2]
+        return [each.detach().cpu() for each in found], {max(shape) for shape in heads if max(shape) > 4 * TOKENS - 100}
+
+    def work(sim: Simulated) -> None:
+        (expected, plain), (found, padded) = measure("cpu"), measure("cuda")
+        assert (plain, padded) == ({VOCABULARY}, {1024})
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        assert try_chunks(make_gpt("cuda")[0])[0]
+        torch.use_deterministic_algorithms(True)
+        assert measure("cuda")[1] == {VOCABULARY}
+        assert not try_chunks(make_gpt("cuda")[0])[0]
+
+    alone(work, Machine.of(1))
+
+
+def test_the_logits_of_all_tokens_are_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_losses, "_LOGITS", 16 * VOCABULARY)
+
+    def work(sim: Simulated) -> list[int]:
+        peaks = []
+        for chunks in (True, False):
+            model, tokens, targets = make_gpt("cuda")
+            before = sim.device.memory(0)["allocated"]
+            sim.device.reset_peak(0)
+            if chunks:
+                model(TokenTargets(tokens, targets)).losses.sum().backward()
+            else:
+                cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum").backward()
+            peaks.append(sim.device.memory(0)["peak"] - before)
+        return peaks
+
+    chunked, whole = alone(work, Machine.of(1))
+    logits = 4 * TOKENS * VOCABULARY
+    assert whole > 2 * logits
+    assert chunked < logits
+
+
+def test_the_curve_is_the_same_on_two_gpus_with_a_padded_head_and_chunks(tmp_path: Path) -> None:
+    curves = []
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        shared = {"batch_size": 5, "global_batch_size": 20, "amp": "off", "log_interval": 1, "save_dir": str(folder)}
+        ended = train_on_gpus(workers, machine=Machine.of(workers), **TOKENS_RUN | shared)
+        assert ended.error == ""
+        curves.append([event["loss"] for event in journal.read_events(folder / "journal.jsonl") if "loss" in event])
+    assert len(curves[0]) >= 5
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+
+
+def test_the_plan_recommends_the_compiler_on_a_gpu(tmp_path: Path) -> None:
+    done = front_door("--dry-run", "--multi-gpu", "none", "--save-dir", str(tmp_path / "run"), machine=Machine.of(1))
+    assert done.returncode == 0, done.stderr
+    (row,) = (line for line in (done.stdout + done.stderr).splitlines() if "torch.compile" in line)
+    assert "off: --compile default" in row
