@@ -7,7 +7,7 @@ SHELL_FILES := launch_multi_gpu.sh .ci/run deploy/slurm.sbatch
 ALONE := alone or quality or netns or root or slurm
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all walkthrough picture chaos mutants same-runs bench bench-peers bench-growth gpu-bench gpu-check lint format clean
+.PHONY: help quickstart test test-all walkthrough picture chaos mutants same-runs bench bench-peers bench-growth gpu-bench gpu-check gpu-data lint format clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -56,7 +56,12 @@ bench-growth: $(VENV)/.installed-dev ## how cost grows with samples, runs, turns
 	$(BIN)/python -m benchmarks.growth
 
 gpu-bench: ## the same on a GPU, with this machine's own python3: ten minutes at most, goes on if called again
-	$(PYTHON) -m benchmarks.gpu
+	$(PYTHON) -m benchmarks.gpu $(if $(RESULTS),--into $(RESULTS))
+
+gpu-data: ## what gpu-bench trains on, copied from ../shared/data into shared/data, which git ignores, for a machine that has this folder alone
+	mkdir -p shared/data
+	cp -rL ../shared/data/har ../shared/data/fashion-mnist shared/data
+	chmod -R u+w shared/data
 
 lint: $(VENV)/.installed-dev ## ruff, mypy, shellcheck
 	$(BIN)/ruff check .

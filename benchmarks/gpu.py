@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.gpu_workloads import CannotRun, Job, check_compiler, data_dir, jobs
 from benchmarks.paired_timing import ROOT, Row, row, table
+from tests.gpu.machine import code_mark
 
 STOPPED = 75  # as of a run that was stopped: the same command again goes on
 _TAIL = 15  # lines of an error that are kept
@@ -44,7 +45,7 @@ def plan_turns(wanted: Mapping[str, Job], turns: int) -> list[Turn]:
 
 
 def measured_before(file: Path, about: Mapping[str, Any]) -> dict[Turn, dict[str, Any]]:
-    """What earlier calls have found, or failed to find, on the same GPU with the same torch."""
+    """What earlier calls have found, or failed to find, on the same GPU with the same torch and the same code."""
     if not file.exists():
         return {}
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
@@ -88,6 +89,10 @@ def _of_a_side(name: str, turns: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
         ", peak memory": ("peak_memory_bytes", 2.0**-30, "GiB"),
         ", time without a kernel": ("kernel_gaps", 100.0, "%"),
         ", MFU": ("mfu", 100.0, "%"),
+        ", reserved memory": ("reserved_bytes", 2.0**-30, "GiB"),
+        ", allocator retries": ("allocator_retries", 1.0, ""),
+        ", launches of a step": ("launches", 1.0, ""),
+        ", CPU time of a step": ("host_seconds", 1e3, "ms"),
     }
     for label, (field, scale, unit) in parts.items():
         values = [scale * each[field] for each in turns if each.get(field) is not None]
@@ -157,7 +162,8 @@ def main(words: Iterable[str] | None = None) -> int:
         for job in wanted.values():
             print(f"skipped: {job.name}: there is no CUDA", file=sys.stderr)
         return 0
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tiny": asked.tiny}
+    code = code_mark("multigpu_cli/**/*.py", "benchmarks/gpu*.py", "configs/*.yaml")
+    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "tiny": asked.tiny, "code": code}
     return run(asked, wanted, about)
 
 

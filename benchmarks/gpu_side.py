@@ -13,11 +13,13 @@ import os
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
@@ -33,10 +35,11 @@ from multigpu_cli.run.train_log import peak_memory
 from multigpu_cli.runtime.seeding import enable_fast_kernels
 
 _NEVER = 1_000_000
+_SHOWN = 100  # characters of a kernel's name
 
 
 def measure_side(name: str, side: str, data: dict[str, str], *, tiny: bool) -> dict[str, Any]:
-    """What this side of this job gives: value and unit, steps, bytes of peak memory, share of time without a kernel."""
+    """What this side of this job gives: value and unit, steps, memory, what the host and the kernels did."""
     job = jobs(tiny=tiny)[name]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if side == "limit":
@@ -48,7 +51,7 @@ def _ours(job: Job, data: dict[str, str], device: torch.device) -> dict[str, Any
     warm_up, timed, traced = job.steps
     begin = warm_up + timed + 1  # a step later, so that the profiler's start is in no timed window
     length = {"epochs": _NEVER, "max_steps": begin + traced, "checkpoint_every": _NEVER, "log_interval": warm_up}
-    kernels = Kernels(begin, begin + traced)
+    kernels = Kernels(begin, begin + traced, range(warm_up, warm_up + timed))
     summary, events = _run(dict(job.flags) | data | length, job.sets, device, Watching(kernels))
     lines = [event for event in events if event["event"] == "train" and warm_up < event["step"] <= warm_up + timed]
     seconds = sum(line["step_ms"] for line in lines) / 1e3 * warm_up
@@ -84,7 +87,9 @@ def _limit(job: Job, device: torch.device) -> dict[str, Any]:
     warm_up, timed, traced = job.steps
     kernels = Kernels(0, traced)
     _repeat(step, warm_up, device)
+    began = time.thread_time()
     seconds = _repeat(step, timed, device)
+    kernels.host_seconds = (time.thread_time() - began) / timed
     peak = peak_memory(device)
     for number in range(traced + 1):
         kernels.at(number)
@@ -100,14 +105,18 @@ def _plain_step(job: Job, device: torch.device) -> Callable[[], None]:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not among nn.Module.to's overloads
         inputs = inputs.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    compiled = job.flags.get("compile", "off")
-    forward = model if compiled == "off" else torch.compile(model, mode=compiled)
+
+    def compute_loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(inputs)
+        return cross_entropy(logits.float().flatten(0, -2), targets.flatten())
+
+    mode = job.flags.get("compile", "off")
+    loss = compute_loss if mode == "off" else torch.compile(compute_loss, mode=mode)  # as nanoGPT does
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = forward(inputs)
-        cross_entropy(logits.float().flatten(0, -2), targets.flatten()).backward()
+        loss(inputs, targets).backward()
         optimizer.step()
 
     return step
@@ -124,16 +133,29 @@ def _repeat(step: Callable[[], None], times: int, device: torch.device) -> float
 
 
 class Kernels:
-    """Traces steps `begin` to `end` of a loop, and says for which share of that time the GPU ran no kernel."""
+    """Traces steps `begin` to `end` of a loop kernel by kernel, and the host's work in other steps.
 
-    def __init__(self, begin: int, end: int) -> None:
+    Attributes:
+        gaps: the share of the time in which the GPU ran no kernel. launches: kernels of a step.
+        slowest: of the ten kernels that take longest name and µs of a step.
+        host_seconds: of the CPU that this thread takes for a step; near a step's time, the GPU waits for it.
+    """
+
+    def __init__(self, begin: int, end: int, host: range = range(0)) -> None:
         seen = ProfilerActivity.CUDA in supported_activities()
-        self._begin, self._end = begin, end
+        self._begin, self._end, self._host = begin, end, host
         self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True) if seen else None
         self.gaps: float | None = None
+        self.launches: float | None = None
+        self.slowest: list[tuple[str, float]] = []
+        self.host_seconds: float | None = None
 
     def at(self, step: int) -> None:
         """So many steps are done."""
+        if self._host and step == self._host.start:
+            self._began = time.thread_time()
+        if self._host and step == self._host.stop:
+            self.host_seconds = (time.thread_time() - self._began) / len(self._host)
         if self._profile is None or step not in (self._begin, self._end):
             return
         torch.cuda.synchronize()
@@ -141,11 +163,17 @@ class Kernels:
             self._profile.start()
         else:
             self._profile.stop()
-            self.gaps = idle_share(
-                (event.time_range.start, event.time_range.end)
-                for event in self._profile.events() or ()
-                if event.device_type.name == "CUDA"
-            )
+            found = [event for event in self._profile.events() or () if event.device_type.name == "CUDA"]
+            self.note([(event.name, event.time_range.start, event.time_range.end) for event in found])
+
+    def note(self, kernels: Sequence[tuple[str, float, float]]) -> None:
+        """Take down what ran: name, begin and end in µs."""
+        steps, spent = self._end - self._begin, defaultdict[str, float](float)
+        for name, begin, end in kernels:
+            spent[name] += end - begin
+        slowest = sorted(spent.items(), key=lambda kernel: -kernel[1])
+        self.gaps, self.launches = idle_share(kernel[1:] for kernel in kernels), len(kernels) / steps
+        self.slowest = [(name[:_SHOWN], round(micro / steps, 1)) for name, micro in slowest[:10]]
 
 
 class Watching(Console):
@@ -175,8 +203,12 @@ def idle_share(busy: Any) -> float | None:
 
 def _row(job: Job, steps: int, seconds: float, peak: int, kernels: Kernels) -> dict[str, Any]:
     rate = steps * int(job.flags["batch_size"]) / seconds
-    found = {"value": rate, "unit": "samples/s", "steps": steps, "seconds": seconds}
-    return found | {"peak_memory_bytes": peak, "kernel_gaps": kernels.gaps}
+    found = {"value": rate, "unit": "samples/s", "steps": steps, "seconds": seconds, "peak_memory_bytes": peak}
+    if torch.cuda.is_available():
+        found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        found["allocator_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+    found |= {"kernel_gaps": kernels.gaps, "launches": kernels.launches, "slowest_kernels": kernels.slowest}
+    return found | {"host_seconds": kernels.host_seconds}
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks import gpu, gpu_side, gpu_workloads
 from benchmarks.gpu import Turn
-from benchmarks.gpu_side import idle_share
-from benchmarks.gpu_workloads import CannotRun, data_dir, jobs
+from benchmarks.gpu_side import Kernels, idle_share
+from benchmarks.gpu_workloads import CannotRun, data_dir, jobs, resnet50
 from tests.monitor.test_meters import Clock
 
 Measure = Callable[..., dict[str, Any]]
@@ -58,11 +58,11 @@ def test_a_job_that_fails_costs_no_other_its_rows_and_may_be_tried_again(call: A
     assert (code, len(of_har)) == (1, 6)
     assert all(each["error"] == "RequestError: no data" for each in of_har)
     found = {each["figure"]: each for each in rows if "figure" in each}
-    share = found["GPT-2 124M, bf16, 1,024 tokens: ours / limit"]
+    share = found["GPT-2 124M, bf16, 1,024 tokens, --compile off: ours / limit"]
     assert (share["value"], share["verdict"]) == (0.99, "≥ 0.98")
-    assert found["GPT-2 124M, bf16, 1,024 tokens: ours, peak memory"]["value"] == 2
-    assert found["GPT-2 124M, bf16, 1,024 tokens: ours, time without a kernel"]["value"] == 2
-    assert found["GPT-2 124M, bf16, 1,024 tokens: ours, MFU"]["value"] == 40
+    assert found["GPT-2 124M, bf16, 1,024 tokens, --compile off: ours, peak memory"]["value"] == 2
+    assert found["GPT-2 124M, bf16, 1,024 tokens, --compile off: ours, time without a kernel"]["value"] == 2
+    assert found["GPT-2 124M, bf16, 1,024 tokens, --compile off: ours, MFU"]["value"] == 40
     assert found["Fashion-MNIST, seconds to 94% on the validation part"]["value"] == 21
     asked: list[Turn] = []
 
@@ -77,6 +77,14 @@ def test_a_job_that_fails_costs_no_other_its_rows_and_may_be_tried_again(call: A
     assert "HAR convnet, batch 64, --compile off: ours / limit" in [each.get("figure") for each in rows]
 
 
+def test_figures_are_of_the_code_that_they_were_measured_with(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    for code in ("a", "a", "b"):
+        monkeypatch.setattr(gpu, "code_mark", lambda *patterns, code=code: code)
+        measured.append(sum("job" in each for each in call(good, "gpt2", "--turns", "1")[1]))
+    assert measured == [2, 0, 2]
+
+
 def test_a_call_ends_in_time_and_the_next_one_goes_on(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each measurement takes 100 s, that of ResNet for ever."""
     clock = Clock()
@@ -84,22 +92,22 @@ def test_a_call_ends_in_time_and_the_next_one_goes_on(call: Any, monkeypatch: py
 
     def slow(turn: Turn, data: Any, seconds: float, *, tiny: bool) -> dict[str, Any]:
         clock.pass_by(100 if turn.job == "gpt2" else seconds)
-        if turn.job == "resnet34" or seconds < 100:
+        if turn.job == "resnet50" or seconds < 100:
             raise subprocess.TimeoutExpired("", seconds)
         return good(turn, data, seconds, tiny=tiny)
 
     codes, seen = [], []
     for _ in range(4):
         began = clock.now
-        code, rows, err = call(slow, "gpt2", "resnet34", "--turns", "1")
+        code, rows, err = call(slow, "gpt2", "resnet50", "--turns", "1")
         assert clock.now - began <= 570
         codes.append(code)
         seen.append([(each["job"], each["side"], "error" in each) for each in rows if "job" in each])
         assert ("goes on" in err) == (code == gpu.STOPPED)
     assert seen == [
         [("gpt2", "ours", False), ("gpt2", "limit", False)],
-        [("resnet34", "ours", True)],
-        [("resnet34", "limit", True)],
+        [("resnet50", "ours", True)],
+        [("resnet50", "limit", True)],
         [],
     ]
     assert codes == [gpu.STOPPED, gpu.STOPPED, 1, 1]
@@ -137,13 +145,28 @@ def test_the_share_of_time_without_a_kernel() -> None:
     assert idle_share([(5, 6), (0, 10)]) == 0
 
 
+def test_kernels_are_counted_for_each_step_and_the_slowest_come_first() -> None:
+    kernels = Kernels(10, 12)
+    kernels.note([("gemm", 0, 4), ("copy", 4, 5), ("gemm", 6, 8), *((f"small {n}", 8, 8.2) for n in range(11))])
+    assert (kernels.launches, len(kernels.slowest)) == (7, 10)
+    assert kernels.slowest[:3] == [("gemm", 3.0), ("copy", 0.5), ("small 0", 0.1)]
+    assert kernels.gaps == pytest.approx(1 / 8.2)
+
+
+def test_resnet50_is_torchvisions() -> None:
+    with torch.device("meta"):
+        model = resnet50((3, 224, 224), 1000)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+
+
 @pytest.mark.parametrize("side", ["ours", "limit"])
 def test_a_side_measures_in_a_process_of_its_own_and_counts_no_warm_up(side: str) -> None:
     found = gpu.measure(Turn("gpt2", side, 0), {}, 240, tiny=True)
     assert (found.get("error"), found["unit"], found["steps"]) == (None, "samples/s", 4)
     assert found["value"] == pytest.approx(4 * 2 / found["seconds"])
     assert found["peak_memory_bytes"] > 0
-    assert found["kernel_gaps"] is None, "there is no GPU to look at"
+    assert found["kernel_gaps"] is found["launches"] is None, "there is no GPU to look at"
+    assert found["host_seconds"] > 0
 
 
 def test_the_limit_has_what_ours_sets_and_warms_up_outside_of_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:

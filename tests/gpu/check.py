@@ -6,8 +6,8 @@
     make gpu-check RESULTS=FILE     # instead of gpu-check.jsonl: results of earlier calls, and where new ones go
 
 Exit code: 0 all is well; 1 something failed; 75 the time was over, the same command goes on; 2 there is no CUDA device.
-Results count for the code and the machine that they were found with. On a simulated device what only a real one can
-show is "unverified", never "passed".
+Results count for the code and the machine that they were found with. The most telling checks come first. On a simulated
+device what only a real one can show is "unverified", never "passed"; what needs more GPUs than there are is "skipped".
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(words: Sequence[str]) -> int:
         return _NO_DEVICE
     results = Results(asked.results, machine)
     names = results.left(CHECKS) if asked.only == list(CHECKS) else asked.only
-    for line in run_all(names, results, asked.budget, simulated=machine["simulated"]):
+    for line in run_all(names, results, asked.budget, simulated=machine["simulated"], devices=machine["devices"]):
         _say({key: value for key, value in line.items() if key not in ("machine", "time")})
     end, code = results.end(asked.only)
     _say(end)

@@ -32,14 +32,13 @@ def describe_machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": sys.version.partition(" ")[0],
-        "code": code_mark(),
+        "code": code_mark("*.py", "multigpu_cli/**/*.py", "tests/gpu/**/*.py"),
     }
 
 
-def code_mark() -> str:
-    """Changes whenever the program or its checks do."""
+def code_mark(*patterns: str) -> str:
+    """Changes whenever a file does that one of the patterns matches."""
     total = hashlib.sha256()
-    folders = (ROOT.glob("*.py"), ROOT.glob("multigpu_cli/**/*.py"), ROOT.glob("tests/gpu/**/*.py"))
-    for file in sorted(file for files in folders for file in files):
+    for file in sorted({file for pattern in patterns for file in ROOT.glob(pattern)}):
         total.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return total.hexdigest()[:12]

@@ -1,5 +1,7 @@
 """Networks and data of the checks' own, as --model and --data name them."""
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 from math import prod
@@ -80,6 +82,9 @@ class AtPass(nn.Module):
         if self.training and self.passes >= self.at and len(inputs) > self.limit:
             if self.deed == "memory":
                 too_much(inputs.device)
+            first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+            if self.deed == "kill" and os.environ.get("RANK") == "1" and first_attempt:
+                os.kill(os.getpid(), signal.SIGKILL)
             if self.deed == "assert":
                 self.layer.weight[torch.full((1,), 10**6, device=inputs.device)]
         out: Tensor = self.layer(inputs.flatten(1))
@@ -92,7 +97,8 @@ def at_pass(
     """One layer.
 
     Args:
-        deed: pause, memory (ask for more than there is) or assert (an index that the device finds out of range).
+        deed: pause, memory (ask for more than there is), kill (of rank 1, in its first attempt) or assert (an index
+            that the device finds out of range).
         at: the training pass from which on it happens.
         limit: it happens with more samples than that.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-PASSED, FAILED, UNVERIFIED = "passed", "failed", "unverified"
+PASSED, FAILED, UNVERIFIED, SKIPPED = "passed", "failed", "unverified", "skipped"
 
 Line = dict[str, Any]
 
@@ -43,7 +43,7 @@ class Results:
         """The last line of a call, and its exit code: 0 green, 1 something failed, 75 the same command goes on."""
         by_verdict = {
             verdict: [name for name in checks if self._newest.get(name, {}).get("verdict") == verdict]
-            for verdict in (PASSED, FAILED, UNVERIFIED)
+            for verdict in (PASSED, FAILED, UNVERIFIED, SKIPPED)
         }
         left = self.left(checks)
         word, code = ("unfinished", 75) if left else ("failed", 1) if by_verdict[FAILED] else ("green", 0)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tests.gpu.machine import ROOT, patience
 from tests.gpu.registry import CHECKS, Check
-from tests.gpu.results import FAILED, UNVERIFIED, Line, Results
+from tests.gpu.results import FAILED, SKIPPED, UNVERIFIED, Line, Results
 
 _USUAL = 60.0  # seconds that must be left for a check to begin
 _GRACE = 10.0  # seconds from SIGTERM to SIGKILL
@@ -41,7 +41,9 @@ def about() -> Line:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def run_all(names: Sequence[str], results: Results, budget: float, *, simulated: bool) -> Iterator[Line]:
+def run_all(
+    names: Sequence[str], results: Results, budget: float, *, simulated: bool, devices: int = 1
+) -> Iterator[Line]:
     """Carry out checks until the time is over, and hand on each result as it comes.
 
     A check that the end of the call cuts off has no result, and is carried out again at the next; the first of a call
@@ -52,6 +54,9 @@ def run_all(names: Sequence[str], results: Results, budget: float, *, simulated:
     """
     until = time.monotonic() + budget
     for number, name in enumerate(names):
+        if CHECKS[name].needs > devices:
+            yield results.add(name, SKIPPED, f"{CHECKS[name].needs} GPUs are needed, and {devices} here", 0.0, {})
+            continue
         if CHECKS[name].real and simulated:
             yield results.add(name, UNVERIFIED, "simulated: this needs a real GPU", 0.0, {})
             continue

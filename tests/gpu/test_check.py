@@ -84,9 +84,19 @@ def test_green_is_green_with_what_only_a_real_gpu_shows_left_unverified(results:
     results.add("one", "passed", "", 1, {})
     results.add("two", "unverified", "simulated", 0, {})
     assert results.end(["one", "two"]) == (
-        {"end": "green", "passed": 1, "failed": [], "unverified": ["two"], "left": []},
+        {"end": "green", "passed": 1, "failed": [], "unverified": ["two"], "skipped": [], "left": []},
         0,
     )
+
+
+def test_what_needs_more_gpus_is_skipped_by_name(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = {name: Check("tests.gpu.trial_checks:passes", needs=needs) for name, needs in (("two", 2), ("eight", 8))}
+    monkeypatch.setattr(runner, "CHECKS", trials)
+    found = list(runner.run_all(list(trials), results, 60, simulated=True, devices=4))
+    assert [(line["check"], line["verdict"]) for line in found] == [("two", "passed"), ("eight", "skipped")]
+    assert found[1]["said"] == "8 GPUs are needed, and 4 here"
+    end, code = results.end(list(trials))
+    assert (end["end"], end["passed"], end["skipped"], code) == ("green", 1, ["eight"], 0)
 
 
 def test_every_check_is_there_and_says_so_if_asked_for_another(capsys: pytest.CaptureFixture[str]) -> None:

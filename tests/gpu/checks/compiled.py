@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.front_door import ALONE, command, figures, losses, run, run_command
+from tests.gpu.checks.attention import LENGTH, SIZE, TOKENS
+from tests.gpu.front_door import ALONE, command, figures, losses, run, run_command, sets, words
 
 _STEPS = 30
 _NEAR = 2e-2  # relative; other kernels round differently, wrong gradients are further off
@@ -17,6 +18,20 @@ def default(folder: Path) -> dict[str, Any]:
 
 def reduce_overhead(folder: Path) -> dict[str, Any]:
     return _compare_losses(folder, "reduce-overhead")
+
+
+def loss_in_the_graph(folder: Path) -> dict[str, Any]:
+    """The GPT with its loss in one graph: the first losses are those without."""
+    size, flags = sets(*SIZE, "data.args.vocabulary=8000"), (*words(TOKENS | LENGTH), "--amp", "bf16", *ALONE)
+    plain = run(folder / "off", *flags, *size)
+    compiled = run(folder / "default", *flags, *size, "--compile", "default")
+    found = compiled.of("start")[-1].get("compile")
+    assert found, "nothing was compiled"
+    assert not found["graph_breaks"], found
+    one, other = losses(plain), losses(compiled)
+    furthest = max(abs(one[step] - other[step]) / one[step] for step in range(1, 11))
+    assert furthest < _NEAR, f"losses differ by up to {furthest:.1%}"
+    return figures(compiled) | {"largest_difference": furthest, "compile": found, "plain": figures(plain)}
 
 
 def accumulating(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A steady step never makes the host wait for the GPU: torch itself raises an error where it would."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from multigpu_cli import engine
+from multigpu_cli.distributed.placement import Placement
+from tests.gpu.checks.attention import TOKENS
 from tests.gpu.in_process import ONE, ONE_RANK, train
 
 _FIRST = 5  # steps in which libraries choose their kernels
@@ -23,11 +25,21 @@ _WAYS = {
     "data in host memory": (ONE, {"data_on_device": "off"}),
     "data item by item": (ONE, {"data": "tests.gpu.networks:pictures", "model": "convnet", "num_workers": "0"}),
     "nccl": (ONE_RANK, {}),
-    "nccl, exact": (ONE_RANK, {"exact": "true"}),
+    "tokens": (ONE, TOKENS),
 }
+_EXACT_WAYS = {"exact": (ONE, {"exact": "true"}), "nccl, exact": (ONE_RANK, {"exact": "true"})}
 
 
 def none_in_steady_steps(folder: Path) -> dict[str, Any]:
+    return _watch_ways(folder, _WAYS)
+
+
+def none_in_exact_steps(folder: Path) -> dict[str, Any]:
+    """In a process of its own: what --exact sets holds for all of one."""
+    return _watch_ways(folder, _EXACT_WAYS)
+
+
+def _watch_ways(folder: Path, ways: Mapping[str, tuple[Placement, dict[str, str]]]) -> dict[str, Any]:
     """Train in each way; no epoch, log line or checkpoint ends within the steps that are watched."""
     lasting: dict[str, Any] = {
         "max_steps": str(_STEPS),
@@ -36,7 +48,7 @@ def none_in_steady_steps(folder: Path) -> dict[str, Any]:
         "checkpoint_every": "100000",
     }
     failed, watched = {}, {}
-    for name, (choice, flags) in _WAYS.items():
+    for name, (choice, flags) in ways.items():
         with _watching() as steps:
             try:
                 train(folder / name.replace(" ", "-"), choice, **lasting | flags)

@@ -14,7 +14,10 @@ from benchmarks.paired_timing import ROOT
 from tests.gpu.simulated import build
 from tests.gpu.simulated.machine import Machine
 
-COMPILED = {"har-compiled"}  # torch.compile for CUDA is Triton's, which is not simulated: the job is left out
+COMPILED = {
+    "gpt2-compiled",
+    "har-compiled",
+}  # torch.compile for CUDA is Triton's, which is not simulated: the job is left out
 
 
 @pytest.mark.slow
