@@ -8,11 +8,11 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -355,6 +355,112 @@ def _round(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1g}"
 
 
+# --- What was tested where -------------------------------------------------------------------------------------------
+
+GPU_RESULTS = "benchmarks/results/gpu-check.jsonl"
+"""What make gpu-check has found, where it was kept."""
+
+
+class Feature(NamedTuple):
+    """A row: on CPUs and on simulated GPUs a test file, or words; on real GPUs the checks that must have passed."""
+
+    name: str
+    cpu: str
+    simulated: str
+    one: tuple[str, ...] = ()
+    several: tuple[str, ...] = ()
+
+
+FEATURES = (
+    Feature(
+        "one device, DDP",
+        "tests/distributed/test_gradients.py",
+        "tests/gpu/simulated/test_steady_step.py",
+        ("host-syncs", "bf16", "ddp-nccl"),
+        ("exact-2", "scaling"),
+    ),
+    Feature("DataParallel (`dp`)", "trains on one device", "tests/gpu/test_several.py", ("dp-twice",)),
+    Feature(
+        "FSDP",
+        "tests/distributed/test_sharded.py",
+        "tests/gpu/simulated/test_gathered_format.py",
+        ("fsdp-one-rank",),
+        ("fsdp-2", "hsdp-8"),
+    ),
+    Feature(
+        "`--exact`",
+        "tests/distributed/test_exact.py",
+        "tests/gpu/simulated/test_exact.py",
+        ("exact-one-gpu", "fsdp-one-rank-exact"),
+        ("exact-2", "exact-8"),
+    ),
+    Feature(
+        "bf16, fp16", "tests/runtime/test_precision.py", "tests/gpu/simulated/test_steady_step.py", ("bf16", "fp16")
+    ),
+    Feature("`--compile`", "tests/runtime/test_compile.py", "–", ("compile", "compile-loss", "reduce-overhead")),
+    Feature(
+        "checkpoint, resume, faults",
+        "tests/checkpoint/test_store.py",
+        "tests/gpu/simulated/test_checkpoint.py",
+        ("checkpoint-bytes", "resume-killed", "resume-sigterm", "device-assert"),
+        ("rank-killed",),
+    ),
+    Feature("out of memory", "–", "tests/gpu/test_out_of_memory.py", ("out-of-memory", "out-of-memory-later")),
+    Feature("several machines, SLURM", "on one machine, in network namespaces", "–"),
+    Feature("Kubernetes, Docker", "definitions only", "–"),
+    Feature("`doctor`", "tests/commands/doctor/test_doctor.py", "tests/commands/doctor/test_gpus.py", ("doctor",)),
+    Feature("4-bit base models", "–", "–"),
+)
+
+
+def status_table() -> str:
+    """Every feature; what no recorded check has shown on a real GPU is "not yet" there."""
+    passed = _read_passed_checks()
+    rows = [
+        _row(
+            each.name,
+            _tested(each.cpu),
+            _tested(each.simulated),
+            *(_on_gpus(c, passed) for c in (each.one, each.several)),
+        )
+        for each in FEATURES
+    ]
+    return "\n".join(["| feature | CPU, gloo | simulated GPUs | one real GPU | several GPUs |", "|-|-|-|-|-|", *rows])
+
+
+def tested_table() -> str:
+    """The same in a line, for the README."""
+    passed, known = _read_passed_checks(), {name for each in FEATURES for name in (*each.one, *each.several)}
+    devices = ", ".join(sorted({passed[name] for name in passed.keys() & known}))
+    real = f"{len(passed.keys() & known)} of {len(known)} checks, on {devices}" if devices else "not yet"
+    head = [
+        "| [what was tested where](docs/status.md) | CPU processes (gloo) | simulated GPUs | real GPUs |",
+        "|-|-|-|-|",
+    ]
+    return "\n".join([*head, _row("", "yes", "yes", real)])
+
+
+def _tested(where: str) -> str:
+    if where.startswith("tests/"):
+        assert (ROOT / where).exists(), f"{where} is gone"
+        return "tested"
+    return where
+
+
+def _on_gpus(checks: tuple[str, ...], passed: Mapping[str, str]) -> str:
+    missing = [name for name in checks if name not in passed]
+    return "not yet" if missing or not checks else f"tested, {passed[checks[0]]}"
+
+
+def _read_passed_checks() -> dict[str, str]:
+    """The checks whose newest line says that they passed on a real GPU → its name."""
+    file, newest = ROOT / GPU_RESULTS, {}
+    for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
+        newest[line["check"]] = line
+    good = {name: line["machine"] for name, line in newest.items() if line["verdict"] == "passed"}
+    return {name: machine["device"] for name, machine in good.items() if not machine["simulated"]}
+
+
 # --- Writing ---------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
@@ -366,6 +472,8 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("docs/reference/config.md", setting_table),
     "arguments": ("docs/reference/arguments.md", argument_tables),
     "benchmarks": ("docs/measurements.md", benchmark_table),
+    "status": ("docs/status.md", status_table),
+    "tested": ("README.md", tested_table),
 }
 """Name of a generated part → the file it stands in, and what makes it."""
 
