@@ -120,7 +120,7 @@ def _main(name: str) -> None:
     dist.init_process_group("nccl", device_id=device)
     found = {"_round": _round, "_time": _time}[name](rank, device)
     dist.barrier()
-    print(json.dumps({"rank": rank} | found), flush=True)
+    os.write(1, f"{json.dumps({'rank': rank} | found)}\n".encode())  # at once: all ranks have one pipe
     os._exit(0)  # past torch's exit, where gloo now and then aborts a process that is done
 
 
