@@ -23,7 +23,8 @@ PPO_SETS = [f"task.args.{word}" for word in ("rollout=6", "passes=1", "minibatch
 WAYS: dict[str, tuple[dict[str, Any], list[str], int]] = {  # flags, settings, and the piece at which it stands
     "writing": ({"max_steps": 2, "checkpoint_every": "1000"}, [], 4),
     "acting": (PPO | {"epochs": 2, "warmup_epochs": 0}, PPO_SETS, 9),
-    "evaluating": ({"model": "tests.support.slow_parts:evaluated", "epochs": 1, "batch_size": 1}, [], 4),
+    # five batches are evaluated before step one, when --hang-timeout does not hold yet
+    "evaluating": ({"model": "tests.support.slow_parts:evaluated", "epochs": 1, "batch_size": 1}, [], 9),
 }
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants.tracing import ROOMS
+
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """def larger(a, b):
     return a if a > b else b
@@ -31,9 +33,10 @@ def test_in_a_fork():
 
 def toy(root: Path) -> Path:
     package = root / "multigpu_cli"
-    for room in ("run", "strategies", "checkpoint", "planning"):
-        (package / room).mkdir(parents=True)
-    for file in (package / "__init__.py", package / "engine.py", package / "planning" / "__init__.py"):
+    for room in ROOMS:
+        (package / room).parent.mkdir(parents=True, exist_ok=True)
+        (package / room).touch() if room.endswith(".py") else (package / room).mkdir()
+    for file in (package / "__init__.py", package / "planning" / "__init__.py"):
         file.touch()
     (package / "planning" / "toy.py").write_text(CODE)
     (root / "tests" / "planning").mkdir(parents=True)
