@@ -130,10 +130,10 @@ FILES: dict[str, tuple[str, ...]] = {
     "csv": (".csv", ".csv.gz", ".tsv", ".tsv.gz"),
     "npz": (".npz",),
     "text": (".txt",),
-    "chat": (".jsonl",),
+    "chat": (".jsonl", ".parquet", ".json"),
     "arrow": (".arrow",),
     "tar": (".tar",),
-    "jsonl": (),  # a .jsonl file is taken for a chat
+    "jsonl": (),  # which are taken for a chat
 }
 """The datasets that are files, and the suffixes by which one is recognized."""
 

@@ -183,10 +183,8 @@ DOOR = [
     Row("--data-dir a.csv --data har", ["--data-dir a.csv", "--data har needs a folder", "--data csv"], {"a.csv": b""}),
     Row("--data a.jsonl", ["--data-dir a.jsonl", "--model-dir", "records --data jsonl"], {"a.jsonl": b'{"size": 1}'}),
     Row("--data a.zip", ["--data a.zip", "not a file of a known dataset", "module:factory"], {"a.zip": b""}),
-    Row("--data a.parquet", ["not a file of a known dataset", "data convert a.parquet --to a"], {"a.parquet": b""}),
-    Row(
-        "--data a.json", ["--data a.json", "one record in each line (jq -c '.[]' a.json > a.jsonl)"], {"a.json": b"[]"}
-    ),
+    Row("--data a.parquet", ["--model-dir", "multigpu data convert a.parquet --to a and"], {"a.parquet": b""}),
+    Row("--data a.json", ["--data-dir a.json", "--model-dir", "jq -c '.[]' a.json > a.jsonl"], {"a.json": b"[]"}),
     Row("--data b.csv", ["--data b.csv", "no such file", "did you mean 'a.csv'?"], {"a.csv": b""}),
     Row("--data a.csv --data-dir .", ["--data a.csv together with --data-dir ."], {"a.csv": b""}),
     Row("--data-dir .", ["could be several datasets", "add --data csv or --data npz"], {"a.csv": b"", "a.npz": b""}),

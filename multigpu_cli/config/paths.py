@@ -139,10 +139,11 @@ IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".p
 
 _ARRAYS = ("train.bin", "train.npy")  # of tokens
 _ARROW = "dataset_dict.json"  # Hugging Face's list of parts
+_LISTS = (_ARROW, "train.json")  # other .json files describe a dataset
 _MAX_FOLDERS, _MAX_FILES = 1000, 100  # in which an image is looked for
 _SUPPORTED = (
-    ".csv or .tsv (also .gz), .jsonl, .npz, .txt, .arrow, .tar, a folder with one of these, or one with a folder of "
-    "images for each class; any other dataset needs --data NAME or --data module:factory"
+    ".csv or .tsv (also .gz), .jsonl, .json, .parquet, .npz, .txt, .arrow, .tar, a folder with one of these, or one "
+    "with a folder of images for each class; any other dataset needs --data NAME or --data module:factory"
 )
 
 
@@ -173,7 +174,7 @@ def find_datasets(place: Path) -> dict[str, str]:
         endings = {ending: name for name, kinds in FILES.items() for ending in kinds}
         fits = [ending for ending in endings if place.name.lower().endswith(ending)]
         return {endings[fits[0]]: f"{place.name} is a {fits[0]} file"} if fits else {}
-    names = sorted(_list_names(place))
+    names = [each for each in sorted(_list_names(place)) if not each.endswith(".json") or each in _LISTS]
     found = {name: [each for each in names if each.lower().endswith(kinds)] for name, kinds in FILES.items()}
     if len(found["text"]) > 1 or found["csv"] or found["npz"]:
         found["text"] = []  # a README.txt or license
@@ -226,10 +227,7 @@ def _recognize(place: Path, label: str) -> str:
         flags = " or ".join(f"--data {name}{apart}" for name in kinds)
         raise RequestError(f"{label} could be several datasets: {', '.join(kinds.values())}", remedy=f"add {flags}")
     found = "no dataset is recognized in this folder" if place.is_dir() else "not a file of a known dataset"
-    lines = f"{place.stem}.jsonl, one record in each line (jq -c '.[]' {place.name} > {place.stem}.jsonl); or "
-    columns = f"multigpu data convert {place} --to {place.stem}, and --data arrow --data-dir {place.stem}; or "
-    remedy = {".json": lines, ".parquet": columns}.get(place.suffix.lower(), "") + _SUPPORTED
-    raise RequestError(f"{label}: {found}", remedy=remedy)
+    raise RequestError(f"{label}: {found}", remedy=_SUPPORTED)
 
 
 def _holds_images(place: Path) -> bool:

@@ -4,12 +4,14 @@ import json
 import os
 import re
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest, sha256
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -197,43 +199,44 @@ class OpenFiles:
             os.close(number)
 
 
-_REMEDY = "one JSON object per line"
+_REMEDY = "one JSON object per line, or all in an array: [{…}, {…}]"
+Extents = Iterator[tuple[int, int, int]]
+"""Of each record: its line from 1, its first byte, and its bytes."""
 
 
 class JsonLines:
-    """The records of a file, one JSON object per line; empty lines do not count.
+    """The records of a file, one JSON object per line, or all in one array; empty lines do not count.
 
     The file is opened anew for each record, so that loader processes share no position in it. `digest` is its SHA-256.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines, self._starts = array("q"), array("q")  # of each record: its line from 1, and its first byte
-        at, digest = 0, sha256()
+        self._places = array("q")  # three of each record
         with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                digest.update(line)
-                if line.strip():
-                    self._lines.append(number)
-                    self._starts.append(at)
-                at += len(line)
-        self.digest = digest.hexdigest()
+            self.digest = file_digest(file, "sha256").hexdigest()
+            file.seek(0)
+            begin = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+            file.seek(0)
+            for place in _find_elements(path) if begin == b"[" else _find_lines(file):
+                self._places.extend(place)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._places) // 3
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One record; RequestError names the line where it is no JSON object, or no text."""
+        start, size = self._places[3 * index + 1 : 3 * index + 3]
         with self.path.open("rb") as file:
-            file.seek(self._starts[index])
-            line = file.readline()
+            file.seek(start)
+            line = file.read(size)
         try:
             record = json.loads(line.decode("utf-8-sig"))
             if rb"\ud" in line.lower():  # half a character, perhaps
                 json.dumps(record, ensure_ascii=False).encode()
         except UnicodeError as error:
             raise RequestError(
-                f"{self.describe(index)}: no text in UTF-8 ({error})", remedy=f"{_REMEDY}, as UTF-8"
+                f"{self.describe(index)}: no text in UTF-8 ({error})", remedy=f"{_REMEDY}; as UTF-8"
             ) from error
         except ValueError as error:
             fault = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
@@ -244,4 +247,104 @@ class JsonLines:
 
     def describe(self, index: int) -> str:
         """The record's place, for messages: file:line."""
-        return f"{self.path}:{self._lines[index]}"
+        return f"{self.path}:{self._places[3 * index]}"
+
+
+def _find_lines(file: BinaryIO) -> Extents:
+    at = 0
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield number, at, len(line)
+        at += len(line)
+
+
+def _find_elements(path: Path) -> Extents:
+    """Those of an array, which is read at once, and not kept."""
+    text, decode = path.read_bytes().decode("latin-1"), json.JSONDecoder().raw_decode  # a character is a byte
+    line, counted, at = 1, 0, _skip_blank(text, text.index("[") + 1)
+    try:
+        while text[at : at + 1] != "]":
+            end = decode(text, at)[1]
+            after = _skip_blank(text, end)
+            if text[after : after + 1] not in (",", "]"):
+                raise json.JSONDecodeError("expecting , or ]", text, after)
+            line, counted = line + text.count("\n", counted, at), at
+            yield line, at, end - at
+            at = _skip_blank(text, after + (text[after] == ","))
+        if (after := _skip_blank(text, at + 1)) < len(text):
+            raise json.JSONDecodeError("the array has ended", text, after)
+    except json.JSONDecodeError as error:
+        fault = f"{error.msg} at character {error.colno}"
+        raise RequestError(f"{path}:{error.lineno}: not JSON ({fault})", remedy=_REMEDY) from error
+
+
+def _skip_blank(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
+
+
+class ParquetRecords:
+    """The records of Parquet files, one after the other; nulls are left out, since a table has every column in each.
+
+    The row group that was read last is kept. `digest` is the SHA-256 of all files.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.path, self._size, digest = paths[0], 0, sha256()
+        self._groups: list[tuple[int, int, Path, int]] = []  # first row of all, and of the file; the file; the group
+        self._kept: tuple[int, Any] = -1, None
+        for path in paths:
+            first = self._size
+            with path.open("rb") as file, _open_parquet(path) as opened:
+                digest.update(file_digest(file, "sha256").digest())
+                for group in range(opened.num_row_groups):
+                    self._groups.append((self._size, first, path, group))
+                    self._size += opened.metadata.row_group(group).num_rows
+        self.digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def _find(self, index: int) -> tuple[int, int, Path, int]:
+        return self._groups[bisect_right(self._groups, index, key=itemgetter(0)) - 1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start, _, path, group = self._find(index)
+        if self._kept[0] != start:
+            with _open_parquet(path) as opened:
+                self._kept = start, opened.read_row_group(group)
+        found: dict[str, Any] = _drop_nulls(self._kept[1].slice(index - start, 1).to_pylist()[0])
+        return found
+
+    def describe(self, index: int) -> str:
+        """The record's place, for messages."""
+        _, first, path, _ = self._find(index)
+        return f"{path}, row {index - first + 1}"
+
+
+Records = JsonLines | ParquetRecords
+
+
+def open_records(paths: Sequence[Path]) -> Records:
+    """The records of Parquet files, or of one file of JSON."""
+    return ParquetRecords(paths) if paths[0].suffix.lower() == ".parquet" else JsonLines(paths[0])
+
+
+def _open_parquet(path: Path) -> Any:
+    try:
+        from pyarrow import ArrowException, parquet  # an extra: few bring Parquet
+    except ImportError as missing:
+        raise RequestError(
+            f"{path} needs pyarrow", remedy="pip install pyarrow, or this program with its extra [arrow]"
+        ) from missing
+    try:
+        return parquet.ParquetFile(path)
+    except (ArrowException, OSError) as error:
+        raise RequestError(f"{path}: no Parquet ({error})", remedy="a file that is whole") from error
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _drop_nulls(each) for name, each in value.items() if each is not None}
+    return [_drop_nulls(each) for each in value] if isinstance(value, list) else value

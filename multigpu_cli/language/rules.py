@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from multigpu_cli.capabilities import FILES
 from multigpu_cli.config.paths import suggest_path
 from multigpu_cli.config.rules import Rule
 from multigpu_cli.config.schema import SETTINGS, Config
@@ -44,14 +45,18 @@ def _pretrained(config: Config) -> Iterator[RequestError]:
     chat, pretrained = config.data.name == "chat", config.model.name == "pretrained"
     if (chat or pretrained) and config.model.dir is None:
         what = "--data chat" if chat else "--model pretrained"
-        found = chat and config.data.dir is not None
+        found, place = chat and config.data.dir is not None, Path(config.data.dir or "")
+        plain = {
+            ".parquet": f"multigpu data convert {place} --to {place.stem} and --data arrow --data-dir {place.stem}",
+            ".json": f"--data jsonl, of one record in each line (jq -c '.[]' {place} > {place.stem}.jsonl)",
+        }
         yield RequestError(
-            f"--data-dir {config.data.dir}: --data chat, which a .jsonl file means, is conversations or texts for a "
-            "language model, and needs --model-dir"
+            f"--data-dir {place}: --data chat, which {', '.join(FILES['chat'])} files mean, is conversations or texts "
+            "for a language model, and needs --model-dir"
             if found
             else f"{what} without --model-dir",
             remedy="--model-dir with the folder of a model of transformers"
-            + ("; for plain records --data jsonl" if found else ""),
+            + (f"; for plain records {plain.get(place.suffix.lower(), '--data jsonl')}" if found else ""),
         )
     if config.model.dir is not None and not (chat or pretrained):
         yield RequestError(

@@ -127,6 +127,39 @@ def test_splits_by_seed_or_by_file(tmp_path: Path, model_dir: Path) -> None:
     assert [split and len(split) for split in (source.train, source.val, source.test)] == [9, None, 3]  # type: ignore[arg-type]
 
 
+def test_an_array_and_parquet_hold_the_same_conversations(tmp_path: Path, model_dir: Path) -> None:
+    lines = open_chat(write(tmp_path / "a.jsonl", TALKS), model_dir, packing="off").train
+    (tmp_path / "b.json").write_text(json.dumps(TALKS, indent=2))
+    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow (extra arrow)")
+    from pyarrow import parquet
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    table = pyarrow.Table.from_pylist(TALKS)
+    for name, part in {"train-0-of-2": table[:30], "train-1-of-2": table[30:], "test-0-of-1": table[:3]}.items():
+        parquet.write_table(part, folder / f"{name}.parquet", row_group_size=7)
+    (folder / "dataset_infos.json").write_text("{}")
+    parts = open_chat(folder, model_dir, packing="off")
+    for other in (open_chat(tmp_path / "b.json", model_dir, packing="off").train, parts.train):
+        assert isinstance(lines, SFTDataset)
+        assert isinstance(other, SFTDataset)
+        assert [other[n]["labels"].tolist() for n in range(38)] == [lines[n]["labels"].tolist() for n in range(38)]
+    assert parts.test is not None
+    assert len(parts.test) == 3  # type: ignore[arg-type]
+
+
+def test_what_the_template_does_with_thoughts_is_a_warning(tmp_path: Path, model_dir: Path) -> None:
+    """Whether the tokens are made now, or were found in the cache."""
+    rows = [*TALKS, make_talk("Why?", "<think>hm</think>So.")]
+    path, template = write(tmp_path / "a.jsonl", rows[::-1]), tmp_path / "t.jinja"
+    template.write_text(CHATML.replace("message['content']", "message['content'].split('</think>')[-1]"))
+    for _ in range(2):
+        source = open_chat(path, model_dir, chat_template=str(template))
+        (warning,) = source.warnings
+        assert f"{path}:1: the chat template leaves the thought of message 2 out: it is not learned" in warning
+    assert open_chat(path, model_dir).warnings == ()
+
+
 def test_what_is_too_long_is_said_dropped_or_cut(tmp_path: Path, model_dir: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*TALKS, make_talk("Long?", "y" * 40)])
     with pytest.raises(RequestError, match=r"1 of 41 samples for train are longer.*a\.jsonl:41") as raised:

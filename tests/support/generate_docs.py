@@ -19,6 +19,7 @@ import typer
 import main_multi_gpu
 from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, MODELS, TASKS
 from multigpu_cli.config.schema import SETTINGS
+from tests.support.golden_masks import tabulate_templates
 from tests.test_house_rules import FLOOR, module_of, room_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -471,6 +472,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "common flags": ("QUICK_REFERENCE.md", common_flags),
     "settings": ("docs/reference/config.md", setting_table),
     "arguments": ("docs/reference/arguments.md", argument_tables),
+    "chat templates": ("docs/howto/language-models.md", tabulate_templates),
     "benchmarks": ("docs/measurements.md", benchmark_table),
     "status": ("docs/status.md", status_table),
     "tested": ("README.md", tested_table),

@@ -22,6 +22,7 @@ from multigpu_cli.language.chat.encoder import ChatEncoder
 GOLDEN = Path(__file__).resolve().parents[1] / "language" / "chat" / "golden_masks"
 _MARKS = re.compile(r"<\|[^|<>\s']+\|>|<｜[^｜]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|</?[a-z_]+>|<[A-Z_]+>|\[/?[A-Z_]+\]")
 _SPEAKERS = ("user", "assistant")
+_THOUGHTS = ("What is AI?", "Are you sentient?")  # chatterbot_corpus has them, too
 _CALL = {"type": "function", "function": {"name": "search", "arguments": {"words": "a computer", "most": 1}}}
 _TOOL = {
     "type": "function",
@@ -89,6 +90,18 @@ def make_conversations() -> dict[str, Conversation]:
     more = next(talk for talk in read_corpus("computers") if talk[0].startswith("What is a") and talk[0] != asked)[:2]
     return {
         "several turns": Conversation(messages),
+        "thoughts in the text": Conversation(
+            [
+                {"role": role, "content": f"<think>\n{_THOUGHTS[at // 2]}\n</think>\n\n{text}" if at % 2 else text}
+                for at, (role, text) in enumerate(zip(_SPEAKERS * 2, talk[:4], strict=True))
+            ]
+        ),
+        "thoughts beside the text": Conversation(
+            [
+                message | ({"reasoning_content": _THOUGHTS[at // 2]} if at % 2 else {})
+                for at, message in enumerate(messages[:4])
+            ]
+        ),
         "a system message": Conversation([system, *messages[:2]]),
         "a call of a tool": Conversation(
             [
@@ -178,6 +191,41 @@ def read_golden(name: str) -> str:
     """The golden text of a template; a variant of trl's for training has one of its own only where it differs."""
     path = GOLDEN / f"{name}.txt"
     return (path if path.exists() else GOLDEN / f"{name.removesuffix('_training')}.txt").read_text()
+
+
+# --- The table of the guide ------------------------------------------------------------------------------------------
+
+_FORMS = ("several turns", "system message", "calls of tools", "`<think>` in `content`", "`reasoning_content`")
+
+
+def tabulate_templates() -> str:
+    """What is learned with each template, by the golden files; those with the same row share it."""
+    families: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted(GOLDEN.glob("*.txt")):
+        families.setdefault(_describe_family(path.read_text()), []).append(f"`{path.stem}`")
+    lines = [f"| chat templates of | {' | '.join(_FORMS)} |", "|-|" + "-|" * len(_FORMS)]
+    found = sorted(families.items(), key=lambda family: (-len(family[1]), family[1]))
+    return "\n".join([*lines, *(f"| {', '.join(names)} | {' | '.join(row)} |" for row, names in found)])
+
+
+def _describe_family(golden: str) -> tuple[str, ...]:
+    sections = dict(re.findall(r"^=== (.*)\n((?:(?!===).*\n)*)", golden, re.MULTILINE))
+
+    def tell(title: str) -> str:
+        answers = [f"{title}, {loss_on}" for loss_on in ("assistant", "completion")]
+        return "yes" if answers[0] in sections else "the last answer" if answers[1] in sections else "refused"
+
+    def tell_thoughts(title: str) -> str:
+        if f"{title}, assistant" not in sections:
+            return tell(title)
+        learned = re.findall("⟦([^⟧]*)⟧", sections[f"{title}, assistant"])
+        first, last = (thought in text for thought, text in zip(_THOUGHTS, learned, strict=True))
+        if any(text.count("</think>") > 1 for text in learned):
+            return "behind an empty thought"
+        return {(True, True): "learned", (False, True): "of the last answer", (False, False): "left out"}[first, last]
+
+    plain = [tell(title) for title in ("several turns", "a system message", "a call of a tool")]
+    return (*plain, tell_thoughts("thoughts in the text"), tell_thoughts("thoughts beside the text"))
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Conversations, or plain text, from .jsonl files, for fine-tuning a language model."""
+"""Conversations, or plain text, from JSON or Parquet files, for fine-tuning a language model."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from multigpu_cli.data.files import JsonLines, locate_data, locate_other_file
+from multigpu_cli.capabilities import FILES
+from multigpu_cli.data.files import Records, find_part_files, locate_data, locate_other_file, open_records
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, pluralize
@@ -38,6 +39,7 @@ from multigpu_cli.language.text import Subwords
 from multigpu_cli.runtime.model_call import IGNORED
 
 _OVERLONG = ("stop", "drop", "truncate")
+_PROBED = 8  # records
 _UNLIMITED = 10**9  # what tokenizers say that know no longest text is above
 
 
@@ -58,7 +60,7 @@ def load(
     """Conversations, or plain text, for --model pretrained.
 
     Args:
-        data_dir: a .jsonl file, or a folder with train.jsonl and perhaps val.jsonl and test.jsonl.
+        data_dir: a .jsonl, .json or .parquet file, or a folder with one for train and perhaps for val and test.
         model_dir: the model, whose tokenizer and chat template are used.
         max_length: tokens of a sample or pack (default: as many as the model knows places for).
         packing: on or off: several samples in a row, in training alone; pairs of preferences never share one.
@@ -67,8 +69,8 @@ def load(
         template_args: what the chat template is given beside the messages, such as {enable_thinking: false}.
         loss_on: assistant, completion or all (default: the assistant's messages, completions, all of a plain text).
         overlong: stop, drop or truncate: samples of more than max_length tokens.
-        val: share for validation, drawn by seed; without effect where there is a val.jsonl.
-        file: the .jsonl file in data_dir, where there are several.
+        val: share for validation, drawn by seed; without effect where there are files for it.
+        file: the file in data_dir, where there are several.
     """
     _check_choices(format, loss_on, overlong, val)
     files, text = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
@@ -97,15 +99,15 @@ def load(
         note="".join(f"{each}; " for each in said if each),
         codec=Subwords(text.tokenizer.backend_tokenizer.to_str(), record),
         noun="packs" if packs else "pairs" if paired else "samples",
-        warnings=tuple(warning for name, part in pairs.items() for warning in check_differences(name, part)),
+        warnings=tuple(_find_warnings(files["train"], form, encoder, pairs)),
         model="pretrained",
         task="dpo" if paired else "language-model",
     )
 
 
 def _open_splits(
-    parts: Mapping[str, tuple[JsonLines, np.ndarray]],
-    open_tokens: Callable[[JsonLines], TokenFile],
+    parts: Mapping[str, tuple[Records, np.ndarray]],
+    open_tokens: Callable[[Records], TokenFile],
     paired: bool,
     limit: int,
     padding: int,
@@ -126,6 +128,19 @@ def _make_encoder(
     record = describe_tokenizer(text.tokenizer, template)
     identity = sha256(repr(_sort((record, values))).encode()).hexdigest()
     return ChatEncoder(text.tokenizer, template, learns, text.ends, values), record, identity
+
+
+def _find_warnings(
+    records: Records, form: str, encoder: ChatEncoder, pairs: Mapping[str, PreferenceDataset]
+) -> Iterator[str]:
+    """What the chat template does otherwise than one expects, with answers of the first records; pairs of the same."""
+    encoder.notes.clear()  # of all records, where they were not in the cache
+    for row in range(min(_PROBED, len(records))):
+        place = records.describe(row)
+        encoder.encode(read_conversation(records[row], form, place), place)
+    yield from encoder.notes.values()
+    for name, part in pairs.items():
+        yield from check_differences(name, part)
 
 
 def _sort(values: Any) -> Any:
@@ -203,29 +218,32 @@ _LAYOUT = (
 )
 
 
-def find_files(data_dir: str | None, file: str | None) -> dict[str, JsonLines]:
+def find_files(data_dir: str | None, file: str | None) -> dict[str, Records]:
     """The files of the splits at --data-dir, none of them empty; only `train` where the file is to be divided."""
     place = locate_data("chat", data_dir, _LAYOUT)
-    paths = {"train": place}
+    paths = {"train": [place]}
     if place.is_dir():
-        names = sorted(path.name for path in place.glob("*.jsonl"))
-        if file is None and "train.jsonl" in names:
-            paths = {name: place / f"{name}.jsonl" for name in _SPLITS if f"{name}.jsonl" in names}
+        ending = next((each for each in FILES["chat"] if any(place.glob(f"*{each}"))), FILES["chat"][0])
+        names = sorted(path.name for path in place.glob(f"*{ending}"))
+        if file is None and ending == ".parquet":
+            paths = find_part_files("chat", data_dir, (ending,), _LAYOUT)
+        elif file is None and f"train{ending}" in names:
+            paths = {name: [place / f"{name}{ending}"] for name in _SPLITS if f"{name}{ending}" in names}
         elif file is None and len(names) != 1:
             raise RequestError(
                 f"--data-dir {data_dir} holds {', '.join(names) or 'no .jsonl file'}",
                 remedy=f"{_LAYOUT}{'; or --set data.file=' + names[0] if names else ''}",
             )
         else:
-            paths = {"train": locate_other_file("chat", place, file or names[0])}
-    files = {name: JsonLines(path) for name, path in paths.items()}
+            paths = {"train": [locate_other_file("chat", place, file or names[0])]}
+    files = {name: open_records(each) for name, each in paths.items()}
     for records in files.values():
         if not len(records):
-            raise RequestError(f"--data chat: {records.path} is empty", remedy="one JSON object per line")
+            raise RequestError(f"--data chat: {records.path} is empty", remedy="one record a line, or a row")
     return files
 
 
-def divide_files(files: Mapping[str, JsonLines], val: float, seed: int) -> dict[str, tuple[JsonLines, np.ndarray]]:
+def divide_files(files: Mapping[str, Records], val: float, seed: int) -> dict[str, tuple[Records, np.ndarray]]:
     """The records of each split, as numbers of records in a file."""
     found = {name: (records, np.arange(len(records))) for name, records in files.items()}
     if "val" not in files and val > 0:
@@ -313,7 +331,7 @@ _CODE = (chat_tokens, conversations, samples)
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 
-def open_record_tokens(records: JsonLines, form: str, encoder: ChatEncoder, conditions: object) -> TokenFile:
+def open_record_tokens(records: Records, form: str, encoder: ChatEncoder, conditions: object) -> TokenFile:
     """The tokens of all records, in a file below Hugging Face's cache; a preference is two samples.
 
     `conditions` is what they depend on, beside file, form, code and libraries.

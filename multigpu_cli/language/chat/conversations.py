@@ -36,13 +36,22 @@ class RecordFormat(NamedTuple):
 
 
 def _read_messages(record: Record) -> Conversation:
-    return Conversation(_check_messages(record["messages"]), tools=record.get("tools"))
+    return Conversation(_check_messages(record["messages"]), tools=_read_tools(record))
+
+
+def _read_tools(record: Record) -> Any:
+    """What the template is told of tools: a list, or a JSON text of one, as tables have it."""
+    tools = record.get("tools")
+    try:
+        return json.loads(tools) if isinstance(tools, str) and tools else tools or None
+    except ValueError as error:
+        raise ValueError(f"tools is no JSON ({error})") from error
 
 
 def _read_completion(record: Record) -> Conversation:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        return Conversation(_check_messages([*prompt, *completion]), tools=record.get("tools"))
+        return Conversation(_check_messages([*prompt, *completion]), tools=_read_tools(record))
     return Conversation(prompt=_check_text(prompt, "prompt"), completion=_check_text(completion, "completion"))
 
 
@@ -69,7 +78,7 @@ def _read_sharegpt(record: Record) -> Conversation:
         if messages or role != "assistant":  # some begin in mid-talk: such a turn answers nothing (Vicuna drops it too)
             marks = {name: turn[name] for name in _MARKS if name in turn}
             messages.append({"role": role, "content": turn.get("value", turn.get("content")), **marks})
-    return Conversation(_check_messages([*_read_system(record), *messages]), tools=record.get("tools"))
+    return Conversation(_check_messages([*_read_system(record), *messages]), tools=_read_tools(record))
 
 
 def _read_system(record: Record) -> list[dict[str, Any]]:
@@ -86,7 +95,7 @@ def _read_preference(record: Record) -> Conversation:
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise ValueError("one of chosen and rejected is a list of messages, the other is not")
     if isinstance(chosen, list) or isinstance(prompt, list):
-        return _read_answers(_to_messages(chosen), _to_messages(rejected), prompt, record.get("tools"))
+        return _read_answers(_to_messages(chosen), _to_messages(rejected), prompt, _read_tools(record))
     if prompt is None:
         prompt = _find_common_text(chosen, rejected)
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]

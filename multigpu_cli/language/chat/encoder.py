@@ -1,6 +1,7 @@
 """Conversations as tokens, with those that are learned, by the model's own tokenizer and chat template."""
 
 import inspect
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -16,6 +17,9 @@ _SHOWN = 60  # characters of a rendered text in a message
 _OWN_VALUES = ("messages", "tools", "strftime_now", "bos_token", "eos_token")
 TODAY = date(2024, 7, 26)
 """For templates that write the date: Llama 3.1's own. Samples may not change from day to day."""
+_SIGNS = ("a", "A", "b", "B", "d", "-d", "e", "m", "-m", "y", "Y", "j", "F", "D", "H", "I", "M", "S", "p", "T", "R")
+_THOUGHT = re.compile("<think>(.*)</think>", re.DOTALL)
+_MARK = "\ue000"  # a private character of Unicode, put into a message to find where it is rendered
 
 
 class ChatTokens(NamedTuple):
@@ -30,7 +34,8 @@ class ChatEncoder:
 
     Which characters are the assistant's is found by rendering the messages before one of its own, with the template's
     call for an answer, and those up to it: marks inside a template are missing from most. Tokens are those of the whole
-    text, so they are what the model sees when it answers.
+    text, so they are what the model sees when it answers; where a template renders an answer otherwise once more
+    messages follow, or than it asks for it, what it renders in the whole text is learned.
 
     Args:
         tokenizer: a fast one of transformers.
@@ -50,6 +55,7 @@ class ChatEncoder:
     ) -> None:
         self._tokenizer, self._template, self._loss_on = tokenizer, template, loss_on
         self._ends, self._values = frozenset(ends), dict(values or {})
+        self.notes: dict[str, str] = {}  # what the template does with answers, of the first one of each kind
 
     def encode(self, conversation: Conversation, place: str) -> ChatTokens:
         """Tokens of one conversation; RequestError where the template renders a message otherwise when more follow."""
@@ -117,7 +123,19 @@ class ChatEncoder:
             first, end = known.get(number) or self._find_answer(conversation, number, whole, place)
             _check_said(messages[number], whole[first:end], number + 1, place)
             spans.append((first, end))
+            self._note_thought(messages[number], whole[first:end], number + 1, place)
         return spans
+
+    def _note_thought(self, message: dict[str, Any], rendered: str, number: int, place: str) -> None:
+        thought = message.get("reasoning_content") or "".join(_THOUGHT.findall(message["content"]))
+        if _squeeze(thought) not in _squeeze(rendered):
+            note = f"{place}: the chat template leaves the thought of message {number} out: it is not learned"
+        elif thought and rendered.count("</think>") > 1:
+            note = f"{place}: the chat template has a thought of its own before that of message {number}: give it as "
+            note += "reasoning_content, not in content"
+        else:
+            return
+        self.notes.setdefault("thought", note)
 
     def _find_by_neighbours(self, conversation: Conversation, whole: str, place: str) -> dict[int, tuple[int, int]]:
         """First character and end of all answers, for which each message is rendered a few times, however many follow.
@@ -157,16 +175,60 @@ class ChatEncoder:
     def _find_answer(self, conversation: Conversation, number: int, whole: str, place: str) -> tuple[int, int]:
         messages = conversation.messages or []
         before = self._render(conversation, messages[:number], place, asks=True)
-        if not whole.startswith(before):
-            raise self._refuse(whole, before, f"asks for message {number + 1} otherwise than it is rendered", place)
         through = whole
         if number + 1 < len(messages):
             through = self._render(conversation, messages[: number + 1], place, asks=False)
             if not whole.startswith(through):  # some end the whole conversation with EOS
                 through = through.removesuffix(self._tokenizer.eos_token or "")
-        if not whole.startswith(through):
-            raise self._refuse(whole, through, f"renders message {number + 1} otherwise when more follow", place)
-        return len(before), len(through)
+        if whole.startswith(before) and whole.startswith(through):
+            return len(before), len(through)
+        return self._find_rewritten(conversation, number, (before, through, whole), place)
+
+    def _find_rewritten(
+        self, conversation: Conversation, number: int, texts: tuple[str, str, str], place: str
+    ) -> tuple[int, int]:
+        """The same where a template writes an answer otherwise than it asks for it, such as without its thought.
+
+        What stands between the message before and the answer, and behind it, is compared with what asks for the answer,
+        and with the text that ends with it.
+        """
+        messages, (before, through, whole) = conversation.messages or [], texts
+        if whole.startswith(before):
+            how, shown = f"renders message {number + 1} otherwise when more follow", through
+        else:
+            how, shown = f"asks for message {number + 1} otherwise than it is rendered", before
+        asked, ended = {number - 1: ("", _MARK)}, {number: ("", _MARK)}
+        inside = self._find_marks(conversation, messages, asked | {number: (_MARK, _MARK)}, whole, place)
+        call = self._find_marks(conversation, messages[:number], asked, before, place, asks=True)
+        end = self._find_marks(conversation, messages[: number + 1], ended, through, place)
+        if not (inside and call and end):
+            raise self._refuse(whole, shown, how, place)
+        self.notes.setdefault("rewritten", f"{place}: the chat template {how}; what it renders is learned")
+        begun = inside[0] + _count_same(whole[inside[0] :], before[call[0] :])
+        return min(begun, inside[1]), inside[2] + _count_same(whole[inside[2] :], through[end[0] :])
+
+    def _find_marks(
+        self,
+        conversation: Conversation,
+        messages: list[dict[str, Any]],
+        marks: dict[int, tuple[str, str]],
+        text: str,
+        place: str,
+        *,
+        asks: bool = False,
+    ) -> list[int]:
+        """Where marks before and behind what some messages say, without thoughts, come to stand in the rendered text.
+
+        [] where the template does not render each mark once, or renders what precedes the last one otherwise.
+        """
+        marked = list(messages)
+        for number, (first, last) in marks.items():
+            content = messages[number]["content"].rstrip()
+            said = content.rpartition("</think>")[2].lstrip()
+            marked[number] = messages[number] | {"content": f"{content.removesuffix(said)}{first}{said}{last}"}
+        *pieces, _ = self._render(conversation, marked, place, asks=asks).split(_MARK)
+        complete = len(pieces) == sum(len("".join(each)) for each in marks.values())
+        return list(accumulate(map(len, pieces))) if complete and text.startswith("".join(pieces)) else []
 
     def _check_template(self, place: str) -> None:
         if not (self._template or self._tokenizer.chat_template):
@@ -177,7 +239,7 @@ class ChatEncoder:
             )
 
     def _refuse(self, whole: str, text: str, how: str, place: str) -> RequestError:
-        at = next((at for at, (one, other) in enumerate(zip(whole, text, strict=False)) if one != other), len(whole))
+        at = _count_same(whole, text)
         last = "" if self._loss_on == "completion" else "--set data.loss_on=completion, for the last message only, or "
         return RequestError(
             f"--data chat: {place}: the chat template {how}: {text[at : at + _SHOWN]!r} becomes "
@@ -192,11 +254,10 @@ class ChatEncoder:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
-                chat_template=self._template,
+                chat_template=fix_date(self._tokenizer.get_chat_template(self._template, conversation.tools)),
                 tools=conversation.tools,
                 tokenize=False,
                 add_generation_prompt=asks,
-                strftime_now=TODAY.strftime,
                 **self._values,
             )
         except (TemplateError, TypeError, ValueError, KeyError) as error:
@@ -205,6 +266,14 @@ class ChatEncoder:
                 remedy="other roles, or another template with --set data.chat_template=FILE",
             ) from error
         return text
+
+
+def fix_date(template: str) -> str:
+    """A chat template whose strftime_now is on that day: transformers 5.23 passes no functions to templates."""
+    if "strftime_now" not in template:
+        return template
+    replaced = "".join(f"|replace('%{sign}', '{TODAY.strftime(f'%{sign}')}')" for sign in _SIGNS)
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}\n{template}"
 
 
 def check_template_values(tokenizer: Any, values: Any) -> None:
@@ -225,10 +294,20 @@ def _check_said(message: dict[str, Any], rendered: str, number: int, place: str)
     """Refuse a template that leaves out what is to be learned, up to white space and thoughts."""
     content = message["content"].rpartition("</think>")[2]
     wanted = [content, *(call.get("function", call)["name"] for call in message.get("tool_calls", ()))]
-    there = "".join(rendered.split())
     for text in wanted:
-        if "".join(text.split()) not in there:
+        if _squeeze(text) not in _squeeze(rendered):
             raise RequestError(
                 f"--data chat: {place}: the chat template leaves {text[:_SHOWN]!r} of message {number} out",
                 remedy="a template that renders it, with --set data.chat_template=FILE",
             )
+
+
+def _squeeze(text: str) -> str:
+    """A text without its white space."""
+    return "".join(text.split())
+
+
+def _count_same(one: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.data.files import JsonLines
+from multigpu_cli.data.files import Records
 from multigpu_cli.data.order import shuffle_numbers
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.language.chat.conversations import Conversation
@@ -44,7 +44,7 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
     noun, width = "sample", 1
 
     def __init__(
-        self, records: JsonLines, tokens: TokenFile, rows: Sequence[int] | np.ndarray, limit: int, padding: int
+        self, records: Records, tokens: TokenFile, rows: Sequence[int] | np.ndarray, limit: int, padding: int
     ) -> None:
         self.records, self.limit = records, limit
         self.collate_fn = partial(pad_samples, padding=padding)

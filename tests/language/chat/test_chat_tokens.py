@@ -71,22 +71,55 @@ def test_nothing_is_learned_where_the_last_message_is_not_an_answer(tokenizer: A
     assert decode_learned(tokenizer, Conversation(TALK[:4]), "completion") == []
 
 
-def test_a_template_that_renders_answers_otherwise_later_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(
-        RequestError, match="a:1: the chat template renders message 3 otherwise when more follow"
-    ) as raised:
-        decode_learned(tokenizer, Conversation(TALK), "assistant", THINKING)
-    assert "data.loss_on=completion" in str(raised.value.remedy)
+def test_answers_that_a_template_renders_otherwise_later_are_learned_as_they_are_rendered(tokenizer: Any) -> None:
+    encoder = ChatEncoder(tokenizer, THINKING, "assistant", [tokenizer.eos_token_id])
+    encoder.encode(Conversation(TALK), "a:1")
+    assert list(encoder.notes.values()) == [
+        "a:1: the chat template renders message 3 otherwise when more follow; what it renders is learned",
+        "a:1: the chat template leaves the thought of message 3 out: it is not learned",
+    ]
+    found = decode_learned(tokenizer, Conversation(TALK), "assistant", THINKING)
+    assert found == ["Paris<|im_end|>", "4, of course.<|im_end|>"]
     assert decode_learned(tokenizer, Conversation(TALK), "completion", THINKING) == ["4, of course.<|im_end|>"]
 
 
-def test_a_template_that_asks_for_more_than_it_renders_is_refused(tokenizer: Any) -> None:
-    """As DeepSeek's does, which begins a thought where it asks."""
-    asking = CHATML.replace("assistant\n{% endif", "assistant\n<think>{% endif")
-    for loss_on in ("assistant", "completion"):
-        with pytest.raises(RequestError, match=r"the chat template asks for message [35] otherwise") as raised:
-            decode_learned(tokenizer, Conversation(TALK), loss_on, asking)
-    assert "loss_on" not in str(raised.value.remedy), "it is set already, and does not help"
+def test_a_thought_that_is_asked_for_and_not_rendered_is_not_learned(tokenizer: Any) -> None:
+    """As DeepSeek's template does; an answer that begins as the thought is learned from its first character."""
+    asking = THINKING.replace("assistant\n{% endif", "assistant\n<think>{% endif")
+    talk = [*TALK[:4], {"role": "assistant", "content": "<b>4</b>"}]
+    for loss_on, found in (
+        ("assistant", ["Paris<|im_end|>", "<b>4</b><|im_end|>"]),
+        ("completion", ["<b>4</b><|im_end|>"]),
+    ):
+        assert decode_learned(tokenizer, Conversation(talk), loss_on, asking) == found
+    first = Conversation(TALK[:3])
+    assert decode_learned(tokenizer, first, "assistant", asking) == ["hm</think>Paris<|im_end|>"]
+
+
+def test_a_second_thought_of_the_templates_own_is_noted(tokenizer: Any) -> None:
+    doubling = CHATML.replace("{{ message['content'] }}", "<think></think>{{ message['content'] }}")
+    encoder = ChatEncoder(tokenizer, doubling, "assistant", [tokenizer.eos_token_id])
+    encoder.encode(Conversation(TALK), "a:1")
+    assert "a thought of its own before that of message 3: give it as reasoning_content" in encoder.notes["thought"]
+
+
+def test_a_template_whose_answers_can_not_be_found_is_refused(tokenizer: Any) -> None:
+    strange = THINKING.replace("[-1]", "[-1] * 2")
+    with pytest.raises(RequestError, match="a:1: the chat template renders message 3 otherwise when") as raised:
+        decode_learned(tokenizer, Conversation(TALK), "assistant", strange)
+    assert "data.loss_on=completion" in str(raised.value.remedy)
+
+
+def test_a_template_that_writes_the_date_gets_always_the_same(tokenizer: Any) -> None:
+    """As Llama 3.2's and gpt-oss's do; the second one calls it within a macro."""
+    plain = "{{ strftime_now('%d %b %Y, %A %-d.%-m.') }} " + CHATML
+    within = (
+        "{%- macro day() -%}{{ strftime_now('%Y-%m-%d') }}{%- endmacro -%}\n  {%- if true %}{{ day() }} {% endif %}"
+        + CHATML
+    )
+    for template, date in ((plain, "26 Jul 2024, Friday 26.7."), (within, "2024-07-26")):
+        (whole,) = decode_learned(tokenizer, Conversation(TALK), "all", template)
+        assert whole == f"{date} {tokenizer.apply_chat_template(TALK, tokenize=False)}"
 
 
 def test_eos_at_the_end_of_the_whole_alone(tokenizer: Any) -> None:

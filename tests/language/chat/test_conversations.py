@@ -1,3 +1,4 @@
+import json
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ TOOLS = [{"name": "add"}]
     ("form", "record", "expected"),
     [
         ("messages", {"messages": [USER, ANSWER], "tools": TOOLS}, Conversation([USER, ANSWER], tools=TOOLS)),
+        (
+            "messages",
+            {"messages": [USER, ANSWER], "tools": json.dumps(TOOLS)},
+            Conversation([USER, ANSWER], tools=TOOLS),
+        ),
         (
             "sharegpt",
             {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
