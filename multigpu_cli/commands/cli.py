@@ -13,6 +13,7 @@ from multigpu_cli.commands.options import (
     print_result,
     reject_idle_flags,
     run_argument,
+    with_changes,
     with_inference_options,
     with_train_options,
 )
@@ -90,25 +91,24 @@ def checkpoints(run: _Run, as_json: _Json = False) -> int:
 
 
 @app.command(cls=Command)
+@with_changes
 def export(
     checkpoint: Annotated[str, run_argument("CKPT", "run folder, best.pt, last.pt, or checkpoint")],
     to: Annotated[str, typer.Option(metavar="PATH", help="….safetensors, ….pt, ….pt2 or ….onnx; or a new folder")],
     kind: Annotated[
         str | None, typer.Option("--format", metavar="hf|adapter|merged", help="a folder for transformers and peft")
     ] = None,
-    data_dir: Annotated[str | None, typer.Option(metavar="PATH", help="where the run's dataset is now")] = None,
-    model_dir: _ModelDir = None,
     own_code: _OwnCode = False,
     as_json: _Json = False,
+    **given: Any,
 ) -> None:
     """Write trained weights, or the whole network, for other programs, and check what was written."""
-    from multigpu_cli.commands.requests import parse_export_target
+    from multigpu_cli.commands.requests import parse_changes, parse_export_target
 
-    target = parse_export_target(to, checkpoint, kind)
+    target, changes = parse_export_target(to, checkpoint, kind), parse_changes(given)
     from multigpu_cli.commands.export import export_run, format_export  # torch loads here
 
-    places = {"data_dir": data_dir, "model_dir": model_dir}
-    written = export_run(checkpoint, target, format=kind, **places, own_code=own_code)
+    written = export_run(checkpoint, target, format=kind, changes=changes, own_code=own_code)
     print_result(written, format_export(written), as_json=as_json)
 
 
@@ -312,15 +312,15 @@ def evaluate(run: _Weights, *, own_code: _OwnCode = False, as_json: _Json = Fals
 def predict(
     run: _Weights,
     *,
-    out: Annotated[str, typer.Option(metavar="FILE", help="the table to write: ….csv")],
+    out: Annotated[str, typer.Option(metavar="FILE", help="….csv, ….npy, ….npz, or a new folder for images")],
     own_code: _OwnCode = False,
     **given: Any,
 ) -> None:
-    """Write the predictions of a run's best weights for each sample, in order, as a table; on any number of workers."""
-    from multigpu_cli.commands.requests import parse_csv_target, parse_inference_request
+    """Write what a run's best weights predict of each sample, in order: a table, arrays or images."""
+    from multigpu_cli.commands.requests import parse_inference_request, parse_prediction_target
 
-    request, target = parse_inference_request(run, given, own_code=own_code), parse_csv_target(out)
-    from multigpu_cli.commands.inference import predict_run  # torch loads here
+    request, target = parse_inference_request(run, given, own_code=own_code), parse_prediction_target(out)
+    from multigpu_cli.commands.predict.predict import predict_run  # torch loads here
 
     if written := predict_run(request, target):
         print(written)
@@ -335,13 +335,16 @@ def sample(
     top_k: Annotated[str | None, typer.Option(metavar="N", help="draw from the N likeliest only")] = None,
     seed: Annotated[str, typer.Option(metavar="N", help="of the draws")] = "42",
     raw: Annotated[bool, typer.Option("--raw", help="go on from the prompt, without a chat template")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="your own network, as the run names it: allows its import")
+    ] = None,
     model_dir: _ModelDir = None,
     own_code: _OwnCode = False,
 ) -> None:
     """Write text with a run's language model; one with a chat template answers the prompt."""
     from multigpu_cli.commands.requests import parse_inference_request, parse_sampling
 
-    request = parse_inference_request(run, {"model_dir": model_dir}, own_code=own_code)
+    request = parse_inference_request(run, {"model": model, "model_dir": model_dir}, own_code=own_code)
     sampling = parse_sampling(length, temperature, top_k, seed)
     from multigpu_cli.commands.language.samples import Sampling, generate_text  # torch loads here
 

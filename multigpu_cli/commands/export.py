@@ -4,11 +4,12 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def export_weights(state: dict[str, Any], target: Path) -> list[str]:
         for name, value in state.items()
         if name not in left_out
     }
-    with _draft(target) as draft:
+    with draft_file(target) as draft:
         if target.suffix == ".safetensors":
             publish(draft, safetensors.save(own, metadata={"format": "pt"}))
             found = safetensors.load(draft.read_bytes())
@@ -81,7 +82,7 @@ def export_network(model: nn.Module, inputs: Any, target: Path, raw: RawInputs |
     RequestError: the model can't be exported. TrainingError: the exported model's outputs differ.
     """
     pack, load = (_onnx, partial(_run_onnx, raw=raw)) if target.suffix == ".onnx" else (_pt2, _run_pt2)
-    with _draft(target) as draft, torch.no_grad(), _silence():
+    with draft_file(target) as draft, torch.no_grad(), _silence():
         try:
             content = pack(model, bind_arguments(model, _take(inputs, -1)))
             publish(draft, raw.add_before(content) if raw else content)
@@ -105,7 +106,7 @@ def export_network(model: nn.Module, inputs: Any, target: Path, raw: RawInputs |
 
 
 @contextmanager
-def _draft(target: Path) -> Iterator[Path]:
+def draft_file(target: Path) -> Iterator[Path]:
     """A temporary name in the target's folder; renamed to the target on success, removed on failure."""
     draft = target.with_name(f".{target.name}.unchecked")
     try:
@@ -204,18 +205,17 @@ def export_run(
     target: Path,
     *,
     format: str | None = None,
-    data_dir: str | None = None,
-    model_dir: str | None = None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
     own_code: bool = False,
 ) -> Export:
     """Write the file, or folder, and check it.
 
-    The format is hf, adapter or merged, a folder for transformers and peft; None: a file, by its ending. `data_dir` is
-    where the dataset is now; the network is built for its shapes, and run on its samples. RequestError: nothing was
-    written. TrainingError: the file failed its check, and was removed.
+    The format is hf, adapter or merged, a folder for transformers and peft; None: a file, by its ending. `changes` are
+    settings that differ from the run's, such as where the dataset is now; the network is built for its shapes, and run
+    on its samples. RequestError: nothing was written. TrainingError: the file failed its check, and was removed.
     """
     if format:
-        return _export_folder(checkpoint, target, format, model_dir, own_code=own_code)
+        return _export_folder(checkpoint, target, format, changes, own_code=own_code)
     weights, takes = load_trained_weights(Path(checkpoint)), ""
     if target.suffix in (".safetensors", ".pt"):
         with writing_to("--to", target):
@@ -224,7 +224,7 @@ def export_run(
         if left_out:
             checked += f"; left out, since only .pt takes more than tensors: {', '.join(left_out)}"
     else:
-        run, inputs = _rebuild_run(weights, data_dir, own_code=own_code)
+        run, inputs = _rebuild_run(weights, changes, own_code=own_code)
         with writing_to("--to", target):
             difference, takes = _export_run(run, inputs, target)
         checked = f"run on {_count(inputs)} samples and on one: greatest difference {difference:.2g}"
@@ -239,10 +239,9 @@ def format_export(export: Export) -> Iterator[str]:
         yield export.takes
 
 
-def _export_folder(checkpoint: str, target: Path, format: str, model_dir: str | None, *, own_code: bool) -> Export:
+def _export_folder(checkpoint: str, target: Path, format: str, changes: Mapping[str, Any], *, own_code: bool) -> Export:
     from multigpu_cli.commands.language.export_folder import write_model_folder  # late: transformers' models only
 
-    changes = {"model_dir": model_dir} if model_dir else {}
     written = write_model_folder(Path(checkpoint), target, format, changes, own_code=own_code)
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     checked = f"loaded again: greatest difference of a logit {written.difference:.2g} of the largest one"
@@ -273,9 +272,9 @@ def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:
     return difference, f"takes features, not rows: {beside} describes how features are computed from rows"
 
 
-def _rebuild_run(weights: TrainedWeights, data_dir: str | None, *, own_code: bool) -> tuple[LoadedRun, Any]:
+def _rebuild_run(weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: bool) -> tuple[LoadedRun, Any]:
     """The run with these weights, and samples of its dataset as the network takes them."""
-    run = load_run(weights, {"data_dir": data_dir} if data_dir else {}, own_code=own_code)
+    run = load_run(weights, changes, own_code=own_code)
     check_has_samples(run.config, "export to this format (.safetensors and .pt do not)")
     weights_alone = "--to ….safetensors, for the weights alone"
     if run.config.task.name == FROM_MODEL:

@@ -1,13 +1,9 @@
-"""evaluate and predict: a run's weights on a split of its data, or on other data, each sample once, in order."""
+"""evaluate, and what predict begins with: a run's weights on a split of its data, or on other data, in order."""
 
-import csv
-import io
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -15,9 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.weights import TrainedWeights, describe_code, load_trained_weights, name_changes
-from multigpu_cli.commands.options import writing_to
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.config.code_names import NAMING, check_code
 from multigpu_cli.config.resume_rules import replace_settings
@@ -27,7 +21,7 @@ from multigpu_cli.data.source import Codec, DataSource, wrap_unlabeled
 from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
 from multigpu_cli.distributed.placement import count_cores
 from multigpu_cli.distributed.process_group import join_workers, place_on_machine
-from multigpu_cli.distributed.world import World, broadcast_object, run_on_all_ranks
+from multigpu_cli.distributed.world import World, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.adapter import check_base
 from multigpu_cli.language.model_folder import TextModel, describe_tokenizer, find_model_folder, load_text_model
@@ -139,8 +133,8 @@ def _merge_config(weights: TrainedWeights, changes: Mapping[str, Any]) -> Config
         known["model"] = weights.model
     if changes.get("data", known.get("data")) != known.get("data"):
         known["data.args"] = {}  # the run's are arguments of its own dataset
-    args = known.get("data.args", {}) | changes.get("data.args", {})
-    config = replace_settings(Config(), known | dict(changes) | {"data.args": args})
+    args = {key: known.get(key, {}) | changes.get(key, {}) for key in ("data.args", "model.args", "task.args")}
+    config = replace_settings(Config(), known | dict(changes) | args)
     plain = replace(config.model, sync_bn=False, grad_checkpointing=False, freeze=(), init_from=None)
     return replace(config, model=plain, data=replace(config.data, num_workers=0))
 
@@ -266,53 +260,3 @@ def format_metrics(metrics: dict[str, Any]) -> Iterator[str]:
         yield from format.format_class_table(rows, names)
         if "confusion" in metrics:
             yield from format.format_confusion_table(metrics["confusion"], names)
-
-
-def predict_run(request: InferenceRequest, target: Path) -> str | None:
-    """Write one row for each sample of the split, in order; says what was written, but None on ranks above 0.
-
-    Samples may be inputs alone: then the table has no column of targets.
-    """
-    return run_distributed(request, partial(_write_predictions, target), needs_targets=False)
-
-
-def _write_predictions(target: Path, part: InferencePass) -> str:
-    text = _gather_rows(part)
-    if part.world.is_main:
-        with writing_to("--out", target):
-            publish(target, text.encode())
-    return f"{target}  {part.loader.size:,} samples of the {part.split} split, weights from {part.origin}"
-
-
-def _gather_rows(part: InferencePass) -> str:
-    """All ranks' rows on rank 0, as a table; ranks have contiguous shares, so they are in the order of the samples."""
-    share = run_on_all_ranks(part.world, lambda: _predict_share(part))
-    head, whole = "", []
-    for rank in range(part.world.size):
-        columns, rows = broadcast_object(part.world, share, source=rank)
-        head = head or columns
-        if part.world.is_main:
-            whole.append(rows)
-    return "".join([head, *whole])
-
-
-@torch.inference_mode()
-def _predict_share(part: InferencePass) -> tuple[str, str]:
-    """The line of names and this rank's rows, as text: lists of numbers take many times as much memory."""
-    head, text = "", io.StringIO()
-    for batch in part.loader.eval_batches(part.batch_size, part.world.rank, part.world.size):
-        with part.precision.autocast():
-            columns = part.task.predictions(part.model, batch)
-        numbers = batch.sample_indices.tolist()
-        named = {} if part.names is None else {"name": [part.names[number] for number in numbers]}
-        table = {"sample": numbers} | named | columns
-        kept = [name for name in table if part.has_targets or not name.startswith("target")]
-        head = head or _format_csv([kept])
-        text.write(_format_csv(zip(*(table[name] for name in kept), strict=True)))
-    return head, text.getvalue()
-
-
-def _format_csv(rows: Iterable[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()

@@ -33,11 +33,21 @@ _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
     ("version", bool, "", "print the version and stop"),
 )
 
-_INFERENCE: dict[str, Any] = {
+_CHANGES: dict[str, Any] = {
     "data": Annotated[str | None, typer.Option(metavar="NAME", help="other data than the run's, as for training")],
     "data_dir": Annotated[str | None, typer.Option(metavar="PATH", help="folder or file where the data is now")],
+    "model": Annotated[
+        str | None, typer.Option(metavar="NAME", help="your own network, as the run names it: allows its import")
+    ],
+    "task": Annotated[
+        str | None, typer.Option(metavar="NAME", help="your own task, as the run names it: allows its import")
+    ],
     "model_dir": Annotated[str | None, typer.Option(metavar="PATH", help="where the run's pretrained model is now")],
-    "set": Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument of the data: data.args.…")],
+    "set": Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument of data, model or task: data.args.…")
+    ],
+}
+_INFERENCE = _CHANGES | {
     "split": Annotated[str | None, typer.Option(metavar="train|val|test", help="which part (default: test, else val)")],
     "batch_size": Annotated[str | None, typer.Option(metavar="N", help="samples at once (default: twice the run's)")],
     "nproc_per_node": Annotated[str | None, typer.Option(metavar="N", help="processes (default: one per GPU)")],
@@ -99,8 +109,17 @@ def with_train_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def with_inference_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a Typer command the options of a pass over a dataset; it gets them as keywords, those not given as None."""
+    return _with_optional(command, _INFERENCE)
+
+
+def with_changes(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of the options that say what differs from a run."""
+    return _with_optional(command, _CHANGES)
+
+
+def _with_optional(command: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     keyword = inspect.Parameter.KEYWORD_ONLY
-    more = [inspect.Parameter(name, keyword, default=None, annotation=each) for name, each in _INFERENCE.items()]
+    more = [inspect.Parameter(name, keyword, default=None, annotation=each) for name, each in options.items()]
     return _with_options(command, more)
 
 

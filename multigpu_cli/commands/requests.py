@@ -14,7 +14,7 @@ from multigpu_cli.config.sources import gather, resolve
 from multigpu_cli.config.types import ValueType, choice, integer, number
 from multigpu_cli.errors import RequestError, combine_errors
 
-_DATA = {"data", "data.args", "data.inputs", "data_dir", "model_dir"}
+_CHANGED = {"data", "data.args", "data.inputs", "data_dir", "model", "model.args", "model_dir", "task", "task.args"}
 _EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {
     ".safetensors": (),
     ".pt": (),
@@ -62,18 +62,23 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
 def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: bool) -> InferenceRequest:
     """Read the options of evaluate, predict and sample; None where one was not given."""
     _check_run_exists(run)
-    sets = list(given.get("set") or ())
-    config = resolve({name: given.get(name) for name in ("data", "data_dir", "model_dir")}, sets, None)
-    if others := sorted(config.explicit - _DATA):
-        raise RequestError(f"--set {others[0]}: only the data can differ from the run's", remedy="data.args.NAME=…")
     return InferenceRequest(
         run=Path(run),
-        changes={key: config.get(key) for key in config.explicit},
+        changes=parse_changes(given),
         split=parse_option(choice("train", "val", "test"), "--split", given.get("split")),
         batch_size=parse_option(integer(1, 2**31), "--batch-size", given.get("batch_size")),
         workers=parse_option(integer(1, 1024), "--nproc-per-node", given.get("nproc_per_node")),
         own_code=own_code,
     )
+
+
+def parse_changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that differ from the run's, and those that name its own code in this command."""
+    flags = {name: given.get(name) for name in ("data", "data_dir", "model", "model_dir", "task")}
+    config = resolve(flags, list(given.get("set") or ()), None)
+    if others := sorted(config.explicit - _CHANGED):
+        raise RequestError(f"--set {others[0]}: only data, model and task can differ", remedy="data.args.NAME=…")
+    return {key: config.get(key) for key in config.explicit}
 
 
 def parse_sampling(length: str, temperature: str, top_k: str | None, seed: str) -> dict[str, Any]:
@@ -101,11 +106,16 @@ def parse_worker_counts(text: str) -> list[int]:
     return sorted({1, *(parse_option(integer(1), "--workers", word) for word in text.split(","))})
 
 
-def parse_csv_target(out: str) -> Path:
-    """The table that predict writes: a new .csv in a folder that exists."""
+def parse_prediction_target(out: str) -> Path:
+    """What predict writes, in a folder that exists: a new .csv, .npy or .npz, or a new folder, for images."""
     target = Path(out)
-    if target.suffix != ".csv":
-        raise RequestError(f"--out {out}: must end in .csv", remedy="--out predictions.csv")
+    if target.suffix not in (".csv", ".npy", ".npz", ""):
+        raise RequestError(
+            f"--out {out}: must end in .csv, .npy or .npz, or be a new folder for images",
+            remedy="--out predictions.csv",
+        )
+    if not target.suffix and find_spec("PIL") is None:
+        raise RequestError(f"--out {out}: images need Pillow", remedy="pip install Pillow; or --out predictions.npy")
     _check_new_file("--out", target)
     return target
 

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
+import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor
@@ -17,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from multigpu_cli.capabilities import ACTORS, DATASETS, load
 from multigpu_cli.config.code_names import names_environments
 from multigpu_cli.config.schema import Config, DataConfig
+from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.data.class_weights import read_labels
 from multigpu_cli.data.collate import (
     PAIR,
@@ -30,7 +34,7 @@ from multigpu_cli.data.collate import (
 )
 from multigpu_cli.data.mixture import MixedSource
 from multigpu_cli.data.order import EVAL_EPOCH, split_by_sample
-from multigpu_cli.data.source import DataSource, MaterializedIterable
+from multigpu_cli.data.source import DataSource, MaterializedIterable, wrap_unlabeled
 from multigpu_cli.distributed.processes import say_before_run
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import make_key
@@ -212,35 +216,63 @@ def _check_finite(dataset: Any, where: str) -> None:
 def _from_one(
     factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int, infer: Infer
 ) -> DataSource:
-    other = None
-    if "new" not in inspect.signature(factory).parameters:
-        other, args = args.get("new"), {key: value for key, value in args.items() if key != "new"}
+    other, args = _take_new(factory, args)
     found = factories.call_factory(factory, offered, args, where="data")
-    if isinstance(found, DataSource):
-        source = found
-    else:
-        source = _split_by_seed(_dataset(found, name, seed), seed, infer)
-    if other is None:
-        return source
-    if isinstance(found, DataSource):
+    source = found if isinstance(found, DataSource) else _split_by_seed(_dataset(found, name, seed), seed, infer)
+    if other is not None and isinstance(found, DataSource):
         raise RequestError(
             f"data.args.new: --data {name} takes no new samples",
             remedy="leave it out; new samples are for --data csv and for a dataset of your own, MODULE:FUNCTION",
         )
-    if not isinstance(other, dict):
-        raise RequestError(
-            f"data.args.new: {name} has no new samples for {other!r}",
-            remedy="give the arguments that differ for the new samples, for instance --set 'data.new={path: new.csv}'",
-        )
-    from multigpu_cli.data.source import wrap_unlabeled  # late: few runs have new samples
+    return source if other is None else _add_new(source, other, factory, offered, args, name, seed)
 
-    new = _dataset(factories.call_factory(factory, offered, args | other, where="data"), name, seed)
-    return replace(source, new=wrap_unlabeled(new, source.train, source.form) or new)
+
+def _take_new(factory: Callable[..., Any], args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What data.args.new is, unless it is the factory's own, and the other arguments."""
+    if "new" in inspect.signature(factory).parameters:
+        return None, args
+    return args.get("new"), {key: value for key, value in args.items() if key != "new"}
+
+
+def _add_new(
+    source: DataSource, new: Any, factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any],
+    name: str, seed: int,
+) -> DataSource:  # fmt: skip
+    """The source with the samples to predict, by data.args.new.
+
+    A mapping has the arguments that differ for them; `module:function` is a factory of their own, which takes what is
+    offered; a .npz or .npy file has them as X, or as its only array.
+    """
+    if isinstance(new, dict):
+        found = factories.call_factory(factory, {**offered, "split": "test"}, args | new, where="data")
+    elif isinstance(new, str) and new.endswith((".npz", ".npy")):
+        found = _read_array(Path(offered["data_dir"] or ".", new), Path(new))
+    elif isinstance(new, str) and OWN_CODE.fullmatch(new):
+        found = factories.call_factory(factories.find_factory(new, {}, flag="data.new"), offered, {}, where="data")
+    else:
+        raise RequestError(
+            f"data.args.new: {name} has no new samples for {new!r}",
+            remedy="the arguments that differ for them, as --set 'data.new={path: new.csv}'; a function of their own, "
+            "--set data.new=MODULE:FUNCTION; or a .npz file with X",
+        )
+    alone = TensorDataset(to_tensors(found)) if _holds_numbers(found) else _dataset(found, name, seed)
+    return replace(source, new=wrap_unlabeled(alone, source.train, source.form) or alone)
+
+
+def _read_array(*places: Path) -> Any:
+    path = next((each for each in places if each.is_file()), places[-1])
+    try:
+        with path.open("rb") as file:  # NumPy leaves a damaged one open
+            found = np.load(file, allow_pickle=False)
+            return found if isinstance(found, ndarray) else found["X"]
+    except (KeyError, ValueError, OSError, BadZipFile) as error:
+        raise RequestError(f"data.args.new: {path}: {error}", remedy="np.savez('new.npz', X=…)") from error
 
 
 def _from_splits(
     factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int, infer: Infer
 ) -> DataSource:
+    other, args = _take_new(factory, args)
     splits = {}
     for number, split in enumerate(("train", "val", "test")):
         found = factories.call_factory(factory, {**offered, "split": split}, args, where="data")
@@ -250,7 +282,8 @@ def _from_splits(
             f"--data {name}: the factory returned None for split='train'",
             remedy="return a dataset; only val and test may be None",
         )
-    return infer(splits["train"], splits["val"], splits["test"])
+    source = infer(splits["train"], splits["val"], splits["test"])
+    return source if other is None else _add_new(source, other, factory, offered, args, name, seed)
 
 
 def _split_by_seed(dataset: Dataset[Any], seed: int, infer: Infer) -> DataSource:

@@ -89,6 +89,10 @@ class LanguageModel(Task):
         losses, right = self._compute_losses(model, batch, whole=bool(self.own_metrics))
         return BatchMetrics(losses.double().sum(), count_right(right, losses))
 
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """`loss` (n, t) of each token, 0 where it is not learned."""
+        return {"loss": self._compute_losses(model, batch).losses}
+
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         counting = (batch.targets != IGNORED).sum(1)
         mean = self._compute_losses(model, batch).losses.double().sum(1) / counting.clamp(min=1)
@@ -197,8 +201,11 @@ class DPO(Task):
         counts = count_right(rewards[:, 0] > rewards[:, 1], rewards)
         return BatchMetrics(self._losses(rewards).double().sum(), counts, rewards.double().sum(0))
 
+    def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return dict(zip(self.sums, self._rewards(model, batch).T, strict=True))
+
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
-        return dict(zip(self.sums, self._rewards(model, batch).T.tolist(), strict=True))
+        return {name: value.tolist() for name, value in self.outputs(model, batch).items()}
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         return {"accuracy": compute_accuracy(counts, units)}

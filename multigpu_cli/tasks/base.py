@@ -137,11 +137,13 @@ class Task(ABC):
         """Tables from the summed counts, for the final report."""
         return {}
 
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        """What `predict` writes of a batch of n samples: a tensor (n, …), or several in a mapping or a tuple."""
+        return model(batch.inputs)
+
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
-        """Predictions and targets as columns of a table with one row per sample, in plain values."""
-        raise RequestError(
-            f"--task {type(self).__name__}: predictions are not supported", remedy="a task that supports them"
-        )
+        """Predictions and targets as columns of a table with one row per sample, in plain values; {}: the `outputs`."""
+        return {}
 
     def should_evaluate(self, epoch: int) -> bool:
         """Whether to evaluate the validation split after this epoch; after the last one it always is."""

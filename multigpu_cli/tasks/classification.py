@@ -58,6 +58,10 @@ class Classification(Task):
         loss = cross_entropy(logits, batch.targets, reduction="sum")  # first: it refuses wrong targets by name
         return BatchMetrics(loss, count_classes(logits, batch.targets, table=True).flatten())
 
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """(n, classes) probabilities."""
+        return at_least_float32(model(batch.inputs)).softmax(1)
+
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         probability, predicted = model(batch.inputs).double().softmax(1).max(1)
         names = self.class_names(self.source.num_classes)
@@ -130,6 +134,10 @@ class MultiLabel(Task):
         predicted, true = logits > 0, targets > 0.5
         counts = [(predicted & true).sum(0), (predicted & ~true).sum(0), (~predicted & true).sum(0)]
         return BatchMetrics(loss, torch.cat([*counts, count_right((predicted == true).all(1), logits)]))
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """(n, labels) probabilities."""
+        return at_least_float32(model(batch.inputs)).sigmoid()
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         logits, targets = _match_shapes(model(batch.inputs), batch.targets)

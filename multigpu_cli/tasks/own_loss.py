@@ -55,6 +55,9 @@ class Criterion(Task):
         outputs = model(batch.inputs)
         return BatchMetrics(self._sum(outputs, batch).double(), _right(self._logits(outputs), batch.targets))
 
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        return self._logits(model(batch.inputs))
+
     def pair_with_targets(self, outputs: Any, batch: Batch) -> tuple[Any, Any]:
         return super().pair_with_targets(self._logits(outputs), batch)
 
@@ -151,6 +154,9 @@ class FromModel(Task):
             with loss_mode(model):
                 loss = self._loss(model, batch, needed=True)
         return BatchMetrics(self._sum(loss.double(), batch), torch.zeros(0, dtype=torch.int64, device=loss.device))
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        return model(self._join_labels(model, batch))
 
     def _loss(self, model: Callable[..., Any], batch: Batch, *, needed: bool) -> Any:
         """(): the mean over a micro-batch; None where nothing is one, and none is needed."""

@@ -46,15 +46,9 @@ class Regression(Task):
         sums = torch.stack([_by_sample(error.abs()).sum(), _by_sample(error.square()).sum()])
         return BatchMetrics(loss.sum(), torch.zeros(1, dtype=torch.int64, device=error.device), sums)
 
-    def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
-        outputs, _ = self._match_shapes(model(batch.inputs), batch.targets)
-        predictions = outputs.double() * self.deviation + self.mean
-        rows = {"target": batch.targets.double().view(len(batch), -1), "prediction": predictions.view(len(batch), -1)}
-        return {
-            name if value.shape[1] == 1 else f"{name} {number}": column.tolist()
-            for name, value in rows.items()
-            for number, column in enumerate(value.T)
-        }
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """In the targets' own unit."""
+        return self.pair_with_targets(model(batch.inputs), batch)[0]
 
     def pair_with_targets(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Both in the targets' own unit."""

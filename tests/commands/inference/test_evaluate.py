@@ -78,7 +78,7 @@ def test_people_see_the_metrics_and_the_tables(run: Path, capsys: pytest.Capture
             ["run", "--own-code", "--data", "tests.support.user_code:no_validation", "--split", "val"],
             "--split val: the data has",
         ),
-        (["run", "--set", "epochs=3"], "--set epochs: only the data can differ"),
+        (["run", "--set", "epochs=3"], "--set epochs: only data, model and task can differ"),
         (["run", "--split", "tset"], "--split must be train or val or test, not 'tset'"),
         (["run", "--own-code", "--data", "digits"], "has other classes, scales or tokens"),
     ],

@@ -181,6 +181,159 @@ def test_labels_and_tokens_have_tables_too() -> None:
     assert np.mean([float(row["loss"]) for row in table]) == pytest.approx(final["test_loss"], rel=1e-6)
 
 
+PICTURED = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+from multigpu_cli.tasks.base import BatchMetrics, Task
+
+
+def pictures(split):
+    pixels = torch.rand(24, 1, 4, 6, generator=torch.Generator().manual_seed(len(split)))
+    return TensorDataset(pixels, pixels)
+
+
+def unknown():
+    return torch.rand(3, 1, 4, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Copy(nn.Conv2d):
+    def __init__(self):
+        super().__init__(1, 1, 1)
+
+
+class Returning(Copy):
+    def forward(self, x, target=None):
+        found = super().forward(x)
+        return found, ((found - target) ** 2).mean()
+
+
+class Squared(Task):
+    def loss_sum(self, model, batch):
+        return ((model(batch.inputs) - batch.targets) ** 2).flatten(1).mean(1).sum()
+
+    def measure(self, model, batch):
+        return BatchMetrics(self.loss_sum(model, batch).double(), torch.zeros(0, dtype=torch.int64))
+
+
+class Named(Squared):
+    def outputs(self, model, batch):
+        found = model(batch.inputs)
+        return {"mean": found.mean((1, 2, 3)), "mask": (found[:, 0] > 0.5).long(), "skipped": 7}
+
+
+class Ragged(Squared):
+    def outputs(self, model, batch):
+        return model(batch.inputs)[:, :, : 1 + int(batch.sample_indices[0]) % 2]
+"""
+
+
+def train_pictures(task: str, model: str = "pictured:Copy") -> list[str]:
+    Path("pictured.py").write_text(PICTURED)
+    run(data="pictured:pictures", model=model, task=task)
+    return ["predict", "run", "--own-code", "--batch-size", "5", "--out"]
+
+
+def test_arrays_of_any_number_of_workers_hold_what_the_table_does(tmp_path: Path) -> None:
+    run()
+    words = ["predict", "run", "--own-code", "--out"]
+    for name in ("one.csv", "one.npy", "one.npz"):
+        assert main_multi_gpu.run([*words, name]) == 0
+    outputs(2, [*words, "two.npz"], tmp_path)
+    table, found = rows("one.csv"), np.load("one.npz")
+    assert set(found) == {"prediction", "target"}
+    assert found["prediction"].shape == (22, 3)
+    assert found["prediction"].max(1) == pytest.approx([float(row["probability"]) for row in table])
+    assert [str(number) for number in found["target"]] == [row["target"] for row in table]
+    assert np.array_equal(np.load("one.npy"), found["prediction"])
+    again = np.load("two.npz")
+    assert {name: again[name].tobytes() for name in again} == {name: found[name].tobytes() for name in found}
+    assert sorted(path.name for path in Path.cwd().glob(".*")) == [], "no half of a file is left"
+
+
+def test_images_of_a_task_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
+    words = train_pictures("pictured:Squared")
+    assert main_multi_gpu.run([*words, "all.npy"]) == 0
+    assert main_multi_gpu.run([*words, "said"]) == 0
+    assert "said  24 samples of the test split" in capsys.readouterr().out
+    outputs(2, [*words, "two"], tmp_path)
+    names = [f"{number:06d}.png" for number in range(24)]
+    assert sorted(path.name for path in Path("said").iterdir()) == names
+    assert [Path("two", name).read_bytes() for name in names] == [Path("said", name).read_bytes() for name in names]
+    pixels = np.asarray(image.open("said/000007.png"))
+    assert pixels.shape == (4, 6)
+    assert np.array_equal(pixels, np.rint(np.load("all.npy")[7, 0].clip(0, 1) * 255))
+
+
+def test_what_a_task_of_ones_own_says_are_its_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
+    words = train_pictures("pictured:Named")
+    for name in ("said.csv", "said.npz", "said"):
+        assert main_multi_gpu.run([*words, name]) == 0
+    found = np.load("said.npz")
+    assert {name: found[name].shape for name in found} == {"mean": (24,), "mask": (24, 4, 6), "target": (24, 1, 4, 6)}
+    table = rows("said.csv")
+    assert [float(row["mean"]) for row in table] == pytest.approx(found["mean"].tolist())
+    assert [int(row["mask 23"]) for row in table] == found["mask"][:, 3, 5].tolist()
+    assert np.array_equal(np.asarray(image.open("said/000003.png")), found["mask"][3])
+    assert main_multi_gpu.run([*words, "said.npy"]) == 2
+    assert "--out said.npy: there are mean, mask" in capsys.readouterr().err
+
+
+def test_what_a_network_returns_beside_its_loss() -> None:
+    words = train_pictures("from-model", "pictured:Returning")
+    assert main_multi_gpu.run([*words, "said.npz"]) == 0
+    assert np.load("said.npz")["output_0"].shape == (24, 1, 4, 6)
+
+
+def test_outputs_that_do_not_fit_the_file_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = train_pictures("pictured:Ragged")
+    assert main_multi_gpu.run([*words, "said.npy"]) == 2
+    said = capsys.readouterr().err
+    assert "--out said.npy: the outputs of samples differ in name or shape (Sizes of tensors must match" in said
+    run_training(save_dir="flat", epochs=1)
+    assert main_multi_gpu.run(["predict", "flat", "--own-code", "--out", "images"]) == 2
+    assert "--out is a folder, for images, and the outputs are none: prediction float32" in capsys.readouterr().err
+    assert not Path("images").exists()
+
+
+def test_a_table_of_too_many_numbers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("multigpu_cli.commands.predict.predict._MOST_COLUMNS", 40)
+    words = train_pictures("pictured:Squared")
+    assert main_multi_gpu.run([*words, "said.csv"]) == 2
+    said = capsys.readouterr().err
+    assert "a table with 48 numbers for each sample" in said
+    assert "--out predictions.npz" in said
+
+
+def test_new_rows_for_a_function_that_is_called_for_each_split(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*train_pictures("pictured:Squared")[:-1], "--set"]
+    new = np.random.default_rng(0).random((3, 1, 4, 6), dtype=np.float32)
+    np.savez("new.npz", X=new)
+    np.save("new.npy", new)
+    for at, value in enumerate(("new.npz", "new.npy", "pictured:unknown")):
+        assert main_multi_gpu.run([*words, f"data.new={value}", "--out", f"{at}.npz"]) == 0, capsys.readouterr().err
+        assert set(np.load(f"{at}.npz")) == {"prediction"}
+    assert np.array_equal(np.load("0.npz")["prediction"], np.load("1.npz")["prediction"])
+    assert np.load("2.npz")["prediction"].shape == (3, 1, 4, 6)
+    np.savez("other.npz", Z=new)
+    assert main_multi_gpu.run([*words, "data.new=other.npz", "--out", "no.npz"]) == 2
+    assert "data.args.new: other.npz" in capsys.readouterr().err
+
+
+def test_code_that_the_command_names_itself_needs_no_leave(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the refusal says."""
+    train_pictures("pictured:Squared")
+    named = ["--data", "pictured:pictures", "--model", "pictured:Copy", "--task", "pictured:Squared"]
+    for command in (["evaluate", "run"], ["predict", "run", "--out", "a.npy"], ["export", "run", "--to", "a.pt2"]):
+        assert main_multi_gpu.run(command) == 2
+        assert "or name it in this command as well" in capsys.readouterr().err
+        assert main_multi_gpu.run([*command, *named]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("out", "said"), [("x.txt", "must end in .csv"), ("no/x.csv", "there is no folder no"), ("run.csv", "already")]
 )
