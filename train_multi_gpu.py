@@ -34,6 +34,7 @@ from multigpu_cli.distributed.processes import RankOutput
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.faults.explain import describe_error
 from multigpu_cli.monitor.console import Console, reserve_stdout
+from multigpu_cli.monitor.gpu import explain_unseen_gpus
 from multigpu_cli.run.open import resolve_request, try_request
 from multigpu_cli.run.request.spec import FromConfig
 
@@ -109,8 +110,6 @@ def _explain_unseen_gpus(placement: Placement, environ: Mapping[str, str]) -> st
     hidden = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is SLURM's
     if placement.devices[0].type != "cpu" or hidden or not torch.version.cuda:
         return ""
-    from multigpu_cli.monitor.gpu import explain_unseen_gpus  # late: rarely needed
-
     return explain_unseen_gpus(torch.version.cuda)
 
 

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -35,22 +34,15 @@ def run(request: ResolvedRequest) -> dict[str, Any]:
         spec.factories.adopt_weights(spec.resume_point.folder, request.world)
         return spec.resume_point.summary or {}
     with open_run(request) as run:
-        with _few_collections():
+        gc.freeze()  # exempts all that exists now, such as modules, from collections
+        gc.enable()
+        try:
             status = fit(run)
+        finally:
+            gc.unfreeze()
         summary = finish_run(run, status)
         console.report(summary, spec.source.class_names)
         return summary
-
-
-@contextmanager
-def _few_collections() -> Iterator[None]:
-    """Exempt everything that exists now, such as modules, from garbage collection."""
-    gc.freeze()
-    gc.enable()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def fit(run: Run, *, until: int | None = None) -> str:

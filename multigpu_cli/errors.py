@@ -47,6 +47,12 @@ def combine_errors(errors: Iterable[TrainingError]) -> RequestError:
     return RequestError("\n".join(str(error) for error in errors))
 
 
+def raise_all(errors: Iterable[TrainingError]) -> None:
+    """Raise all errors of a request as one, if there are any."""
+    if listed := list(errors):
+        raise combine_errors(listed)
+
+
 def pluralize(count: int | float, noun: str) -> str:
     """'1 worker', '2 workers', '2.5 epochs'."""
     ending = "" if count == 1 else "es" if noun.endswith(("s", "tch")) else "s"

@@ -11,7 +11,7 @@ from multigpu_cli.config import rules
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.source import LoaderOptions
-from multigpu_cli.errors import RequestError, combine_errors, did_you_mean
+from multigpu_cli.errors import RequestError, did_you_mean, raise_all
 
 _UNLIMITED = 10**6  # epochs: the user's own loop decides when training ends
 _NEVER = 999_999_999  # optimizer steps
@@ -137,9 +137,7 @@ class MultiGPUConfig:
 
     def frozen(self) -> Config:
         """The engine's Config for these settings; RequestError: all that is invalid."""
-        refused = list(self._find_errors())
-        if refused:
-            raise combine_errors(refused)
+        raise_all(self._find_errors())
         explicit = {k: value for k, value in self._by_key().items() if value not in (None, SETTINGS[k].default)}
         faults = []
         for key, value in explicit.items():
@@ -147,11 +145,9 @@ class MultiGPUConfig:
                 SETTINGS[key].kind.parse(value)
             except ValueError as error:
                 faults.append(RequestError(f"{_FIELDS.get(key, key)} {error}"))
-        if faults:
-            raise combine_errors(faults)
+        raise_all(faults)
         config = replace(replace_settings(Config(), explicit), explicit=frozenset(explicit))
-        if errors := rules.find_rule_errors(config, invalid_keys=["data"]):
-            raise to_python_error(combine_errors(errors))
+        raise_all(map(to_python_error, rules.find_rule_errors(config, invalid_keys=["data"])))
         return config
 
     @property

@@ -123,7 +123,7 @@ def run_benchmark(
         "model": alone.components.spec.model,
         "data": config.data.name,
         "device": alone.components.plan.device,
-        "steps": window_steps(length) * WINDOWS,
+        "steps": ceil(length / WINDOWS) * WINDOWS,
         "repetitions": repetitions,
         "wire": wires[max(workers)].rests_on,
     }
@@ -233,17 +233,12 @@ _ENDLESS = 1_000_000  # epochs
 _FIELDS = {"step_ms": "step_ms", "data": "data_wait_share", "wire": "comm_share", "stragglers": "straggler_share"}
 
 
-def window_steps(steps: int) -> int:
-    """Steps of one window, so that all windows together have at least the number that was asked for."""
-    return ceil(steps / WINDOWS)
-
-
 def run_trainer(
     config: Config, strategy: str, workers: int, steps: int, folder: Path, environ: Mapping[str, str]
 ) -> dict[str, float]:
     """Run the real trainer for some steps; medians over its journal's windows but the first one, NaN where unknown."""
     config = without_setting(config, "nproc_per_node")
-    interval = window_steps(steps)
+    interval = ceil(steps / WINDOWS)  # so that all windows together have at least the number that was asked for
     changes: dict[str, Any] = {
         "multi_gpu": "none" if strategy == "single" else strategy,
         "epochs": _ENDLESS,

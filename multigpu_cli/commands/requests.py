@@ -12,7 +12,7 @@ from multigpu_cli.config.rules import is_self_launched
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.sources import gather, resolve
 from multigpu_cli.config.types import ValueType, choice, integer, number
-from multigpu_cli.errors import RequestError, combine_errors
+from multigpu_cli.errors import RequestError, raise_all
 
 _CHANGED = {"data", "data.args", "data.inputs", "data_dir", "model", "model.args", "model_dir", "task", "task.args"}
 _EXPORT_PACKAGES: Mapping[str, tuple[str, ...]] = {
@@ -53,8 +53,7 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
     if readable:
         config = rules.drop_launcher_settings(config, filed, environ)
         faults += rules.find_rule_errors(config, environ, invalid_keys=broken)
-    if wrong or faults:
-        raise combine_errors([*wrong, *faults])
+    raise_all([*wrong, *faults])
     origin = config.from_files if in_worker else describe_origin(config, command, f"--config {file}")
     return replace(config, from_files=origin)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from multigpu_cli.config.schema import LENGTH, SETTINGS, Config
 from multigpu_cli.config.types import Setting
-from multigpu_cli.errors import RequestError, combine_errors
+from multigpu_cli.errors import RequestError, raise_all
 
 OF_THE_COMMAND = {"save_dir", "resume", "own_code"}
 
@@ -53,8 +53,7 @@ def merge_with_checkpoint(
             differing.append(_difference(entry, config.get(key), pinned_values.get(key, stored[key]), where))
         else:
             adopted[key] = stored[key]
-    if differing:
-        raise combine_errors(differing)
+    raise_all(differing)
     explicit = config.explicit if restated else config.explicit | frozenset(explicit_keys)
     return replace(replace_settings(config, adopted), explicit=explicit)
 

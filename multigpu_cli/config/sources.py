@@ -9,7 +9,7 @@ from multigpu_cli.config import paths
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
 from multigpu_cli.config.types import PARTS, SettingEntry, quote_value
-from multigpu_cli.errors import RequestError, TrainingError, combine_errors
+from multigpu_cli.errors import RequestError, TrainingError, raise_all
 
 _PLACE = {"data", "data_dir"}
 _MAPPINGS = ("optimizer.rates", "task.class_weights", "data.sample_weights")
@@ -30,8 +30,7 @@ class Request(NamedTuple):
 def resolve(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None) -> Config:
     """The settings of flags by key, KEY=VALUE texts, and a YAML file; RequestError: all that is wrong in them."""
     request = gather(flags, sets, recipe)
-    if request.faults:
-        raise combine_errors(request.faults)
+    raise_all(request.faults)
     return request.config
 
 

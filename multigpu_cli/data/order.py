@@ -111,7 +111,7 @@ _GAMMA, _MIX1, _MIX2 = (number - (1 << 64) for number in _UNSIGNED)  # as int64
 
 
 def _mix_bits(x: Tensor) -> Tensor:
-    """SplitMix64's finalizer on int64 (for one number: planning/batch.py); the masks make the shifts logical."""
+    """SplitMix64's finalizer (Steele, Lea and Flood 2014) on int64; the masks make the shifts logical."""
     x = x + _GAMMA
     x.bitwise_xor_((x >> 30).bitwise_and_(0x3FFFFFFFF)).mul_(_MIX1)
     x.bitwise_xor_((x >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(_MIX2)
@@ -195,7 +195,7 @@ class RowSelection:
 
     def _draw(self, groups: np.ndarray) -> tuple[np.ndarray, ...]:
         """For each part (n,): the different places in a group that are held out."""
-        mixed = _mix(groups.astype(np.uint64) ^ np.uint64(self.key))
+        mixed = _mix_bits(torch.from_numpy(groups ^ self.key) - _GAMMA).numpy().view(np.uint64)  # without the addition
         first = (mixed % np.uint64(_GROUP)).astype(np.int64)
         if self.parts == 1:
             return (first,)
@@ -210,13 +210,4 @@ def divide_rows(rows: int, parts: int, seed: int, where: str) -> list[RowSelecti
             f"{where}: {pluralize(rows, 'row')} can't be divided into {parts + 1} parts",
             remedy=f"at least {_GROUP} rows, or parts of your own: train, validation and test",
         )
-    key = make_key(seed, _SPREAD) & (2**64 - 1)
-    return [RowSelection(rows, parts, part, key) for part in range(parts + 1)]
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer (Steele, Lea and Flood 2014): 64 well-mixed bits of each number."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = values ^ (values >> np.uint64(31))
-    return mixed
+    return [RowSelection(rows, parts, part, make_key(seed, _SPREAD)) for part in range(parts + 1)]

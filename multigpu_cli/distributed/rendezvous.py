@@ -52,7 +52,7 @@ class RankInfo:
     @classmethod
     def from_text(cls, text: bytes) -> "RankInfo":
         found: dict[str, Any] = json.loads(text)
-        found["verdict"] = FinalVerdict.of(*found["verdict"]) if found["verdict"] else None
+        found["verdict"] = FinalVerdict(*found["verdict"]) if found["verdict"] else None
         found["previous_attempt"] = PreviousAttempt(*found["previous_attempt"]) if found["previous_attempt"] else None
         found["gpu"] = RankGpu(*found["gpu"]) if found["gpu"] else None
         return cls(**found)

@@ -33,13 +33,9 @@ class Box:
 
     def clip(self, actions: Tensor) -> Tensor:
         """The nearest actions within the bounds."""
-        low, high = (
-            torch.tensor(bound, dtype=actions.dtype, device=actions.device).expand(self.shape)
-            if isinstance(bound, float | int)
-            else torch.tensor(bound, dtype=actions.dtype, device=actions.device).view(self.shape)
-            for bound in (self.low, self.high)
-        )
-        return torch.minimum(torch.maximum(actions, low), high)
+        bounds = (torch.tensor(bound, dtype=actions.dtype, device=actions.device) for bound in (self.low, self.high))
+        low, high = (bound.view(self.shape) if bound.ndim else bound for bound in bounds)
+        return actions.clamp(low, high)
 
 
 class StepReturn(NamedTuple):

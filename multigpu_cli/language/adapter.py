@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from multigpu_cli.config.code_names import match_names
 from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
 from multigpu_cli.distributed.world import World, run_on_main_rank
-from multigpu_cli.errors import RequestError, combine_errors
+from multigpu_cli.errors import RequestError, raise_all
 from multigpu_cli.language.model_folder import find_model_folder, hash_weights
 from multigpu_cli.models.build import adapt_model
 from multigpu_cli.planning.batch import make_key
@@ -283,5 +283,4 @@ def check_base(before: Mapping[str, str], config: Config, tokenizer: Mapping[str
         for name in now
         if before.get(name, now[name]) != now[name]
     ]
-    if differing:
-        raise combine_errors(differing)
+    raise_all(differing)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from multigpu_cli.capabilities import LOGGERS
 from multigpu_cli.config import rules
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import RequestError, combine_errors
+from multigpu_cli.errors import RequestError, raise_all
 from multigpu_cli.runtime.factories import find_factory
 
 
@@ -109,8 +109,7 @@ class OwnLogger:
 
 def check_loggers(config: Config) -> None:
     """Look for the packages of the built-in loggers, and import the user's own classes; the error names all lacks."""
-    if errors := rules.find_rule_errors(config, only="logger"):
-        raise combine_errors(errors)
+    raise_all(rules.find_rule_errors(config, only="logger"))
     for name in config.log.loggers:
         if name not in LOGGERS:
             find_logger(name)

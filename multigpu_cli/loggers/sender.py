@@ -2,27 +2,26 @@
 
 import json
 import math
-import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
-from multigpu_cli.checkpoint.files import take_lock
+from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.config.code_names import hide_passwords
 from multigpu_cli.distributed.launch_env import list_secrets
 from multigpu_cli.errors import pluralize
 from multigpu_cli.loggers.base import Destination, Ending, Row, RunIdentity, find_logger
 from multigpu_cli.monitor.history import JOURNAL, read_json
 from multigpu_cli.monitor.journal import Event, parse_event
-from multigpu_cli.monitor.tensorboard import list_scalars
+from multigpu_cli.monitor.tensorboard import flatten, list_scalars
 
 _COMPARED = ("loss", "mean_loss", "lr")
 _ROUNDING = 1e-3  # by which a step that was trained again, perhaps on more workers, may differ; BatchNorm amplifies
@@ -216,7 +215,8 @@ def identify_run(run: Path) -> RunIdentity | None:
     if not first.endswith(b"\n"):
         return None
     folder, settings = run.resolve(), run / "config.yaml"
-    config = dict(_flatten(yaml.safe_load(settings.read_text()) or {} if settings.is_file() else {}))
+    content = yaml.safe_load(settings.read_text()) or {} if settings.is_file() else {}
+    config = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in flatten(content)}
     return RunIdentity(
         id=sha256(first).hexdigest()[:16],
         name=folder.name,
@@ -239,14 +239,6 @@ def describe_ending(run: Path, end: Event | None) -> Ending:
     return Ending(str(end.get("status", "killed")), str(end.get("fingerprint") or ""), place, files)
 
 
-def _flatten(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", hide_passwords(value) if isinstance(value, str) else value
-
-
 FOLDER = "loggers"  # in the run folder
 
 
@@ -261,19 +253,14 @@ class Position:
 
 def read_position(run: Path, logger: str) -> Position:
     """The position in a run folder; that of the beginning where there is none, or none that can be read."""
-    try:
-        content = json.loads(_file(run, logger).read_text())
-        return Position(logger, int(content["sent"]), str(content["error"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return Position(logger)
+    match read_json(_file(run, logger)):
+        case {"sent": int(sent), "error": str(error)}:
+            return Position(logger, sent, error)
+    return Position(logger)
 
 
 def write_position(run: Path, position: Position) -> None:
-    """Replace the file; a reader sees the old content or the new one."""
-    file = _file(run, position.logger)
-    draft = file.with_name(f".{file.name}.{os.getpid()}.draft")
-    draft.write_text(json.dumps(asdict(position)) + "\n")
-    draft.replace(file)
+    publish(_file(run, position.logger), json.dumps(asdict(position)).encode() + b"\n")
 
 
 def count_unsent_lines(run: Path, position: Position) -> int:

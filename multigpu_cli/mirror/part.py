@@ -14,7 +14,7 @@ from multigpu_cli.checkpoint.manifest import list_checkpoint_folders
 from multigpu_cli.checkpoint.run_folder import holds_run
 from multigpu_cli.config.paths import refuse_links
 from multigpu_cli.distributed.processes import Companion
-from multigpu_cli.errors import RequestError, TrainingError, combine_errors
+from multigpu_cli.errors import RequestError, TrainingError, raise_all
 from multigpu_cli.mirror import follower
 from multigpu_cli.mirror.follower import Follower, explain_missing, lock_mirror, read_state
 from multigpu_cli.mirror.remote import Mirror, MirrorError
@@ -144,8 +144,7 @@ def mirror_run(run: str, url: str) -> dict[str, Any]:
     remote folder refused it.
     """
     folder = Path(run)
-    if errors := list(find_url_errors(url, "--to")):
-        raise combine_errors(errors)
+    raise_all(find_url_errors(url, "--to"))
     if not holds_run(folder):
         raise RequestError(f"{run}: is no run folder", remedy="name the folder that holds its config.yaml")
     refuse_links(folder)

@@ -51,8 +51,6 @@ class Gpu:
     temperature: int | None = None  # °C
     power: float | None = None  # watts
     mig: bool = False
-    pcie: tuple[int, int] | None = None  # (generation, lanes) now; idle GPUs may run at a lower generation
-    pcie_most: tuple[int, int] | None = None  # at best
     processes: tuple[GpuProcess, ...] = ()
     unreachable: str = ""  # why NVML can't query it (it has fallen off the bus, say); "" where it can
 
@@ -129,10 +127,6 @@ def _read_gpu(nvml: Any, number: int, handle: Any) -> Gpu:
     def query(function: Callable[..., Any], *more: Any) -> Any:
         return _query(nvml, function, handle, *more)
 
-    def read_pcie(generation: Callable[..., Any], width: Callable[..., Any]) -> tuple[int, int] | None:
-        link = (query(generation), query(width))
-        return None if None in link else link
-
     mig = query(nvml.nvmlDeviceGetMigMode)
     capability = query(nvml.nvmlDeviceGetCudaComputeCapability)
     processes = query(nvml.nvmlDeviceGetComputeRunningProcesses) or []
@@ -142,8 +136,6 @@ def _read_gpu(nvml: Any, number: int, handle: Any) -> Gpu:
         uuid=_decode(nvml.nvmlDeviceGetUUID(handle)),
         capability=None if capability is None else tuple(capability),
         mig=bool(mig and mig[0]),
-        pcie=read_pcie(nvml.nvmlDeviceGetCurrPcieLinkGeneration, nvml.nvmlDeviceGetCurrPcieLinkWidth),
-        pcie_most=read_pcie(nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth),
         processes=tuple(GpuProcess(each.pid, each.usedGpuMemory) for each in processes),
         **read_load(nvml, query)._asdict(),
     )

@@ -94,7 +94,12 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams, scalar
 
         metrics = {f"final/{name}": value for name, value in final.items() if value is not None}
-        shown = hparams(dict(_flat(settings)), metrics, None)
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in flatten(settings)
+            if value != {}
+        }
+        shown = hparams(plain, metrics, None)
         self._add([*shown, *(scalar(name, value) for name, value in metrics.items())], time.time())
 
     def close(self) -> None:
@@ -178,9 +183,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings by names with dots; an empty mapping is a value."""
     for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value if isinstance(value, bool | int | float | str) else str(value)
+            yield f"{prefix}{name}", value

@@ -189,20 +189,16 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 _MASK = (1 << 64) - 1
 
 
-def mix_bits(number: int) -> int:
-    """Mix 64 bits (SplitMix64's finalizer; Steele, Lea and Flood 2014), so that close numbers give unrelated ones."""
-    number = (number + 0x9E3779B97F4A7C15) & _MASK
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
-    return number ^ (number >> 31)
-
-
 def make_key(*parts: int) -> int:
-    """One 63-bit seed from several numbers; their order matters, so (1, 2) and (2, 1) give different seeds."""
+    """One 63-bit seed from several numbers; their order matters, and close numbers give unrelated seeds.
+
+    SplitMix64's finalizer mixes the bits of each, and those of the result with what came before (Steele, Lea and Flood
+    2014; of whole tensors: data/order.py).
+    """
     state = 0
     for part in parts:
         number = part & _MASK
-        for other in (0, state):  # mix_bits(mix_bits(number) ^ state); each step of a run makes keys
+        for other in (0, state):  # no function of its own, since each step of a run makes keys
             number = ((number ^ other) + 0x9E3779B97F4A7C15) & _MASK
             number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
             number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

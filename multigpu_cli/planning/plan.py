@@ -38,7 +38,8 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
-        rows = [
+        idle = self.unused_flags
+        return [
             ("what", self.description),
             *([("data", self.data)] if self.data else []),
             ("where", self.placement_reason),
@@ -54,12 +55,8 @@ class Plan:
             *self._note_rows(),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
+            *([("no effect", f"{', '.join(idle)}: not with this device, strategy or dataset")] if idle else []),
         ]
-        return rows + (
-            [("no effect", f"{', '.join(self.unused_flags)}: not with this device, strategy or dataset")]
-            if self.unused_flags
-            else []
-        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for the journal and --json."""

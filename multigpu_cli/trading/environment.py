@@ -127,7 +127,9 @@ class Trading(EnvironmentGroup):
         """Begin this episode in all environments, with cash only; returns the first observations."""
         count, symbols = len(self._numbers), len(self._each)
         self._episode, self._elapsed = episode, 0
-        self._first = torch.tensor([self._first_day(number) for number in self._numbers], device=self._device)
+        beginnings = self._span[1] - self._days - self._span[0] + 1 if self._rules.start == "random" else 1
+        days = [self._span[0] + make_key(self._seed, number, episode) % beginnings for number in self._numbers]
+        self._first = torch.tensor(days, device=self._device)
         self._cash = torch.full((count,), self._rules.cash, dtype=torch.float64, device=self._device)
         self._held, self._worth = self._cash.new_zeros(count, symbols), self._cash
         self._trades = torch.zeros(count, dtype=torch.int64, device=self._device)
@@ -136,12 +138,6 @@ class Trading(EnvironmentGroup):
         shares = torch.zeros(count, self._rules.window or 1, 1 + symbols, dtype=self._dtype, device=self._device)
         shares[..., 0] = 1
         return self._look_ahead(shares)
-
-    def _first_day(self, number: int) -> int:
-        """The first day of an environment's episode."""
-        beginnings = self._span[1] - self._days - self._span[0] + 1
-        drawn = make_key(self._seed, number, self._episode) % beginnings if self._rules.start == "random" else 0
-        return self._span[0] + drawn
 
     def _look_ahead(self, shares: Tensor) -> Tensor:
         """Gather the table rows of the next days and allocate their observations; returns this day's observation.

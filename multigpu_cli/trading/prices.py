@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from multigpu_cli.errors import RequestError, combine_errors, did_you_mean, pluralize
+from multigpu_cli.errors import RequestError, did_you_mean, pluralize, raise_all
 
 _COLUMNS = ("open", "high", "low", "close")
 _ADJUSTED = ("adj close", "adj_close", "adjclose", "adjusted close")
@@ -47,8 +47,7 @@ def read_prices(data_dir: str, symbols: Sequence[str] = (), *, adjusted: bool = 
             tables.append(_table(file))
         except RequestError as fault:
             faults.append(fault)
-    if faults:
-        raise faults[0] if len(faults) == 1 else combine_errors(faults)
+    raise_all(faults)
     common = sorted(set.intersection(*(set(table) for table in tables)))
     if len(common) < 2:
         spans = "\n".join(f"  {file}: {min(table)} to {max(table)}" for file, table in zip(files, tables, strict=True))

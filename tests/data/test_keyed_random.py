@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from multigpu_cli.data.order import KeyedRandom
-from multigpu_cli.planning.batch import mix_bits
+from multigpu_cli.data.order import KeyedRandom, _mix_bits
+from multigpu_cli.planning.batch import make_key
 
 
 def numbers(seed=1, epoch=0, indices=range(2000), stream=0, count=1):
@@ -29,10 +29,14 @@ def test_they_are_uniform():
     assert abs(torch.corrcoef(drawn.T) - torch.eye(5)).max() < 0.1
 
 
-def test_the_mixing_is_that_of_planning_keys():
-    from multigpu_cli.data.order import _mix_bits
+def test_splitmix64_gives_its_published_numbers():
+    """The first outputs for seed 1234567, as in the reference implementation (Vigna, splitmix64.c)."""
+    states = [(1234567 + 0x9E3779B97F4A7C15 * at + 2**63) % 2**64 - 2**63 for at in range(3)]  # as int64
+    found = [number % 2**64 for number in _mix_bits(torch.tensor(states)).tolist()]
+    assert found == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
-    words = [0, 1, -1, 2**62, 123456789, -(2**63)]
-    assert [number % 2**64 for number in _mix_bits(torch.tensor(words)).tolist()] == [
-        mix_bits(word % 2**64) for word in words
-    ]
+
+def test_the_mixing_is_that_of_planning_keys():
+    words = torch.tensor([0, 1, -1, 2**62, 123456789, -(2**63)])
+    keys = [number % 2**64 >> 1 for number in _mix_bits(_mix_bits(words)).tolist()]
+    assert keys == [make_key(word) for word in words.tolist()]

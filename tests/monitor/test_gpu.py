@@ -13,14 +13,14 @@ def test_what_a_gpu_says() -> None:
     assert (found.number, found.name, found.uuid) == (0, "NVIDIA A100-SXM4-40GB", "GPU-00000000")
     assert (found.memory_total, found.memory_used, found.capability) == (40 * GIB, 9 * GIB, (8, 0))
     assert (found.utilisation, found.temperature, found.power) == (97, 31, 52.0)
-    assert (found.pcie, found.pcie_most, found.mig) == ((1, 16), (4, 16), False)
+    assert not found.mig
     assert found.processes == (GpuProcess(4321, 8 * GIB), GpuProcess(4322, None))
 
 
 def test_what_a_gpu_does_not_say_is_none() -> None:
-    silent = a100(busy=None, temperature=None, milliwatts=None, capability=None, pcie=None, tenants=None)
+    silent = a100(busy=None, temperature=None, milliwatts=None, capability=None, tenants=None)
     (found,) = list_gpus(Nvml([silent]))
-    assert (found.utilisation, found.temperature, found.power, found.capability, found.pcie) == (None,) * 5
+    assert (found.utilisation, found.temperature, found.power, found.capability) == (None,) * 4
     assert found.processes == ()
 
 

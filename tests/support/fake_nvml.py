@@ -14,13 +14,13 @@ class Error(Exception):
 def a100(**changed: Any) -> dict[str, Any]:
     """An idle A100 of 40 GiB on a board with NVLink."""
     idle = {"name": "NVIDIA A100-SXM4-40GB", "total": 40 * GIB, "used": GIB // 2, "capability": (8, 0), "busy": 0}
-    return idle | {"temperature": 31, "milliwatts": 52_000, "nvlinks": 12, "pcie": (4, 16), "tenants": []} | changed
+    return idle | {"temperature": 31, "milliwatts": 52_000, "nvlinks": 12, "tenants": []} | changed
 
 
 def t4(**changed: Any) -> dict[str, Any]:
     """An idle T4 of 15 GiB, which has no NVLink."""
     other = {"name": "Tesla T4", "total": 15 * GIB, "used": GIB // 4, "capability": (7, 5), "nvlinks": 0}
-    return a100() | other | {"pcie": (3, 16)} | changed
+    return a100() | other | changed
 
 
 class Nvml:
@@ -91,18 +91,6 @@ class Nvml:
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: int) -> list[Any]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=memory) for pid, memory in self._of(gpu, "tenants")]
-
-    def nvmlDeviceGetCurrPcieLinkGeneration(self, gpu: int) -> int:
-        return 1
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, gpu: int) -> int:
-        return int(self._of(gpu, "pcie")[1])
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, gpu: int) -> int:
-        return int(self._of(gpu, "pcie")[0])
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, gpu: int) -> int:
-        return int(self._of(gpu, "pcie")[1])
 
     def nvmlDeviceGetNvLinkState(self, gpu: int, link: int) -> int:
         if link >= self._of(gpu, "nvlinks"):

@@ -1,7 +1,7 @@
 """Checks that need the device, the data or the other ranks; that memory suffices."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,7 +17,7 @@ from multigpu_cli.data.load import FROM_MODEL, uses_environments
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World, all_gather, all_gather_object
-from multigpu_cli.errors import RequestError, combine_errors, pluralize
+from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.optimizers.eval_weights import list_unsaved_parameters
 from multigpu_cli.planning.memory import Memory
@@ -30,12 +30,6 @@ _SAME_DATA = (
     "the data that it was started with, in any --data-dir; or a new run with --resume never and another --save-dir "
     "(--init-from starts it from these weights)"
 )
-
-
-def raise_all(errors: Iterable[RequestError]) -> None:
-    """Raise all errors as one RequestError, if there are any."""
-    if listed := list(errors):
-        raise combine_errors(listed)
 
 
 def check_device(config: Config, placement: Placement, world: World) -> Iterator[RequestError]:

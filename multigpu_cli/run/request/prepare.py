@@ -38,11 +38,11 @@ from multigpu_cli.distributed.world import (
     run_on_all_ranks,
     run_on_main_rank,
 )
-from multigpu_cli.errors import RequestError, TrainingError, combine_errors
+from multigpu_cli.errors import RequestError, TrainingError, combine_errors, raise_all
 from multigpu_cli.planning.batch import BatchPlan, plan_batches
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.planning.schedule import Rate, ScheduleFunction, find_rate, plan_schedule, resolve_learning_rate
-from multigpu_cli.run.request.checks import check_data, check_device, check_same_data, check_same_machine, raise_all
+from multigpu_cli.run.request.checks import check_data, check_device, check_same_data, check_same_machine
 from multigpu_cli.run.request.spec import FromConfig, RunRequest, RunSpec, describe_machine
 from multigpu_cli.runtime.factories import bind_call, find_factory
 from multigpu_cli.runtime.precision import agree_on_precision
