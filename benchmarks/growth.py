@@ -14,16 +14,19 @@ import os
 import platform
 import shutil
 import statistics
+import tarfile
 import tempfile
+from array import array
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.paired_timing import ROOT, Spent, align, spent  # nothing that loads torch: a child's peak would show it
 
-_PAGE = ROOT / "docs" / "measurements.md"
+_PAGE, _PROGRAM = ROOT / "docs" / "measurements.md", str(ROOT / "main_multi_gpu.py")
 _BEGIN, _END = "<!-- generated: growth, by python -m benchmarks.growth -->\n", "<!-- end of growth -->"
 _HEAD = ("axis", "sizes", "CPU, s", "peak, MiB", "exponents", "verdict")
 _LONG = 20.0  # CPU seconds, from which on once is enough
@@ -44,21 +47,23 @@ def cheap(split: str, train: int = 64, held_out: int = 32) -> Any:
             return train if split == "train" else held_out
 
         def __getitem__(self, index: int) -> Any:
-            return torch.full((6,), float(index % 7)), index % 3
+            return torch.full((6,), float(index % 7)), index % 7 % 3
 
     return Cheap()
 
 
 def network(
-    input_shape: Sequence[int], num_classes: int = 0, num_outputs: int = 1, width: int = 6, ends: int = 0
+    input_shape: Sequence[int], num_classes: int, task: str, width: int = 6, layers: int = 2, ends: int = 0
 ) -> Any:
-    """Three layers; with `ends` the process ends after its first step."""
+    """So many layers and one more; two of tokens. With `ends` the process ends after its first step."""
     from torch import nn
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     if ends:
         register_optimizer_step_post_hook(lambda *_: os._exit(0))
-    sizes = [math.prod(input_shape), width, width, num_classes or num_outputs]
+    if task == "language-model":
+        return nn.Sequential(nn.Embedding(num_classes, width), nn.Linear(width, num_classes))
+    sizes = [math.prod(input_shape), *[width] * layers, num_classes]
     return nn.Sequential(nn.Flatten(), *(nn.Linear(*pair) for pair in pairwise(sizes)))
 
 
@@ -97,10 +102,14 @@ def write_log_lines(ranks: int) -> None:
         list(list_scalars(line))
 
 
-def train(folder: Path, *flags: str, data: str = "benchmarks.growth:cheap") -> list[str]:
+def train(folder: Path | None, *flags: str, data: str = "benchmarks.growth:cheap") -> list[str]:
     """A training in one process, into a folder of its own."""
     given = ["--multi-gpu=none", "--batch-size=32", "--lr=1e-3", "--num-workers=0", "--quiet", f"--data={data}"]
-    return ["main_multi_gpu.py", *given, "--model=benchmarks.growth:network", f"--save-dir={folder / 'run'}", *flags]
+    return [
+        *(_PROGRAM, *given, "--model=benchmarks.growth:network"),
+        *([f"--save-dir={folder / 'run'}"] if folder else []),
+        *flags,
+    ]
 
 
 def with_flags(*flags: str) -> Callable[[Path, int], list[str]]:
@@ -112,6 +121,52 @@ def read_csv(folder: Path, rows: int) -> list[str]:
     lines = (f"{at % 97},{at / 7:.5f},{at % 13},{'abc'[at % 3]},{at % 5},{at / 3:.5f},{at % 3}\n" for at in range(rows))
     (folder / "t.csv").write_text("a,b,c,word,e,f,target\n" + "".join(lines))
     return train(folder, f"--data-dir={folder / 't.csv'}", "--set=data.args.target=target", _FIRST, data="csv")
+
+
+def read_json(folder: Path, rows: int) -> list[str]:
+    with (folder / "t.jsonl").open("w") as file:
+        file.writelines(json.dumps({"x": [at % 97, at / 7, at % 13], "label": at % 3}) + "\n" for at in range(rows))
+    return train(folder, f"--data-dir={folder / 't.jsonl'}", _FIRST, data="jsonl")
+
+
+def read_tar(folder: Path, samples: int) -> list[str]:
+    import numpy as np
+
+    np.save(sink := BytesIO(), np.ones(3, dtype=np.float32))
+    with tarfile.open(folder / "t.tar", "w") as shard:
+        for at in range(samples):
+            for ending, content in (("npy", sink.getvalue()), ("cls", b"%d" % (at % 3))):
+                member = tarfile.TarInfo(f"{at:08}.{ending}")
+                member.size = len(content)
+                shard.addfile(member, BytesIO(content))
+    return train(folder, f"--data-dir={folder / 't.tar'}", _FIRST, data="tar")
+
+
+def read_arrow(folder: Path, rows: int) -> list[str]:
+    import numpy as np
+    import pyarrow
+
+    fields = {"a": pyarrow.float32(), "b": pyarrow.float32(), "label": pyarrow.int8()}
+    with (
+        pyarrow.OSFile(str(folder / "t.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, pyarrow.schema(list(fields.items()))) as out,
+    ):
+        for first in range(0, rows, 2**16):
+            numbers = np.arange(first, min(first + 2**16, rows))
+            columns = [
+                pyarrow.array(numbers % each, kind) for each, kind in zip((97, 13, 3), fields.values(), strict=True)
+            ]
+            out.write_batch(pyarrow.record_batch(columns, names=list(fields)))
+    return train(folder, f"--data-dir={folder / 't.arrow'}", _FIRST, data="arrow")
+
+
+def read_tokens(folder: Path, tokens: int) -> list[str]:
+    piece = array("H", range(53)).tobytes() * 10_000
+    with (folder / "train.bin").open("wb") as file:
+        for _ in range(0, 2 * tokens, len(piece)):
+            file.write(piece)
+        file.truncate(2 * tokens)
+    return train(folder, f"--data-dir={folder}", _FIRST, data="text")
 
 
 def list_images(folder: Path, files: int) -> list[str]:
@@ -127,15 +182,35 @@ def list_images(folder: Path, files: int) -> list[str]:
 
 def predict(folder: Path, rows: int) -> list[str]:
     spent(train(folder, "--max-steps=4", f"--set=data.args.held_out={rows}"))
-    return ["main_multi_gpu.py", "predict", str(folder / "run"), f"--out={folder / 'rows.csv'}", "--own-code"]
+    return [_PROGRAM, "predict", str(folder / "run"), f"--out={folder / 'rows.csv'}", "--own-code"]
+
+
+def copy_run(run: Path, place: Path, times: int) -> None:
+    """Links to a finished run's files, in so many folders beside each other."""
+    for at in range(times):
+        shutil.copytree(run, place / f"20250101-000000-{at:04}", copy_function=os.link)
 
 
 def show_runs(folder: Path, runs: int) -> list[str]:
     """`status` of so many copies of a finished run."""
     spent(train(folder, "--max-steps=4"))
-    for at in range(runs):
-        shutil.copytree(folder / "run", folder / "runs" / f"20250101-000000-{at:04}")
-    return ["main_multi_gpu.py", "status", str(folder / "runs")]
+    copy_run(folder / "run", folder / "runs", runs)
+    return [_PROGRAM, "status", str(folder / "runs")]
+
+
+def start_after(folder: Path, runs: int) -> list[str]:
+    """A start that looks among so many finished runs, with checkpoints of 12 MB, for one to go on with."""
+    flags = ("--set=model.args.width=1000", "--max-steps=4")
+    spent(train(None, *flags), folder=folder)
+    (run,) = folder.glob("checkpoints/*/*/")
+    copy_run(run, run.parent, runs)
+    return train(None, *flags, _FIRST)
+
+
+def join_group(folder: Path, processes: int) -> list[str]:
+    """A training of so many real processes, with the same global batch."""
+    flags = ("--multi-gpu=ddp", f"--nproc-per-node={processes}", "--batch-size=auto", "--global-batch-size=32")
+    return train(folder, *flags, "--epochs=3", "--hang-timeout=600")
 
 
 def read_journal(command: str) -> Callable[[Path, int], list[str]]:
@@ -148,7 +223,7 @@ def read_journal(command: str) -> Callable[[Path, int], list[str]]:
         first = next(at for at, event in enumerate(events) if event["event"] == "train")
         more = (events[first] | {"step": step, "samples": 32 * step} for step in range(1, lines + 1))
         journal.write_text("".join(json.dumps(each) + "\n" for each in (*events[:first], *more, *events[first + 1 :])))
-        return ["main_multi_gpu.py", command, str(folder / "run")]
+        return [_PROGRAM, command, str(folder / "run")]
 
     return prepare
 
@@ -182,6 +257,34 @@ AXES = [
             "one order, 8 B a sample",
         ),
         ("CSV rows, first step", (1000, 100_000, 400_000), read_csv, (1, 1), "each cell is parsed once"),
+        (
+            "JSON lines, first step",
+            (1000, 30_000, 200_000),
+            read_json,
+            (1, 0),
+            "each is parsed once; the index is mapped",
+        ),
+        (
+            "tar samples, first step",
+            (1000, 10_000, 50_000),
+            read_tar,
+            (1, 0),
+            "each is listed once; the index is mapped",
+        ),
+        (
+            "Arrow rows, first step",
+            (10_000, 10**6, 10**7),
+            read_arrow,
+            (1, 1),
+            "the labels alone are read; pages are mapped",
+        ),
+        (
+            "tokens, first step",
+            (10**6, 10**7, 10**8),
+            read_tokens,
+            (1, 1),
+            "the largest is looked for; pages are mapped",
+        ),
         ("images, first step", (100, 3000, 20_000), list_images, (1, 1), "each file is listed once"),
         (
             "steps",
@@ -191,6 +294,13 @@ AXES = [
             "nothing stays of a step",
         ),
         ("epochs, saved", (10, 60, 240), with_flags("--epochs={}"), (1, 0), "three checkpoints stay"),
+        (
+            "improving epochs, all kept",
+            (10, 60, 240),
+            with_flags("--epochs={}", "--keep=9999", "--best=val_loss:min"),
+            (1, 0),
+            "no old checkpoint is read",
+        ),
         ("evaluated samples", _MANY, with_flags("--epochs=1", _HELD_OUT), (1, 0), "each is read once"),
         ("predicted rows", _MANY, predict, (1, 1), "the table's text is kept until it is whole"),
         (
@@ -200,11 +310,20 @@ AXES = [
             (2, 2),
             "weights",
         ),
+        (
+            "layers, two tensors each",
+            (10, 300, 1000),
+            with_flags("--epochs=3", "--set=model.args.layers={}"),
+            (1, 1),
+            "a kernel or more for each tensor",
+        ),
         ("runs, status", (10, 100, 400), show_runs, (1, 0.5), "each one's summary is read"),
+        ("finished runs, start without --save-dir", (10, 60, 240), start_after, (1, 0), "each one's summary is read"),
         ("journal lines, status", _LINES, read_journal("status"), (1, 1), "each is parsed once"),
         ("journal lines, report", _LINES, read_journal("report"), (1, 1), "each is parsed once"),
         ("turns, as tokens", (8, 64, 256), call(encode_turns), (1, 0), "each is rendered a few times"),
         ("texts, packed", (10_000, 200_000, 10**6), call(make_packs), (1, 1), "arrays of them"),
+        ("processes of a group", (2, 4, 8), join_group, (1, 0), "each imports torch; the peak is one process's"),
         ("ranks, log lines", (8, 64, 4096), call(write_log_lines), (1, 0), "summed up; none is listed beyond 64"),
     )
 ]
@@ -217,7 +336,7 @@ def measure(axis: Axis, sizes: Sequence[int], times: int) -> list[Spent]:
         taken: list[Spent] = []
         while not taken or (len(taken) < times and taken[0].cpu < _LONG):
             with tempfile.TemporaryDirectory(prefix="multigpu-growth-") as folder:
-                taken.append(spent(axis.prepare(Path(folder), size)))
+                taken.append(spent(axis.prepare(Path(folder), size), folder=Path(folder)))
         cpu, peak = zip(*taken, strict=True)
         found.append(Spent(statistics.median(cpu), int(statistics.median(peak))))
     return found
@@ -260,7 +379,8 @@ def main() -> None:
     asked = parser.parse_args()
     rows = []
     for axis in (axis for axis in AXES if not asked.axes or any(word in axis.name for word in asked.axes)):
-        sizes = [max(8 * (at + 1), size // 50) for at, size in enumerate(axis.sizes)] if asked.tiny else axis.sizes
+        tiny = [min(size, max(8 * (at + 1), size // 50)) for at, size in enumerate(axis.sizes)]
+        sizes = tiny if asked.tiny else axis.sizes
         rows.append(describe(axis, sizes, measure(axis, sizes, 1 if asked.tiny else 3)))
         print(align([_HEAD, rows[-1]]), flush=True)
     if not asked.tiny and not asked.axes:

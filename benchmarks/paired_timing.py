@@ -123,14 +123,14 @@ class Spent(NamedTuple):
     peak: int
 
 
-def spent(arguments: Sequence[str], *, code: int | None = 0) -> Spent:
-    """Run a Python program in the project's folder and see what it took.
+def spent(arguments: Sequence[str], *, folder: Path = ROOT, code: int | None = 0) -> Spent:
+    """Run a Python program, which can import what lies in the project's folder, and see what it took.
 
     Args:
         code: the exit code that it must have; None for any.
     """
-    null, environ = subprocess.DEVNULL, os.environ | ONE_THREAD
-    process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=environ, stdout=null, stderr=null)
+    null, environ = subprocess.DEVNULL, os.environ | ONE_THREAD | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environ, stdout=null, stderr=null)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if code is not None and process.returncode != code:
