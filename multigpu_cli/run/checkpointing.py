@@ -52,16 +52,16 @@ def save_checkpoint(run: Run) -> None:
 def _save_on_main_rank(run: Run, snapshot: Snapshot, began: float) -> None:
     checkpointer, watchdog = run.checkpointer, run.observer.watchdog
     step, best, peers = run.progress.step, checkpointer.best, snapshot.peers
-    best_metrics, checkpointer.best_in_flight = dict(run.progress.best), best
-    stalled = time.perf_counter() - began
+    best_metrics, stalled = dict(run.progress.best), time.perf_counter() - began
 
     def write() -> None:
         check_owner(run.folder)
         weights = run.folder / "best.pt"
-        if best is not None:
+        if best:
             checkpointer.best_sha256 = save_weights(
                 weights, best, run.spec.weights_metadata(), best_metrics, watchdog.mark_progress
             )
+            best.clear()
         facts = run.spec.checkpoint_metadata() | {
             "world_size": run.world.size,
             "versions": {"torch": torch.__version__},
@@ -95,9 +95,7 @@ def finish_pending_checkpoint(run: Run) -> None:
         run.log_fault("checkpoint", f"a checkpoint was not written ({error}); the next one is tried as planned")
     else:
         checkpointer.written = checkpointer.in_flight
-        if checkpointer.best is checkpointer.best_in_flight:
-            checkpointer.best = None
-    checkpointer.best_in_flight, checkpointer.in_flight = None, checkpointer.written
+    checkpointer.in_flight = checkpointer.written
     for tell in run.moments.written if run.world.is_main else ():
         tell(run)
 

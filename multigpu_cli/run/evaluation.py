@@ -91,9 +91,9 @@ def track_best(run: Run, result: Evaluation) -> None:
         named = {f"val_{name}": value for name, value in result.metrics.items()}
         progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}
         with run.observer.timer.pause():
-            weights = run.strategy.copy_state({"model": run.state.eval_model().state_dict()})
-            if run.world.is_main:
-                run.checkpointer.best = weights["model"]
+            run.checkpointer.best = {}  # earlier ones, if they were not written, give their memory
+            state = {"model": run.state.eval_model().state_dict()}
+            run.checkpointer.best = run.strategy.copy_state(state).get("model", {})
     elif progress.best:
         progress.stale_epochs += 1
         if patience and progress.stale_epochs >= patience:

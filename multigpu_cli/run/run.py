@@ -202,8 +202,7 @@ class Checkpointer:
     saver: Saver
     schedule: CheckpointSchedule
     saved_step: int  # that of the newest checkpoint
-    best: dict[str, Tensor] | None = None  # host copy of the best weights, until they are written with a checkpoint
-    best_in_flight: dict[str, Tensor] | None = None  # the best weights that are being written
+    best: dict[str, Tensor] = field(default_factory=dict)  # host copy of the best weights, until they are written
     best_sha256: str = ""  # of the best weights that were written, on rank 0
     in_flight: int = -1  # step of the checkpoint that is being written, or was last, on rank 0
     written: int = -1  # step of the last one that is on disk, as far as rank 0 knows; -1 before that of this attempt
