@@ -12,7 +12,7 @@ PARTS = {
     "logger": "multigpu_cli.loggers.part:Loggers",
     "mirror": "multigpu_cli.mirror.part:Mirroring",
 }
-"""Settings, one of which is given → a `Part`: made and called in this order, on all ranks."""
+"""A `Part` for settings of which one is given; parts are made and called in this order, on all ranks."""
 
 RULES = (
     "multigpu_cli.metrics.rules:RULES",
@@ -26,25 +26,25 @@ RULES = (
 """Rules between the settings of a room and others, loaded when a request is first checked; none needs torch."""
 
 ADAPTERS = {"adapter": "multigpu_cli.language.adapter:choose_adapter"}
-"""Setting → what chooses what is made of a new network; also where nothing is trained."""
+"""By setting, the function that chooses what to make of a new network; also where nothing is trained."""
 
 CHECK_BASE = {"model_dir": "multigpu_cli.language.adapter:check_base"}
-"""Setting → what compares what it names with a checkpoint's record of it; rank 0 calls it."""
+"""By setting, the function that compares its value with the record in a checkpoint; rank 0 calls it."""
 
 BEFORE_LAUNCH = {"mirror": "multigpu_cli.mirror.restore:check_mirror_is_new"}
-"""Setting → what checks it before a launcher chooses the run folder."""
+"""By setting, its check before a launcher chooses the run folder."""
 
 BEFORE_RESUME = {"mirror": "multigpu_cli.mirror.restore:restore_from_mirror"}
-"""Setting → what brings checkpoints that the run folder lacks, before one is chosen; rank 0 calls it."""
+"""By setting, the function that fetches checkpoints into the run folder before one is chosen; rank 0 calls it."""
 
 PART_STATES = {"hooks": "--hook"}
-"""Entries of a checkpoint's state that parts have: name → flag."""
+"""The entries of a checkpoint's state that belong to parts, with the flags of these."""
 
 UNITS = ("env_steps", "tokens", "samples")
-"""What the speed of a run is told in: the first of these that its journal counts."""
+"""Units of a run's speed: the first of these that its journal counts."""
 
 OUTSIDE = ("logger", "mirror", "prompts")
-"""Settings that send a run elsewhere, or read what goes into it; a file that names one of its own is told of."""
+"""Settings that send a run's files elsewhere or read text into it; the user is told where a config file sets one."""
 
 PLAN_NOTES = {
     "adapter": "adapter",
@@ -58,7 +58,7 @@ PLAN_NOTES = {
     "loggers": "loggers",
     "from_files": "from files",
 }
-"""Rows of the plan that not every run has: key in the journal → label; with {} for a number the key holds a list."""
+"""Labels of the plan's optional rows by their key in the journal; a label with {}, for a number, is of a list."""
 
 
 def load(code: str) -> Any:
@@ -68,7 +68,7 @@ def load(code: str) -> Any:
 
 
 def load_given(table: dict[str, str], config: Any) -> list[Any]:
-    """What a table by settings (several: with spaces between) has for those that differ from their defaults."""
+    """The code of a table by settings, one or several with spaces between, where one differs from its default."""
     usual = type(config)()
     return [
         load(code) for keys, code in table.items() if any(config.get(key) != usual.get(key) for key in keys.split())
@@ -81,26 +81,26 @@ STRATEGIES = {
     "ddp": "multigpu_cli.strategies.ddp:DDP",
     "fsdp": "multigpu_cli.strategies.fsdp.fsdp:FSDP2",
 }
-"""A placement's strategy → a `Strategy`."""
+"""The class of each strategy, by the name that a placement has for it."""
 
 EXACT_STRATEGIES = {
     "single": "multigpu_cli.strategies.exact:ExactReduction",
     "ddp": "multigpu_cli.strategies.exact:ExactReduction",
     "fsdp": "multigpu_cli.strategies.fsdp.exact:ExactFSDP2",
 }
-"""The same with --exact."""
+"""The classes with --exact."""
 
 MULTI_PROCESS = [name for name in STRATEGIES if name not in ("single", "dp")]
-"""Those with one process for each device."""
+"""Strategies with one process for each device."""
 
 SHARDING = "--multi-gpu fsdp"
-"""What divides weights, gradients and the optimizer's state over several devices."""
+"""The flag that divides weights, gradients and the optimizer's state over several devices."""
 
 STRATEGY_SETTINGS = {
     "ddp": ("find_unused_parameters", "grad_compression", "bucket_cap_mb"),
     "fsdp": ("find_unused_parameters", "reshard", "shard_size", "strategy.wrap", "strategy.param_dtype"),
 }
-"""A placement's strategy → settings that have an effect with few strategies, this one among them."""
+"""The settings of each strategy that have no effect with most others."""
 
 RESOLVED = ("bucket_cap_mb", "strategy.param_dtype")
 """Settings that a start resolves where they are "auto", and checkpoints pin."""
@@ -169,13 +169,13 @@ MODELS = {
 }
 
 BUILDERS = {"timm": "timm:model_entrypoint", "torchvision": "torchvision.models:get_model_builder"}
-"""Library of networks → what gives the factory of one by its name."""
+"""By library of networks, the function that finds the factory of one by its name."""
 
 OUTPUTS = {
     "logits": "multigpu_cli.language.hugging_face:Logits",
     "whole": "multigpu_cli.language.hugging_face:NamedInputs",
 }
-"""What stands between a network of transformers and a task, by what a call returns."""
+"""The wrapper around a network of transformers, by what a call returns."""
 
 ENVIRONMENTS = {
     "gym": "multigpu_cli.environments.gym:group",
@@ -189,7 +189,7 @@ LOGGERS = {
 }
 
 ACTORS = {"ppo": "multigpu_cli.rl.env_source:open_environments"}
-"""Tasks that act in environments → what opens as a data source those that --data names."""
+"""By task that acts in environments, the function that opens those of --data as a data source."""
 
 METRICS = {
     "macro_accuracy": "multigpu_cli.metrics.builtin:MacroAccuracy",

@@ -75,7 +75,7 @@ class Destination(Protocol):
 
 
 def find_logger(name: str) -> Callable[[], Destination]:
-    """What makes the destination of a built-in logger, or of the user's own class; which must have the methods."""
+    """The factory of a logger's destination: a built-in one, or the user's own class, which must have the methods."""
     found = find_factory(name, LOGGERS, flag="--logger")
     if name in LOGGERS:
         return found

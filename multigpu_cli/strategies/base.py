@@ -78,8 +78,8 @@ class Strategy(ABC):
         num_shards: workers that share weights, gradients and optimizer state: rank r has the same as rank
             r + num_shards.
         local_parameters: the tensors that the optimizer of this process moves.
-        on_gather: called when a pass comes to where it waits for all workers.
-        memory_remedy: where weights, gradients and the optimizer's state do not fit one device.
+        on_gather: called where a pass is about to wait for all workers.
+        memory_remedy: the way out where weights, gradients and the optimizer's state do not fit one device.
     """
 
     name: str
