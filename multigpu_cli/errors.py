@@ -50,7 +50,7 @@ def combine_errors(errors: Iterable[TrainingError]) -> RequestError:
 def raise_all(errors: Iterable[TrainingError]) -> None:
     """Raise all errors of a request as one, if there are any."""
     if listed := list(errors):
-        raise combine_errors(listed)
+        raise combine_errors(listed) if listed[1:] else listed[0]
 
 
 def pluralize(count: int | float, noun: str) -> str:

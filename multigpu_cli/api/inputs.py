@@ -27,7 +27,7 @@ from multigpu_cli.data.collate import Collate, SampleForm, count_declared_classe
 from multigpu_cli.data.fetcher import SeededDataset
 from multigpu_cli.data.load import choose_form, infer_source
 from multigpu_cli.data.order import EVAL_EPOCH, SampleOrder
-from multigpu_cli.data.source import DataSource, MaterializedIterable
+from multigpu_cli.data.source import SPLITS, DataSource, MaterializedIterable
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import refuse_torchscript
 from multigpu_cli.optimizers.build import OWN_LOOP
@@ -213,9 +213,6 @@ def _class_name(thing: Any) -> str:
 
         module = Path(getattr(__main__, "__file__", "__main__")).stem
     return f"{module}:{kind.__qualname__}"
-
-
-SPLITS = ("train", "val", "test")
 
 
 class CollatedDataset(Dataset[Any]):

@@ -163,7 +163,7 @@ def gpu_utilisation() -> dict[str, float | None]:
         nvml = gpu.open_nvml()
     except gpu.NoNvml:
         return {}
-    return {f"gpu_{each.number}": each.utilisation for each in gpu.list_gpus(nvml)}
+    return {f"gpu_{each.number}": each.load.utilisation for each in gpu.list_gpus(nvml)}
 
 
 def peak_memory_gb() -> float:

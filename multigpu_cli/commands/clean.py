@@ -101,11 +101,6 @@ def _describe(checkpoints: int, size: int) -> str:
     return f"{pluralize(checkpoints, 'checkpoint')}, {format_size(size)}"
 
 
-def is_healthy(entries: list[CheckpointEntry]) -> bool:
-    """Whether a run could go on, and nothing in the folder is damaged."""
-    return any(entry.resumes for entry in entries) and all(entry.state != "damaged" for entry in entries)
-
-
 def format_checkpoints(run: str, entries: list[CheckpointEntry]) -> Iterator[str]:
     """One line each."""
     width = max((len(entry.name) for entry in entries), default=0)

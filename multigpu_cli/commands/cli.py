@@ -81,10 +81,10 @@ def verify(
 def checkpoints(run: _Run, as_json: _Json = False) -> int:
     """List a run's checkpoints and verify them; exit code 0 if it could go on and nothing is damaged."""
     from multigpu_cli.checkpoint.inspect import list_checkpoints
-    from multigpu_cli.commands.clean import format_checkpoints, is_healthy
+    from multigpu_cli.commands.clean import format_checkpoints
 
     entries = list_checkpoints(Path(run))
-    healthy = is_healthy(entries)
+    healthy = any(each.resumes for each in entries) and all(each.state != "damaged" for each in entries)
     content = {"run": run, "healthy": healthy, "checkpoints": entries}
     print_result(content, format_checkpoints(run, entries), as_json=as_json)
     return 0 if healthy else FAILED

@@ -190,7 +190,7 @@ class Collate:
         self.check_classes([number for number, _ in numbered], targets)
         return Collated(inputs, targets)
 
-    def check_classes(self, numbers: Sequence[int] | numpy.ndarray, targets: Any) -> None:
+    def check_classes(self, numbers: Sequence[int] | Tensor, targets: Any) -> None:
         """Refuse, by its sample's number, a class that the dataset does not have."""
         if not (self._classes and isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.ndim == 1):
             return
@@ -198,7 +198,7 @@ class Collate:
         if wrong.any():  # here, on the host: a GPU would only fail an assertion, and be lost to the process
             first = int(wrong.nonzero()[0])
             raise RequestError(
-                f"--data: sample {numbers[first]} has the label {int(targets[first])}, and there are "
+                f"--data: sample {int(numbers[first])} has the label {int(targets[first])}, and there are "
                 f"{self._classes} classes",
                 remedy=f"labels from 0 to {self._classes - 1}, or another num_classes of the dataset",
             )

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice, tee
 from multiprocessing import current_process
 from multiprocessing.context import ForkContext, ForkProcess
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
@@ -176,22 +176,14 @@ class _Splits(Dataset[Any]):
 
 
 def _collate_and_count(
-    collate: Collate, numbered: "Sequence[tuple[int, Any]] | WholeBatch"
+    collate: Collate, numbered: Fetched | Sequence[tuple[int, Any]]
 ) -> tuple[Collated, TokenCounts | None]:
     """A batch, and its tokens, for which one would have to wait on a device."""
-    if isinstance(numbered, WholeBatch):
+    if isinstance(numbered, Fetched):
         collate.check_classes(numbered.indices, numbered.targets)
         return Collated(numbered.inputs, numbered.targets), None
     made = collate(numbered)
     return made, count_tokens([item for _, item in numbered], made.targets)
-
-
-class WholeBatch(NamedTuple):
-    """A batch that the dataset itself has put together (`fetch_batch`), and the indices (n,) int64 of its samples."""
-
-    inputs: Tensor
-    targets: Tensor
-    indices: np.ndarray
 
 
 class SeededDataset(Dataset[Any]):
@@ -216,7 +208,7 @@ class SeededDataset(Dataset[Any]):
         index = where[1] % self._size
         return index, get_sample(self.dataset, index)
 
-    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]] | WholeBatch:
+    def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]] | Fetched:
         if self.fetch_batch is not None:
             return self.fetch_whole(np.array([index for _, index in places]))
         if not self._whole:
@@ -225,12 +217,11 @@ class SeededDataset(Dataset[Any]):
         indices = [index % self._size for _, index in places]
         return list(zip(indices, get_samples(self.dataset, indices), strict=True))
 
-    def fetch_whole(self, indices: np.ndarray) -> WholeBatch:
-        """A batch of a dataset with `fetch_batch`."""
+    def fetch_whole(self, indices: np.ndarray) -> Fetched:
+        """A batch that the dataset itself puts together (`fetch_batch`)."""
         assert self.fetch_batch is not None
         at = indices % self._size
-        inputs, targets = self.fetch_batch(at)
-        return WholeBatch(inputs, targets, at)
+        return Fetched(*self.fetch_batch(at), torch.from_numpy(at))
 
     def _seed(self, epoch: int, index: int) -> None:
         if self._make_packs is not None:

@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, TensorDataset
 
 from multigpu_cli.data.collate import describe_shapes, get_sample, to_pair
 from multigpu_cli.data.order import OrderByPieces, OrderOfEpoch, shuffle_epoch
-from multigpu_cli.data.source import Codec, DataSource
+from multigpu_cli.data.source import SPLITS, Codec, DataSource
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.planning.batch import apportion, make_key
 
@@ -164,7 +164,7 @@ def load(
     )
     shares = _describe_shares(mix, order)
     classes = first.num_classes if first.task == "classification" else 0
-    splits = {part: _join([getattr(each.source, part) for each in mix], classes) for part in ("train", "val", "test")}
+    splits = {part: _join([getattr(each.source, part) for each in mix], classes) for part in SPLITS}
     warnings = tuple(warning for each in mix for warning in each.source.warnings)
     signature = " ".join(f"{each.name} {each.weight:g} {each.source.signature()}" for each in mix)
     return replace(

@@ -19,6 +19,7 @@ from multigpu_cli.planning.batch import make_key
 from multigpu_cli.runtime.model_call import TARGETS
 from multigpu_cli.runtime.seeding import seed_everything
 
+SPLITS = ("train", "val", "test")
 FEW = 20
 """Whole numbers with at most so many values are classes, where nothing says what a target is."""
 

@@ -18,7 +18,7 @@ from multigpu_cli.data.collate import describe_shapes, to_device
 from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean
-from multigpu_cli.runtime.factories import find_factory
+from multigpu_cli.runtime.factories import find_factory, import_extra
 
 MODES = ("flatten", "average", "first")
 
@@ -151,12 +151,7 @@ IMAGENET = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
 
 def check_pillow(name: str) -> None:
     """Refuse the dataset `name`, of images, where Pillow is not installed."""
-    try:
-        import PIL  # noqa: F401
-    except ImportError as missing:
-        raise RequestError(
-            f"--data {name} needs Pillow", remedy="pip install pillow, or this program with its extra [images]"
-        ) from missing
+    import_extra("PIL", f"--data {name} needs Pillow", "pip install pillow, or this program with its extra [images]")
 
 
 def check_sizes(size: Any, resize: Any) -> None:

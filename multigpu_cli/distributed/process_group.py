@@ -26,6 +26,7 @@ from multigpu_cli.distributed.launch_env import (
 )
 from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.distributed.processes import die_with_parent
+from multigpu_cli.distributed.rendezvous import RankGpu, RankInfo, agree_on_roster
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
 
@@ -126,8 +127,6 @@ def check_own_gpus(world: World) -> None:
 
 def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
     """Rendezvous with all ranks and agree on this attempt; `client` is another connection to the store."""
-    from multigpu_cli.distributed.rendezvous import RankGpu, RankInfo, agree_on_roster
-
     environ = launch_env.environ
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     own = RankInfo(
@@ -152,15 +151,9 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
         launch_env.size,
         launch_env.local_rank,
         launch_env.local_size,
-        agreed.attempt,
-        dist.PrefixStore(agreed.store_prefix, client),
-        hosts=agreed.hosts,
-        agent_ids=agreed.agent_ids,
-        restarts_left=agreed.restarts_left,
-        previous_attempt=agreed.previous_attempt,
+        store=dist.PrefixStore(agreed.store_prefix, client),
         agent_dir=find_agent_dir(environ),
-        store_prefix=agreed.store_prefix,
-        gpus=agreed.gpus,
+        **vars(agreed),
     )
 
 

@@ -58,18 +58,18 @@ class RankInfo:
         return cls(**found)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Roster:
-    """The result of the handshake, equal on all ranks; `hosts` and `agent_ids` are those of each rank."""
+    """The result of the handshake, equal on all ranks."""
 
-    store_prefix: str  # the prefix of this attempt's keys in the store
-    attempt: int  # how often the job was started before: the largest number that any agent has recorded
-    hosts: tuple[str, ...]
-    agent_ids: tuple[str, ...]
-    restarts_left: int  # the smallest number of any agent
-    verdict: FinalVerdict | None  # the final verdict of an earlier attempt that forbids this one, or None
-    previous_attempt: PreviousAttempt | None  # how the previous attempt ended, or None
-    gpus: tuple[RankGpu | None, ...]  # the GPU of each rank
+    store_prefix: str = ""  # the prefix of this attempt's keys in the store
+    attempt: int = 0  # how often the job was started before: the largest number that any agent has recorded
+    hosts: tuple[str, ...] = ()  # the name of each rank's machine
+    agent_ids: tuple[str, ...] = ()  # the unique name of each rank's launcher agent
+    restarts_left: int = 0  # how often the launcher would still restart the workers: the smallest number of any agent
+    verdict: FinalVerdict | None = None  # the final verdict of an earlier attempt that forbids this one, or None
+    previous_attempt: PreviousAttempt | None = None  # how the previous attempt ended, or None
+    gpus: tuple[RankGpu | None, ...] = ()  # the GPU of each rank
 
 
 def merge_rank_infos(infos: Sequence[RankInfo], generation: str) -> Roster:

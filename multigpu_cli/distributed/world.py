@@ -8,22 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way; torchtitan uses it as well
 
-from multigpu_cli.distributed.launch_env import PreviousAttempt
+from multigpu_cli.distributed.rendezvous import Roster
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
-
-if TYPE_CHECKING:
-    from multigpu_cli.distributed.rendezvous import RankGpu
 
 
 @dataclass(frozen=True)
-class World:
+class World(Roster):
     """Rank, world size and device of this process, and what the handshake agreed on."""
 
     device: torch.device
@@ -31,15 +28,8 @@ class World:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    attempt: int = 0  # how often the job was started before, agreed by all ranks
     store: dist.PrefixStore | None = field(default=None, compare=False)  # the launcher's, prefixed by attempt
-    hosts: tuple[str, ...] = field(default=(), compare=False)  # the name of each rank's machine
-    agent_ids: tuple[str, ...] = field(default=(), compare=False)  # the unique name of each rank's launcher agent
-    restarts_left: int = field(default=0, compare=False)  # how often the launcher would still restart the workers
-    previous_attempt: PreviousAttempt | None = field(default=None, compare=False)  # if its end was recorded
-    agent_dir: Path | None = field(default=None, compare=False)  # the folder for such records
-    store_prefix: str = field(default="", compare=False)  # the prefix of this attempt's keys in the store
-    gpus: "tuple[RankGpu | None, ...]" = field(default=(), compare=False)  # the GPU of each rank
+    agent_dir: Path | None = field(default=None, compare=False)  # the folder for records of attempts
 
     @property
     def is_main(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from multigpu_cli.environments.base import Box, Discrete, EnvironmentGroup, StepReturn
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import make_key
+from multigpu_cli.runtime.factories import import_extra
 
 
 class GymGroup(EnvironmentGroup):
@@ -123,12 +124,8 @@ def group(
 
 
 def _make(id: str, options: dict[str, Any]) -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise RequestError(
-            f"--data gym:{id}: the package gymnasium is not installed", remedy="pip install 'multigpu-cli[rl]'"
-        ) from error
+    lacks = f"--data gym:{id}: the package gymnasium is not installed"
+    gymnasium = import_extra("gymnasium", lacks, "pip install 'multigpu-cli[rl]'")
     try:
         made: Any = gymnasium.make(id, disable_env_checker=True, **options)
     except (gymnasium.error.Error, ImportError, TypeError) as error:

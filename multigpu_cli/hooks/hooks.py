@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, enable_grad
 
 from multigpu_cli.config.code_names import NamedCode, parse_hook
-from multigpu_cli.config.schema import HookConfig
 from multigpu_cli.config.types import quote_value
 from multigpu_cli.distributed.world import World, broadcast_object, run_on_all_ranks
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
@@ -66,13 +65,8 @@ class Hook:
         return method in self.methods and (method not in TENSORS or step % self.every == 0)
 
 
-def load_hooks(config: HookConfig) -> list[Hook]:
-    """The classes in the order in which they are called; a RequestError where one is not there, or is no hook."""
-    entries = [parse_hook(text) for text in config.names]
-    return [_load(entry, config.args.get(entry.name, {})) for entry in entries]
-
-
-def _load(entry: NamedCode, args: dict[str, Any]) -> Hook:
+def load_hook(entry: NamedCode, args: dict[str, Any]) -> Hook:
+    """The class that an entry names; a RequestError where it is not there, or is no hook."""
     flag, found = f"--hook {entry.code}", find_factory(entry.code, {}, flag="--hook")
     if not inspect.isclass(found):
         raise RequestError(f"{flag}: it is a {type(found).__name__}, not a class", remedy="name a class")
@@ -191,7 +185,9 @@ class UserHooks(Part):
     _written = -1  # step of the last checkpoint that is on disk, as far as this rank has told its hooks
 
     def __init__(self, spec: RunSpec, world: World) -> None:
-        self._hooks, self._world = run_on_all_ranks(world, lambda: load_hooks(spec.config.hook)), world
+        entries, args = [parse_hook(text) for text in spec.config.hook.names], spec.config.hook.args
+        self._hooks = run_on_all_ranks(world, lambda: [load_hook(each, args.get(each.name, {})) for each in entries])
+        self._world = world
         processes = max(world.size, spec.placement.num_processes_to_launch)
         self._processes = 1 if spec.placement.strategy == "dp" else processes
 

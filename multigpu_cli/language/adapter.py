@@ -26,6 +26,7 @@ from multigpu_cli.planning.batch import make_key
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.part import Part
 from multigpu_cli.run.request.spec import RunSpec
+from multigpu_cli.runtime.factories import import_extra
 
 _KINDS: dict[str, dict[str, Any]] = {  # by peft's names; all have the same files, and can be merged
     "lora": {},  # Hu et al. 2021
@@ -58,13 +59,9 @@ def add_adapter(network: nn.Module, config: AdapterConfig, seed: int, *, referen
     dict has what learns, and the reference, and nothing of the network itself. The network may be on the meta device. A
     second adapter, the `reference`, gets the weights that `load_initial_weights` gives the first.
     """
-    try:
-        with torch.device("cpu"):  # its modules create tensors of their own, which would be on the meta device else
-            import peft
-    except ImportError as missing:
-        raise RequestError(
-            f"--adapter {config.kind}: peft is not installed", remedy="pip install 'multigpu-cli[hugging-face]'"
-        ) from missing
+    with torch.device("cpu"):  # its modules create tensors of their own, which would be on the meta device else
+        lacks, remedy = f"--adapter {config.kind}: peft is not installed", "pip install 'multigpu-cli[hugging-face]'"
+        peft = import_extra("peft", lacks, remedy)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.r,
@@ -275,12 +272,11 @@ def check_base(before: Mapping[str, str], config: Config, tokenizer: Mapping[str
     `tokenizer` made the tokens (see `Codec.record`); `origin` is the run folder or file that has the record.
     """
     now = fingerprint_base_model(config, tokenizer) if before else {}
-    differing = [
+    raise_all(
         RequestError(
             f"--model-dir {config.model.dir} has {_OTHER.get(name, name)} than {origin} was started with",
             remedy="--model-dir with the folder of that very model; or a new run with another --save-dir",
         )
         for name in now
         if before.get(name, now[name]) != now[name]
-    ]
-    raise_all(differing)
+    )

@@ -19,6 +19,7 @@ from multigpu_cli.language.model_folder import (
     load_config,
 )
 from multigpu_cli.models.token_losses import ComputesTokenLosses, TokenLosses, TokenTargets, compute_token_losses
+from multigpu_cli.runtime.factories import import_extra
 from multigpu_cli.runtime.model_call import Labelled, ModelCall
 
 _LENGTHS = ("n_positions", "max_position_embeddings")  # how configurations call the longest sequence
@@ -151,10 +152,7 @@ def build(
         task: language-model, or anything else for classes.
         architecture: as in transformers' model_type: gpt2, llama, bert, vit, resnet, …
     """
-    try:
-        import transformers
-    except ImportError as missing:
-        raise RequestError("--model transformers: it is not installed", remedy="pip install transformers") from missing
+    transformers = import_extra("transformers", "--model transformers: it is not installed", "pip install transformers")
     known = transformers.CONFIG_MAPPING
     if architecture not in known:
         raise RequestError(f"model.args.architecture: {architecture!r}", remedy=did_you_mean(architecture, known))

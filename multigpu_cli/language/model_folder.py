@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.factories import import_extra
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _KINDS_OF_TEXT = (
@@ -179,13 +180,8 @@ def _check_whole(folder: Path, name: str) -> None:
 
 def import_transformers() -> Any:
     """The library; RequestError where it is not installed."""
-    try:
-        import transformers
-    except ImportError as missing:
-        raise RequestError(
-            "transformers is not installed",
-            remedy="pip install 'multigpu-cli[hugging-face]' (in a checkout: pip install -e '.[hugging-face]')",
-        ) from missing
+    remedy = "pip install 'multigpu-cli[hugging-face]' (in a checkout: pip install -e '.[hugging-face]')"
+    transformers = import_extra("transformers", "transformers is not installed", remedy)
     transformers.utils.logging.disable_progress_bar()
     return transformers
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from multigpu_cli.data.files import locate_single_file
-from multigpu_cli.data.source import Codec, DataSource
+from multigpu_cli.data.source import SPLITS, Codec, DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.model_call import IGNORED
 
-_SPLITS = ("train", "val", "test")
 _KINDS = ("characters", "bytes", "arrays")
 _UNICODE = 0x110000
 _LAYOUT = "one .txt file, or arrays of tokens: train.bin and val.bin (uint16, as nanoGPT writes them) or .npy"
@@ -238,7 +237,7 @@ def load(
 def _arrays(folder: Path, dtype: str) -> dict[str, np.ndarray]:
     """The token arrays that lie in a folder, memory-mapped; none without one for training."""
     found: dict[str, np.ndarray] = {}
-    for split in _SPLITS:
+    for split in SPLITS:
         try:
             if (path := folder / f"{split}.npy").is_file():
                 found[split] = np.load(path, mmap_mode="r")

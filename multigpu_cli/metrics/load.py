@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
-from math import fsum, inf, nan
+from math import inf, nan
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from multigpu_cli.distributed.world import (
     send_object,
 )
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
+from multigpu_cli.monitor.meters import add_exactly
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.part import Part
 from multigpu_cli.run.request.spec import RunSpec
@@ -79,7 +80,7 @@ class SummedMetric(Metric):
             slots = torch.zeros(int(size), self._batches, dtype=torch.float64, device=world.device)
             for number, part in self._parts.items():
                 slots[:, number] = part
-            added = [_add(row) for row in all_reduce_sum(world, slots).tolist()]
+            added = [add_exactly(row) for row in all_reduce_sum(world, slots).tolist()]
             sums = torch.tensor(added, dtype=torch.float64)
         else:
             whole_sums = torch.zeros(int(size), dtype=torch.int64) if self._whole is None else self._whole
@@ -91,13 +92,6 @@ class SummedMetric(Metric):
             return self.parse_number(value)
 
         return run_on_main_rank(world, compute)
-
-
-def _add(values: list[float]) -> float:
-    try:
-        return fsum(values)
-    except (ValueError, OverflowError):  # infinities of both signs
-        return nan
 
 
 class OrderedMetric(Metric):
@@ -204,10 +198,8 @@ class PerSampleMetric(Metric):
 
     def reduce(self, world: World, moved: Moved) -> float:
         numerators, denominators = all_reduce_sum(world, self._slots).tolist()
-        try:
-            return fsum(numerators) / fsum(denominators)
-        except (ZeroDivisionError, ValueError, OverflowError):  # no sample has a share; infinities of both signs
-            return nan
+        whole = add_exactly(denominators)
+        return add_exactly(numerators) / whole if whole else nan  # where no sample has a share
 
 
 _LIBRARY = "torchmetrics"

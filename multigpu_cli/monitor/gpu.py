@@ -37,6 +37,16 @@ class GpuProcess:
     memory: int | None
 
 
+class GpuLoad(NamedTuple):
+    """The load of one GPU at one moment. A value that the driver does not report is None."""
+
+    utilisation: int | None = None  # per cent of the last second or so in which some kernel ran
+    temperature: int | None = None  # °C
+    power: float | None = None  # watts
+    memory_used: int | None = None  # bytes
+    memory_total: int | None = None  # bytes; None also where a GPU has no memory of its own
+
+
 @dataclass(frozen=True)
 class Gpu:
     """The state of one GPU. A value that the driver does not report is None."""
@@ -45,11 +55,7 @@ class Gpu:
     name: str = "unknown"
     uuid: str = ""
     capability: tuple[int, int] | None = None
-    memory_total: int | None = None  # bytes; None also where a GPU has no memory of its own
-    memory_used: int | None = None  # bytes
-    utilisation: int | None = None  # per cent of the last second or so in which some kernel ran
-    temperature: int | None = None  # °C
-    power: float | None = None  # watts
+    load: GpuLoad = GpuLoad()
     mig: bool = False
     processes: tuple[GpuProcess, ...] = ()
     unreachable: str = ""  # why NVML can't query it (it has fallen off the bus, say); "" where it can
@@ -135,20 +141,10 @@ def _read_gpu(nvml: Any, number: int, handle: Any) -> Gpu:
         name=_decode(nvml.nvmlDeviceGetName(handle)),
         uuid=_decode(nvml.nvmlDeviceGetUUID(handle)),
         capability=None if capability is None else tuple(capability),
+        load=read_load(nvml, query),
         mig=bool(mig and mig[0]),
         processes=tuple(GpuProcess(each.pid, each.usedGpuMemory) for each in processes),
-        **read_load(nvml, query)._asdict(),
     )
-
-
-class GpuLoad(NamedTuple):
-    """The load of one GPU at one moment; see `Gpu` for units. A value that the driver does not report is None."""
-
-    utilisation: int | None = None
-    temperature: int | None = None
-    power: float | None = None
-    memory_used: int | None = None
-    memory_total: int | None = None
 
 
 def read_load(nvml: Any, query: Callable[..., Any]) -> GpuLoad:

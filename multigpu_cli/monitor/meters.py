@@ -174,14 +174,14 @@ class StepTimer:
         if self._runs_ahead and window.steps:
             self._times.add(window.seconds / window.steps, window.steps)
         return {
-            "samples_per_second": _ratio(window.samples, window.seconds),
-            "step_ms": 1e3 * _ratio(window.seconds, window.steps),
+            "samples_per_second": divide(window.samples, window.seconds),
+            "step_ms": 1e3 * divide(window.seconds, window.steps),
         }
 
     @property
     def samples_per_second(self) -> float:
         """Over the run, pauses left out."""
-        return _ratio(self.samples, self.seconds)
+        return divide(self.samples, self.seconds)
 
     def step_ms(self) -> dict[str, float]:
         """Median and 95th percentile of the milliseconds a step took, over the run."""
@@ -203,8 +203,17 @@ class _Window:
         self.steps, self.samples, self.seconds = 0, 0, 0.0
 
 
-def _ratio(amount: float, per: float) -> float:
-    return amount / per if per else 0.0
+def divide(part: float, whole: float) -> float:
+    """The share, or rate, 0 of nothing."""
+    return part / whole if whole else 0.0
+
+
+def add_exactly(values: list[float]) -> float:
+    """The sum without rounding; NaN where infinities of both signs meet."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 _REMEMBERED = 200  # estimates

@@ -9,10 +9,10 @@ from torch import Tensor
 from multigpu_cli.distributed.world import World, all_gather, all_reduce_sum
 from multigpu_cli.environments.base import EnvironmentGroup
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.monitor.meters import divide
 from multigpu_cli.rl.env_source import EnvSource
 from multigpu_cli.rl.objective import METRICS
 from multigpu_cli.rl.policy import Network, Policy
-from multigpu_cli.tasks.base import divide
 
 
 class PPOMetrics:

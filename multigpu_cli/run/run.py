@@ -23,7 +23,7 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console, ProgressDisplay
 from multigpu_cli.monitor.gpu import Sampler
 from multigpu_cli.monitor.journal import Journal
-from multigpu_cli.monitor.meters import NoiseMeter, SampleTrace, StepTimer
+from multigpu_cli.monitor.meters import NoiseMeter, SampleTrace, StepTimer, add_exactly
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents
@@ -85,7 +85,7 @@ class LossMeter:
         values = iter(all_reduce_sum(self._world, slots).tolist())
         units = torch.stack([torch.as_tensor(count) for count in self._units]).tolist()
         for (step, micro_batches), count in zip(self._steps, units, strict=True):
-            self._count_step(step, _sum([next(values) for _ in range(micro_batches)]), count)
+            self._count_step(step, add_exactly([next(values) for _ in range(micro_batches)]), count)
         self._progress.last["train_loss"] = _mean(*self._progress.epoch_losses[1:])
         self._reset()
 
@@ -107,14 +107,6 @@ class LossMeter:
 
 def _mean(loss: float, units: float) -> float:
     return loss / units if units else math.nan
-
-
-def _sum(losses: list[float]) -> float:
-    """Without rounding; NaN where infinities of both signs meet."""
-    try:
-        return math.fsum(losses)
-    except (ValueError, OverflowError):
-        return math.nan
 
 
 @dataclass

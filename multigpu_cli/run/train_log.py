@@ -13,12 +13,11 @@ from torch import Tensor
 from multigpu_cli.distributed.world import all_gather
 from multigpu_cli.errors import TrainingError, pluralize
 from multigpu_cli.monitor.gpu import peak_flops
-from multigpu_cli.monitor.meters import Norms
+from multigpu_cli.monitor.meters import Norms, divide
 from multigpu_cli.optimizers.build import base_rate
 from multigpu_cli.run.assembly.components import StepResult
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.run import Run
-from multigpu_cli.tasks.base import divide
 
 _MOST_RANKS = 64  # of which each has its values in a line
 _GPU_FIELDS = ("gpu_utilisation", "gpu_temperature", "gpu_power", "gpu_memory_used")

@@ -89,6 +89,14 @@ def _no_arguments(script: str) -> Iterator[None]:
         sys.argv = ours
 
 
+def import_extra(package: str, problem: str, remedy: str) -> Any:
+    """A package that not everybody has installed; RequestError, with these words, where it is not there."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as missing:
+        raise RequestError(problem, remedy=remedy) from missing
+
+
 def call_factory(
     factory: Callable[..., Any], offered: Mapping[str, Any], args: Mapping[str, Any], *, where: str
 ) -> Any:

@@ -52,18 +52,13 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def loss_mode(model: nn.Module) -> Iterator[None]:
-    """Training mode, in which some networks return their loss, with BatchNorm and dropout as in evaluation."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.train()
-    for module in model.modules():
-        if isinstance(module, _NormBase | _DropoutNd):
-            module.eval()
-    try:
-        with preserve_buffers(model):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    """Training mode, in which some networks return their loss; BatchNorm, dropout and gradients as in evaluation."""
+    with eval_mode(model), preserve_buffers(model):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, _NormBase | _DropoutNd):
+                module.eval()
+        yield
 
 
 TensorPath = tuple[Any, ...]

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from math import fsum, nan
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from multigpu_cli.data.order import EVAL_EPOCH
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World, all_reduce_max, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor.meters import add_exactly, divide
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_micro_batch
@@ -189,7 +190,7 @@ class Task(ABC):
             slots, counts, units = measure() if self.equal_passes else run_on_all_ranks(world, measure)
         counts = _all_reduce_counts(world, counts)
         seen = int(all_reduce_sum(world, units))
-        sums = (fsum(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
+        sums = (add_exactly(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
         means = dict(zip(("loss", *self.sums), sums, strict=True))
         figures = self.metrics(counts, max(1, seen)) | self.figures(means) | meter.reduce(world, self.moved)
         return Evaluation({"loss": means["loss"]} | figures, loader.size, self.details(counts))
@@ -229,11 +230,6 @@ class Task(ABC):
 def at_least_float32(values: Tensor) -> Tensor:
     """The values in 32 bits or more: a sum in half precision would lose the small ones."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def divide(part: float, whole: float) -> float:
-    """The share, 0 of nothing."""
-    return part / whole if whole else 0.0
 
 
 def per_class_rows(names: Iterable[str], counts: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:

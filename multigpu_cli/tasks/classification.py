@@ -15,7 +15,8 @@ from multigpu_cli.data.collate import describe_shapes, get_sample, to_pair
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, divide, per_class_rows
+from multigpu_cli.monitor.meters import divide
+from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, per_class_rows
 
 
 class Classification(Task):

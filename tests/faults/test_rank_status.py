@@ -15,7 +15,7 @@ COUNTED = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}
 def worlds(size: int, attempt: int = 0, store: dist.TCPStore | None = None) -> list[World]:
     store = store or dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     prefixed = dist.PrefixStore(f"attempt-{attempt}", store)
-    return [World(CPU, rank, size, rank, size, attempt, prefixed) for rank in range(size)]
+    return [World(CPU, rank, size, rank, size, prefixed, attempt=attempt) for rank in range(size)]
 
 
 def test_the_first_come_is_the_first_told() -> None:

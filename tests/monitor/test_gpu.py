@@ -11,8 +11,8 @@ from tests.support.fake_nvml import GIB, Nvml, a100, t4
 def test_what_a_gpu_says() -> None:
     (found,) = list_gpus(Nvml([a100(used=9 * GIB, busy=97, tenants=[(4321, 8 * GIB), (4322, None)])]))
     assert (found.number, found.name, found.uuid) == (0, "NVIDIA A100-SXM4-40GB", "GPU-00000000")
-    assert (found.memory_total, found.memory_used, found.capability) == (40 * GIB, 9 * GIB, (8, 0))
-    assert (found.utilisation, found.temperature, found.power) == (97, 31, 52.0)
+    assert (found.load.memory_total, found.load.memory_used, found.capability) == (40 * GIB, 9 * GIB, (8, 0))
+    assert found.load[:3] == (97, 31, 52.0)
     assert not found.mig
     assert found.processes == (GpuProcess(4321, 8 * GIB), GpuProcess(4322, None))
 
@@ -20,7 +20,7 @@ def test_what_a_gpu_says() -> None:
 def test_what_a_gpu_does_not_say_is_none() -> None:
     silent = a100(busy=None, temperature=None, milliwatts=None, capability=None, tenants=None)
     (found,) = list_gpus(Nvml([silent]))
-    assert (found.utilisation, found.temperature, found.power, found.capability) == (None,) * 4
+    assert (*found.load[:3], found.capability) == (None,) * 4
     assert found.processes == ()
 
 
@@ -85,9 +85,9 @@ def test_without_the_library_or_a_driver_the_reason_is_said(monkeypatch: pytest.
 
 def test_a_lost_gpu_and_one_without_memory_of_its_own_stand_beside_the_others() -> None:
     lost, shared, well = list_gpus(Nvml([a100(lost=True), a100(total=None, used=None), a100()]))
-    assert (lost.unreachable, lost.memory_total) == ("NVML: GPU is lost", None)
-    assert (shared.unreachable, shared.name, shared.memory_total) == ("", well.name, None)
-    assert well.memory_total == 40 * GIB
+    assert (lost.unreachable, lost.load.memory_total) == ("NVML: GPU is lost", None)
+    assert (shared.unreachable, shared.name, shared.load.memory_total) == ("", well.name, None)
+    assert well.load.memory_total == 40 * GIB
     assert read_links(Nvml([a100(lost=True), a100(), a100()])) == {
         (0, 1): "unknown",
         (0, 2): "unknown",

@@ -108,12 +108,12 @@ def _check_gpu(gpu: Gpu, facts: MachineFacts) -> Finding:
     if gpu.unreachable:
         fix = "reboot if the GPU is lost; until then, leave it out of CUDA_VISIBLE_DEVICES"
         return Finding(name, "fail", f"can't be queried: {gpu.unreachable}", fix)
-    if gpu.memory_total is not None and gpu.memory_used is not None:
-        free = (gpu.memory_total - gpu.memory_used) / _GIB
-        evidence += f", {gpu.memory_total / _GIB:.1f} GiB ({free:.1f} free)"
+    busy, celsius, watts, used, memory = gpu.load
+    if memory is not None and used is not None:
+        evidence += f", {memory / _GIB:.1f} GiB ({(memory - used) / _GIB:.1f} free)"
     if gpu.capability:
         evidence += f", compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-    extra = ((gpu.utilisation, "{} % busy"), (gpu.temperature, "{} °C"), (gpu.power, "{:.0f} W"))
+    extra = ((busy, "{} % busy"), (celsius, "{} °C"), (watts, "{:.0f} W"))
     evidence += "".join(f", {form.format(value)}" for value, form in extra if value is not None)
     if gpu.capability and facts.architectures and not _has_kernels(gpu.capability, facts.architectures):
         evidence += f"\nthis torch has no kernels for it, only {' '.join(facts.architectures)}"
@@ -122,12 +122,12 @@ def _check_gpu(gpu: Gpu, facts: MachineFacts) -> Finding:
         evidence += "\nsplit into MIG instances: NCCL can't connect those"
         return Finding(name, "warn", evidence, "one process per instance")
     users = [_describe_process(tenant.pid, tenant.memory, facts) for tenant in gpu.processes]
-    busy = (gpu.utilisation or 0) > 10 or (gpu.memory_used or 0) > _MUCH * (gpu.memory_total or 0)
-    if busy and users:
+    in_use = (busy or 0) > 10 or (used or 0) > _MUCH * (memory or 0)
+    if in_use and users:
         others = ",".join(str(other.number) for other in facts.gpus if other.number != gpu.number)
         fix = f"wait for them, or use other GPUs: CUDA_VISIBLE_DEVICES={others}" if others else "wait for them"
         return Finding(name, "warn", "\n".join([evidence, *(f"in use by {user}" for user in users)]), fix)
-    if busy:
+    if in_use:
         return Finding(name, "warn", f"{evidence}\nin use by a process that is not visible from here", "nvidia-smi")
     return Finding(name, "ok", evidence)
 
@@ -154,7 +154,7 @@ def _check_equal(gpus: Sequence[Gpu]) -> Finding:
 
 
 def _memory(gpu: Gpu) -> int:
-    return gpu.memory_total or 0
+    return gpu.load.memory_total or 0
 
 
 def _check_connections(facts: MachineFacts) -> Iterator[Finding]:

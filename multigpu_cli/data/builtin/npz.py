@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.files import locate_other_file, locate_single_file
 from multigpu_cli.data.order import split_by_sample
-from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.source import SPLITS, DataSource
 from multigpu_cli.errors import RequestError
 
 _LAYOUT = "np.savez('data.npz', X_train=…, y_train=…, X_test=…, y_test=…), or X=… and y=…"
@@ -25,13 +25,13 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
     """
     path = locate_single_file("npz", data_dir, file, _LAYOUT)
     arrays = _arrays(path)
-    splits = {name: _split(arrays, f"_{name}", path) for name in ("train", "val", "test") if f"X_{name}" in arrays}
+    splits = {name: _split(arrays, f"_{name}", path) for name in SPLITS if f"X_{name}" in arrays}
     whole = splits.get("train") or _split(arrays, "", path)
     fractions = (0.1, 0.1) if "train" not in splits else () if "val" in splits else (0.1,)
     if fractions:
         indices = split_by_sample(len(whole), fractions, seed)
         parts = [TensorDataset(*(tensor[part] for tensor in whole.tensors)) for part in indices]
-        splits |= dict(zip(("train", "val", "test"), parts, strict=False))
+        splits |= dict(zip(SPLITS, parts, strict=False))
     inputs, targets = whole.tensors
     task, classes = _kind(inputs, targets, list(splits.values()))
     if new and task == "language-model":

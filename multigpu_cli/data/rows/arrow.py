@@ -15,19 +15,15 @@ import numpy as np
 from multigpu_cli.data.files import find_part_files
 from multigpu_cli.data.rows.store import Column, RowStore
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.factories import import_extra
 
 _IMAGES = "Image"  # Hugging Face's name of the type
 
 
 def load_pyarrow() -> Any:
     """The package pyarrow; RequestError where it is not installed."""
-    try:
-        import pyarrow  # an extra: few bring Arrow files
-    except ImportError as missing:
-        raise RequestError(
-            "--data arrow needs pyarrow", remedy="pip install pyarrow, or this program with its extra [arrow]"
-        ) from missing
-    return pyarrow
+    remedy = "pip install pyarrow, or this program with its extra [arrow]"
+    return import_extra("pyarrow", "--data arrow needs pyarrow", remedy)
 
 
 class _Chunk(NamedTuple):
@@ -84,8 +80,8 @@ class ArrowStore(RowStore):
 
     def list_values(self, name: str) -> list[Any]:
         """The different values of a column; reads the whole column, and no other."""
-        unique, place = load_pyarrow().compute.unique, self._schema.get_field_index(name)
-        return list({value for batch in self._batches for value in unique(batch.column(place)).to_pylist()})
+        place = self._schema.get_field_index(name)
+        return list({value for batch in self._batches for value in batch.column(place).unique().to_pylist()})
 
     def _find_places(self, rows: np.ndarray) -> list[tuple[int, int]]:
         """The record batch of each row, and the row in it; asked for once for each column, so the last are kept."""

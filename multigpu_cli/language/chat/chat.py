@@ -13,7 +13,7 @@ import numpy as np
 from multigpu_cli.capabilities import FILES
 from multigpu_cli.data.files import Records, find_part_files, locate_data, locate_other_file, open_records
 from multigpu_cli.data.order import split_by_sample
-from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.source import SPLITS, DataSource
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.language.chat import conversations, samples
 from multigpu_cli.language.chat import encoder as chat_tokens
@@ -211,7 +211,6 @@ def _check_choices(format: str, loss_on: str | None, overlong: str, val: float) 
             raise RequestError(f"data.args.{name}: {value!r}", remedy=right)
 
 
-_SPLITS = ("train", "val", "test")
 _LAYOUT = (
     "a .jsonl file, or a folder with train.jsonl and perhaps val.jsonl and test.jsonl; datasets' "
     "to_json('train.jsonl') writes one"
@@ -228,7 +227,7 @@ def find_files(data_dir: str | None, file: str | None) -> dict[str, Records]:
         if file is None and ending == ".parquet":
             paths = find_part_files("chat", data_dir, (ending,), _LAYOUT)
         elif file is None and f"train{ending}" in names:
-            paths = {name: [place / f"{name}{ending}"] for name in _SPLITS if f"{name}{ending}" in names}
+            paths = {name: [place / f"{name}{ending}"] for name in SPLITS if f"{name}{ending}" in names}
         elif file is None and len(names) != 1:
             raise RequestError(
                 f"--data-dir {data_dir} holds {', '.join(names) or 'no .jsonl file'}",
@@ -256,7 +255,7 @@ def divide_files(files: Mapping[str, Records], val: float, seed: int) -> dict[st
             )
         train, held_out = (part.sort().values.numpy() for part in split_by_sample(len(records), (val,), seed))
         found |= {"train": (records, train), "val": (records, held_out)}
-    return {name: found[name] for name in _SPLITS if name in found}
+    return {name: found[name] for name in SPLITS if name in found}
 
 
 def check_samples(split: str, chats: SFTDataset, overlong: str, learns: str, text: TextModel) -> str:
