@@ -20,6 +20,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import gpu
+from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buckets, forecast
 from tests.support.fake_nvml import Nvml, a100
 from tests.support.ranks import run_on_each_rank
@@ -167,9 +168,8 @@ def test_batch_sizes_and_forecasts(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["workers"] for row in rows] == [1, 4]
     assert 3 < rows[1]["speedup"] <= 4
     work = StepTimes(0.0, 0.01, 0.02, 0.0, buckets(40_000_000))
-    same = forecast(
-        [4], [work], Interconnect(ASSUMED["nvlink4"]), micro_batch=32, global_batch=None, samples=10**6, epochs=1
-    )
+    base = BatchPlan(samples=10**6, micro_batch=32, global_batch=32, workers=1)
+    same = forecast([4], [work], Interconnect(ASSUMED["nvlink4"]), base, 1, grows=True)
     assert (rows[1]["step"], rows[1]["waiting"]) == (same[0].step, same[0].waiting), "plan's own arithmetic"
     slow = train_multi_gpu.estimate_training_speedup(4, wire="ethernet-25", **measured)
     assert slow[1]["speedup"] < rows[1]["speedup"]

@@ -20,6 +20,7 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.meters import StepTimer
+from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.speedup import ASSUMED, Interconnect, StepTimes, buckets, forecast
 
 
@@ -262,16 +263,9 @@ def estimate_training_speedup(
     if counts[0] < 1 or batch_size < 1:
         raise RequestError(f"num_gpus={num_gpus}, batch_size={batch_size}: at least 1 each")
     work = StepTimes(data_seconds, forward_seconds, backward_seconds, commit_seconds, buckets(4 * parameters))
-    rows = forecast(
-        counts,
-        [work] * len(counts),
-        Interconnect(ASSUMED[wire]),
-        micro_batch=batch_size,
-        global_batch=None,
-        samples=samples,
-        epochs=1.0,
-        price=price,
-    )
+    base = BatchPlan(samples=samples, micro_batch=batch_size, global_batch=batch_size, workers=1)
+    network = Interconnect(ASSUMED[wire])
+    rows = forecast(counts, [work] * len(counts), network, base, 1.0, grows=True, price=price)
     return [asdict(row) for row in rows]
 
 

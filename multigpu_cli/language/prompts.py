@@ -107,30 +107,36 @@ class PromptReader:
         return Prompt(text, tokens)
 
 
-@torch.no_grad()  # not inference_mode: training may continue with tensors that the model caches in these passes
-def generate(
-    model: nn.Module,
-    tokens: Tensor,
-    count: int,
-    length: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
+def draw_tokens(
+    logits: Tensor, temperature: float = 0.0, top_k: int | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Extend sequences by tokens that are sampled from the model's predictions: (n, t) → (n, t + count) int64.
+    """The following token of each of (n, vocabulary) logits: (n, 1) int64.
+
+    It is drawn from the `top_k` likeliest, or from all; the temperature divides the logits, and 0 takes the likeliest.
+    """
+    if temperature == 0:
+        return logits.argmax(1, keepdim=True)
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)
+
+
+Draw = Callable[[Tensor], Tensor]
+"""As `draw_tokens`."""
+
+
+@torch.no_grad()  # not inference_mode: training may continue with tensors that the model caches in these passes
+def generate(model: nn.Module, tokens: Tensor, count: int, length: int, draw: Draw = draw_tokens) -> Tensor:
+    """Extend sequences by tokens that are drawn from the model's predictions: (n, t) → (n, t + count) int64.
 
     Args:
         model: (n, t) int64 → (n, t, vocabulary) logits, in evaluation mode.
         tokens: (n, t) int64, at least one each.
         length: the model's context length.
-        temperature: divides the logits; 0 always takes the most likely token.
-        top_k: sample only from this many of the most likely tokens.
-        generator: on the device of the model.
     """
     for _ in range(count):
-        logits = model(tokens[:, -length:])[:, -1].float()
-        tokens = torch.cat([tokens, _draw_tokens(logits, temperature, top_k, generator)], dim=1)
+        tokens = torch.cat([tokens, draw(model(tokens[:, -length:])[:, -1].float())], dim=1)
     return tokens
 
 
@@ -141,10 +147,8 @@ def answer_prompt(
     count: int,
     length: int,
     ends: Collection[int],
+    draw: Draw = draw_tokens,
     *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
     agree: Callable[[int], int] = lambda token: token,
 ) -> list[int]:
     """At most `count` tokens that a network of transformers adds to a prompt, up to an end, which is the last of them.
@@ -152,7 +156,7 @@ def answer_prompt(
     The model takes a mapping with input_ids and position_ids, (1, t) int64 → logits (1, t, vocabulary), in evaluation
     mode; where it has a `make_cache`, keys and values of earlier places are computed once. It stops at the last of the
     `length` places that it knows. `agree` is called with each token, and returns the one to go on with: processes that
-    run the model together have to take the same. The rest is as for `generate`.
+    run the model together have to take the same.
     """
     device = next(model.parameters()).device
     cache: dict[str, Any] = getattr(model, "make_cache", dict)()
@@ -167,18 +171,8 @@ def answer_prompt(
         logits = model(inputs)[:, -1].float()
         if any(each.get_seq_length() <= places[-1] for each in cache.values()):  # the network has another kind of state
             cache = {}
-        answer.append(agree(int(_draw_tokens(logits, temperature, top_k, generator))))
+        answer.append(agree(int(draw(logits))))
     return answer
-
-
-def _draw_tokens(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """The following token of each of (n, vocabulary) logits: (n, 1) int64."""
-    if temperature == 0:
-        return logits.argmax(1, keepdim=True)
-    if top_k is not None:
-        least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)
 
 
 def format_answer(tokenizer: Any, tokens: Sequence[int]) -> str:

@@ -92,10 +92,8 @@ def follow(request: dict[str, Any], ended: threading.Event, note: Callable[[str]
     replay = bool(request["replay"])
     if replay:
         ended.set()
-    run, again, tries = Path(request["run"]), bool(request["again"]), 1 if replay else 3
-    senders = [
-        Sender(run, name, ended, note, again=again, tries=tries, waits=not replay) for name in request["loggers"]
-    ]
+    run, again = Path(request["run"]), bool(request["again"])
+    senders = [Sender(run, name, ended, note, again=again, replay=replay) for name in request["loggers"]]
     for sender in senders:
         sender.start()
     ended.wait()

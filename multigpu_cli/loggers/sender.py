@@ -94,24 +94,15 @@ class Sender(threading.Thread):
         ended: set when nothing is added to the journal any more.
         note: gets a line for the user when the logger fails in another way than before.
         again: send from the beginning, whatever has arrived.
-        tries: once the run has ended, give up after so many errors.
-        waits: also then, for a process that sends the run, as that of a killed attempt still may.
+        replay: give up after an error, or where another process sends the run, as that of a killed attempt still may.
     """
 
     def __init__(
-        self,
-        run: Path,
-        logger: str,
-        ended: threading.Event,
-        note: Note,
-        *,
-        again: bool = False,
-        tries: int = 3,
-        waits: bool = True,
+        self, run: Path, logger: str, ended: threading.Event, note: Note, *, again: bool, replay: bool
     ) -> None:
         super().__init__(name=f"logger {logger}", daemon=True)
-        self._run, self._logger, self._ended, self._note, self._tries = run, logger, ended, note, tries
-        self._again, self._waits, self._said_waiting = again, waits, False
+        self._run, self._logger, self._ended, self._note, self._tries = run, logger, ended, note, 1 if replay else 3
+        self._again, self._waits, self._said_waiting = again, not replay, False
         self._position = read_position(run, logger)
         self.moved, self.arrived = time.monotonic(), False  # time of the last progress; whether everything has
 

@@ -179,13 +179,10 @@ def forecast(
     counts: Sequence[int],
     works: Sequence[StepTimes],
     network: Interconnect,
-    *,
-    micro_batch: int,
-    global_batch: int | None,
-    samples: int,
+    base: BatchPlan,
     epochs: float,
-    accumulation: int = 1,
-    drop_last: bool = False,
+    *,
+    grows: bool,
     noise_scale: float | None = None,
     price: float | None = None,
 ) -> list[ForecastRow]:
@@ -195,15 +192,13 @@ def forecast(
     (McCandlish et al. 2018, eq. 2.11, at equal final loss), and so more samples: the row's time is that of the same
     result, not of the same number of samples.
 
-    The global batch is fixed for any number of workers; None makes it grow with them, with `accumulation` micro-batches
-    of a step on each worker. Samples and epochs are the length of the run on one worker; a step has at most all
-    samples. The price is of one hour of one worker.
+    `base` has the batches of one worker, and with the epochs the length of its run. The global batch is the same for
+    any number of workers, unless it `grows` with them; a step has at most all samples. The price is of one hour of one
+    worker.
     """
     rows: list[ForecastRow] = []
-    least = global_batch or micro_batch * accumulation
-    base = BatchPlan(samples=samples, micro_batch=micro_batch, global_batch=least, workers=1, drop_last=drop_last)
     for workers, work in zip(counts, works, strict=True):
-        plan = replace(base, global_batch=global_batch or least * workers, workers=workers)
+        plan = replace(base, global_batch=base.global_batch * (workers if grows else 1), workers=workers)
         batch = plan.global_batch
         passes = ceil(plan.num_micro_batches(0) / workers)
         step = step_seconds(work, network, workers, passes)

@@ -9,37 +9,6 @@ from torch import Tensor
 from multigpu_cli.errors import RequestError
 
 
-def advantages(
-    rewards: Tensor,
-    values: Tensor,
-    after: Tensor,
-    terminated: Tensor,
-    truncated: Tensor,
-    cut_values: Tensor,
-    *,
-    gamma: float,
-    gae_lambda: float,
-) -> Tensor:
-    """(T, E) advantages; with the values added they are the returns (Schulman et al. 2015, arXiv 1506.02438).
-
-    After termination the value is 0; after truncation it is the critic's value of the true last observation. Nothing
-    flows from the next episode into the previous one. Rewards and values are (T, E), at each step and of the
-    observation before it; `after` (E,) is the value of the observation after the last step. Where both of terminated
-    and truncated, (T, E) bool, are set, the episode has terminated. `cut_values` (T, E) are those of the true last
-    observations of truncated episodes; unused elsewhere.
-    """
-    going_on = ~(terminated | truncated)
-    following = torch.cat([values[1:], after[None]])
-    following = torch.where(going_on, following, torch.where(truncated & ~terminated, cut_values, 0.0))
-    errors = rewards + gamma * following - values
-    result, running = torch.empty_like(rewards), torch.zeros_like(after)
-    weight = gamma * gae_lambda * going_on.to(rewards.dtype)
-    for step in reversed(range(len(rewards))):
-        running = errors[step] + weight[step] * running
-        result[step] = running
-    return result
-
-
 class RunningMoments:
     """Count, mean and squared deviations of k quantities, by Chan's parallel update (Chan et al. 1979).
 
@@ -121,6 +90,43 @@ class PPOSettings:
         for name in ("normalize_advantages", "normalize_observations", "normalize_rewards"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"task.args.{name}: {getattr(self, name)!r}", remedy="true or false")
+
+
+@dataclass
+class Rollout:
+    """T steps of E environments: all (T, E, …), but `memory` (E, S) of the policy before the first step."""
+
+    observations: Tensor
+    begun: Tensor  # 1.0 where the observation is the first of an episode
+    actions: Tensor
+    log_probabilities: Tensor
+    values: Tensor
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    cut_values: Tensor  # value of the true last observation where an episode was truncated
+    memory: Tensor
+    after: Tensor  # (E,) value of the observation after the last step
+
+
+def advantages(rollout: Rollout, settings: PPOSettings, scale: float = 1.0) -> Tensor:
+    """(T, E) advantages, where rewards are divided by the scale; with the values added they are the returns.
+
+    After termination the value is 0; after truncation it is the critic's value of the true last observation. Nothing
+    flows from the next episode into the previous one. One that is both truncated and terminated has terminated.
+    Source: Schulman et al. 2015, arXiv 1506.02438.
+    """
+    rewards, values, truncated = rollout.rewards / scale, rollout.values, rollout.truncated
+    going_on = ~(rollout.terminated | truncated)
+    following = torch.cat([values[1:], rollout.after[None]])
+    following = torch.where(going_on, following, torch.where(truncated & ~rollout.terminated, rollout.cut_values, 0.0))
+    errors = rewards + settings.gamma * following - values
+    result, running = torch.empty_like(rewards), torch.zeros_like(rollout.after)
+    weight = settings.gamma * settings.gae_lambda * going_on.to(rewards.dtype)
+    for step in reversed(range(len(rewards))):
+        running = errors[step] + weight[step] * running
+        result[step] = running
+    return result
 
 
 METRICS = ("kl", "clip_fraction", "entropy", "policy_loss", "value_loss")

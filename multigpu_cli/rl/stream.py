@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from multigpu_cli.environments.base import EnvironmentGroup
 from multigpu_cli.planning.batch import BatchPlan, make_key
 from multigpu_cli.rl.env_source import EnvSource
 from multigpu_cli.rl.metrics import PPOMetrics
-from multigpu_cli.rl.objective import RolloutBatch, RunningMoments, advantages, sum_moments
+from multigpu_cli.rl.objective import Rollout, RolloutBatch, RunningMoments, advantages, sum_moments
 from multigpu_cli.rl.policy import Network, Policy
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
@@ -24,23 +23,6 @@ _CHOICES, _ORDER = 0xAC7, 0x08D  # keep these random streams apart
 
 
 _STATE = ("begun", "memory", "tally", "promised")
-
-
-@dataclass
-class Rollout:
-    """T steps of E environments: all (T, E, …), but `memory` (E, S) of the policy before the first step."""
-
-    observations: Tensor
-    begun: Tensor  # 1.0 where the observation is the first of an episode
-    actions: Tensor
-    log_probabilities: Tensor
-    values: Tensor
-    rewards: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    cut_values: Tensor  # value of the true last observation where an episode was truncated
-    memory: Tensor
-    after: Tensor  # (E,) value of the observation after the last step
 
 
 class Collector:
@@ -285,16 +267,7 @@ class RolloutStream(BatchStream):
         settings, results = self.source.settings, []
         for rollout in self._rollouts:
             scale = float(self._paid.deviation) if settings.normalize_rewards else 1.0
-            better = advantages(
-                rollout.rewards / scale,
-                rollout.values,
-                rollout.after,
-                rollout.terminated,
-                rollout.truncated,
-                rollout.cut_values,
-                gamma=settings.gamma,
-                gae_lambda=settings.gae_lambda,
-            )
+            better = advantages(rollout, settings, scale)
             results.append(torch.stack([better, better + rollout.values]))
         shape = (2, settings.rollout, self.source.group)
         self._advantages, self._returns = self._all_reduce_groups(results, shape, torch.float32).unbind(1)

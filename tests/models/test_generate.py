@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.config.schema import AdapterConfig, Config, ModelConfig
-from multigpu_cli.language.prompts import answer_prompt
+from multigpu_cli.language.prompts import answer_prompt, draw_tokens
 from multigpu_cli.models.build import build_model, find_adapter
 from tests.support.tiny_language_models import SIZES, make_model_folder
 from tests.support.trained_folders import learn
@@ -35,8 +36,8 @@ def test_what_is_cached_is_what_is_computed_anew(architecture: str, adapter: str
         texts = []
         for cached in (True, False):
             model.make_cache = type(model).make_cache.__get__(model) if cached else dict
-            draws = torch.Generator().manual_seed(3)
-            texts.append(answer_prompt(model, PROMPT, 6, 64, {10**6}, temperature=temperature, generator=draws))
+            draw = partial(draw_tokens, temperature=temperature, generator=torch.Generator().manual_seed(3))
+            texts.append(answer_prompt(model, PROMPT, 6, 64, {10**6}, draw))
             assert lengths == ([4, 1, 1, 1, 1, 1] if cached else [4, 5, 6, 7, 8, 9])
             lengths.clear()
         assert texts[0] == texts[1]

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.speedup import (
     ASSUMED,
     ForecastRow,
@@ -77,10 +78,13 @@ def test_no_wire_is_better_than_none(gradient: int, workers: int, bandwidth: flo
     assert sum(buckets(gradient)) == gradient
 
 
+def batches(micro_batch: int, samples: int, global_batch: int = 0, *, drop_last: bool = False) -> BatchPlan:
+    size = global_batch or micro_batch
+    return BatchPlan(samples=samples, micro_batch=micro_batch, global_batch=size, workers=1, drop_last=drop_last)
+
+
 def test_a_growing_batch_takes_fewer_steps() -> None:
-    rows = forecast(
-        [1, 2, 4], [WORK] * 3, Interconnect(WIRE), micro_batch=32, global_batch=None, samples=1280, epochs=2, price=3.6
-    )
+    rows = forecast([1, 2, 4], [WORK] * 3, Interconnect(WIRE), batches(32, 1280), 2, grows=True, price=3.6)
     assert [(row.workers, row.global_batch, row.steps) for row in rows] == [(1, 32, 80), (2, 64, 40), (4, 128, 20)]
     assert rows[0].step == pytest.approx(0.33)
     assert rows[0].seconds == pytest.approx(80 * 0.33)
@@ -94,7 +98,7 @@ def test_a_measurement_that_other_work_disturbed_is_found() -> None:
 
     def rows(slowed: float) -> list[ForecastRow]:
         alone = replace(WORK, forward=slowed * WORK.forward, backward=slowed * WORK.backward)
-        return forecast([1, 2], [alone, WORK], free, micro_batch=8, global_batch=None, samples=80, epochs=1)
+        return forecast([1, 2], [alone, WORK], free, batches(8, 80), 1, grows=True)
 
     assert find_disturbance(rows(1.0), (0.3, 0.39)) == ""
     assert find_disturbance(rows(1.0), (0.3, 0.41)) == "a step of one worker took 300.00 ms, then 410.00 ms"
@@ -105,7 +109,7 @@ def test_a_measurement_that_other_work_disturbed_is_found() -> None:
 def test_a_fixed_batch_is_shared_out() -> None:
     """100 samples as four micro-batches: three workers are no quicker than two, one of them has two of the four."""
     free = Interconnect(Link("free", 0.0, 1e30, ""))
-    rows = forecast([1, 2, 3, 4], [WORK] * 4, free, micro_batch=32, global_batch=100, samples=1000, epochs=1)
+    rows = forecast([1, 2, 3, 4], [WORK] * 4, free, batches(32, 1000, global_batch=100), 1, grows=False)
     assert [row.steps for row in rows] == [10] * 4
     assert [row.step for row in rows] == [pytest.approx(n * 0.31 + 0.02) for n in (4, 2, 2, 1)]
     assert find_scaling_limit(rows) == 2
@@ -113,18 +117,18 @@ def test_a_fixed_batch_is_shared_out() -> None:
 
 def test_accumulation_makes_steps_larger_and_fewer() -> None:
     free = Interconnect(Link("free", 0.0, 1e30, ""))
-    rows = forecast([1, 2], [WORK] * 2, free, micro_batch=8, global_batch=None, samples=100, epochs=2.0, accumulation=4)
+    rows = forecast([1, 2], [WORK] * 2, free, batches(8, 100, global_batch=32), 2.0, grows=True)
     assert [(row.global_batch, row.steps) for row in rows] == [(32, 8), (64, 4)], "each epoch ends with a short step"
     assert [row.step for row in rows] == [pytest.approx(4 * 0.31 + 0.02)] * 2
     assert rows[0].samples_per_second == pytest.approx(32 / rows[0].step)
-    (whole,) = forecast([1], [WORK], free, micro_batch=32, global_batch=None, samples=100, epochs=2.0, drop_last=True)
+    (whole,) = forecast([1], [WORK], free, batches(32, 100, drop_last=True), 2.0, grows=True)
     assert whole.steps == 6
 
 
 def test_a_step_takes_no_more_samples_than_there_are() -> None:
     """Two micro-batches are all there is: eight workers are no quicker than two, and six of them idle."""
     free = Interconnect(Link("free", 0.0, 1e30, ""))
-    rows = forecast([1, 2, 8], [WORK] * 3, free, micro_batch=4, global_batch=None, samples=8, epochs=5.0)
+    rows = forecast([1, 2, 8], [WORK] * 3, free, batches(4, 8), 5.0, grows=True)
     assert [row.steps for row in rows] == [10, 5, 5]
     assert [row.samples_per_second * row.step for row in rows] == pytest.approx([4, 8, 8])
 
@@ -134,9 +138,7 @@ def test_the_noise_scale_says_where_larger_batches_stop_helping() -> None:
     free = Interconnect(Link("free", 0.0, 1e30, ""))
 
     def seconds(noise: float) -> list[float]:
-        rows = forecast(
-            [1, 2], [WORK] * 2, free, micro_batch=32, global_batch=None, samples=3200, epochs=2, noise_scale=noise
-        )
+        rows = forecast([1, 2], [WORK] * 2, free, batches(32, 3200), 2, grows=True, noise_scale=noise)
         return [row.seconds for row in rows]
 
     much, little = seconds(1e9), seconds(1e-3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multigpu_cli.rl.objective import advantages
+from multigpu_cli.rl.objective import PPOSettings, Rollout, advantages
 
 GAMMA, LAMBDA = 0.97, 0.9
 
@@ -18,6 +18,11 @@ def story(steps: int = 40, size: int = 5, dtype: torch.dtype = torch.float64) ->
     after = torch.randn(size, generator=draws, dtype=torch.float64).to(dtype)
     names = {"rewards": numbers[0], "values": numbers[1], "cut_values": numbers[2], "after": after}
     return names | {"terminated": ends[0], "truncated": ends[1]}
+
+
+def compute_advantages(told: dict[str, Any], gamma: float, gae_lambda: float) -> Tensor:
+    unused = dict.fromkeys(("observations", "begun", "actions", "log_probabilities", "memory"), torch.zeros(0))
+    return advantages(Rollout(**unused, **told), PPOSettings(gamma=gamma, gae_lambda=gae_lambda))
 
 
 def by_definition(
@@ -49,7 +54,7 @@ def by_definition(
 def test_advantages_are_those_of_the_definition(dtype: torch.dtype, within: float) -> None:
     told = story(dtype=dtype)
     assert bool((told["terminated"] & told["truncated"]).any()), "both at once is among them"
-    found = advantages(**told, gamma=GAMMA, gae_lambda=LAMBDA)
+    found = compute_advantages(told, GAMMA, LAMBDA)
     truth = torch.tensor(by_definition(**told), dtype=torch.float64)
     assert float((found.double() - truth).abs().max() / truth.abs().max()) < within
 
@@ -60,6 +65,6 @@ def test_termination_is_worth_nothing_and_truncation_what_the_critic_says() -> N
     never, now = one < 0, one > 0
 
     def advantage(terminated: Tensor, truncated: Tensor) -> float:
-        return float(advantages(**told, terminated=terminated, truncated=truncated, gamma=0.5, gae_lambda=1.0))
+        return float(compute_advantages(told | {"terminated": terminated, "truncated": truncated}, 0.5, 1.0))
 
     assert (advantage(never, never), advantage(never, now), advantage(now, never)) == (51.0, 6.0, 1.0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, TextIO
 
@@ -16,7 +17,7 @@ from multigpu_cli.data.load import open_data
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.samples import SFTDataset
 from multigpu_cli.language.model_folder import find_places
-from multigpu_cli.language.prompts import PromptReader, answer_prompt, format_answer, generate
+from multigpu_cli.language.prompts import Draw, PromptReader, answer_prompt, draw_tokens, format_answer, generate
 from multigpu_cli.language.text import Numbers, Vocabulary
 from multigpu_cli.runtime.model_call import IGNORED, ModelCall
 
@@ -149,16 +150,8 @@ def _answer(weights: TrainedWeights, run: LoadedRun, prompt: str, sampling: Samp
     template = weights.settings.get("base", {}).get("template")
     values = run.config.data.args.get("template_args")
     asked = PromptReader(text, template or None, limit, values, raw=sampling.raw).read_text(prompt)
-    said = answer_prompt(
-        run.model,
-        asked.tokens,
-        sampling.count,
-        limit,
-        text.ends,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        generator=_seed_generator(run.model, sampling.seed),
-    )
+    draw, _ = _begin_to_draw(run.model, sampling)
+    said = answer_prompt(run.model, asked.tokens, sampling.count, limit, text.ends, draw)
     return str(text.tokenizer.decode([*asked.tokens, *said])) if sampling.raw else format_answer(text.tokenizer, said)
 
 
@@ -168,19 +161,14 @@ def _continue(run: LoadedRun, prompt: str, sampling: Sampling) -> str:
     start = vocabulary.encode(prompt)
     if not start:
         raise RequestError("--prompt is empty: the model needs a token to start from", remedy="--prompt TEXT")
-    generator = _seed_generator(run.model, sampling.seed)
-    tokens = generate(
-        run.model,
-        torch.tensor([start], device=generator.device),
-        sampling.count,
-        run.source.input_shape[-1],
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        generator=generator,
-    )
+    draw, device = _begin_to_draw(run.model, sampling)
+    begun = torch.tensor([start], device=device)
+    tokens = generate(run.model, begun, sampling.count, run.source.input_shape[-1], draw)
     return vocabulary.decode(tokens[0].tolist())
 
 
-def _seed_generator(model: nn.Module, seed: int) -> torch.Generator:
-    """A generator on the model's device."""
-    return torch.Generator(next(model.parameters()).device).manual_seed(seed)
+def _begin_to_draw(model: nn.Module, sampling: Sampling) -> tuple[Draw, torch.device]:
+    """What draws tokens, seeded, and the model's device, where it does so."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(sampling.seed)
+    draw = partial(draw_tokens, temperature=sampling.temperature, top_k=sampling.top_k, generator=generator)
+    return draw, generator.device

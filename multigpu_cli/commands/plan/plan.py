@@ -134,20 +134,11 @@ def forecast_rows(
     price: float | None = None,
 ) -> list[ForecastRow]:
     """The forecast for these numbers of workers."""
-    batches, schedule = alone.components.plan.batches, alone.components.plan.schedule
-    return forecast(
-        counts,
-        [alone.works[count] for count in counts],
-        network,
-        micro_batch=batches.micro_batch,
-        global_batch=config.batch.global_size,
-        samples=batches.samples,
-        epochs=schedule.total_steps / batches.steps_per_epoch,
-        accumulation=config.batch.grad_accum_steps or 1,
-        drop_last=batches.drop_last,
-        noise_scale=noise_scale,
-        price=price,
-    )
+    batches, fixed = alone.components.plan.batches, config.batch.global_size
+    least = fixed or batches.micro_batch * (config.batch.grad_accum_steps or 1)
+    epochs = alone.components.plan.schedule.total_steps / batches.steps_per_epoch
+    works, base = [alone.works[count] for count in counts], replace(batches, global_batch=least, workers=1)
+    return forecast(counts, works, network, base, epochs, grows=not fixed, noise_scale=noise_scale, price=price)
 
 
 def measure_interconnect(workers: int, device: DeviceConfig) -> Link:

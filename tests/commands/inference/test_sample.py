@@ -1,6 +1,7 @@
 """`multigpu sample`: text from a run's language model."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import main_multi_gpu
-from multigpu_cli.language.prompts import generate
+from multigpu_cli.language.prompts import draw_tokens, generate
 from tests.support.run_training import run_training
 
 
@@ -24,19 +25,22 @@ class Next(nn.Module):
 
 def test_the_likeliest_or_drawn_from_the_likely() -> None:
     start = torch.tensor([[0], [5]])
-    assert generate(Next(), start, 4, 3, temperature=0).tolist() == [[0, 1, 2, 3, 4], [5, 6, 0, 1, 2]]
-    assert torch.equal(generate(Next(), start, 6, 3, top_k=1), generate(Next(), start, 6, 3, temperature=0))
-    drawn = [
-        generate(Next(), start, 200, 3, top_k=2, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
-    ]
+
+    def draw(count: int, seed: int = 1, temperature: float = 1.0, top_k: int | None = None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        by = partial(draw_tokens, temperature=temperature, top_k=top_k, generator=generator)
+        return generate(Next(), start, count, 3, by)
+
+    assert generate(Next(), start, 4, 3).tolist() == [[0, 1, 2, 3, 4], [5, 6, 0, 1, 2]]
+    assert torch.equal(draw(6, top_k=1), draw(6, temperature=0))
+    drawn = [draw(200, seed, top_k=2) for seed in (1, 1, 2)]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
     steps = (drawn[0][:, 1:] - drawn[0][:, :-1]) % 7
     assert set(steps.flatten().tolist()) == {1, 2}
     share = float((steps == 1).float().mean())
     assert share == pytest.approx(1 / (1 + 2.718281828**-0.5), abs=0.06)
-    hot = generate(Next(), start, 400, 3, temperature=50.0, generator=torch.Generator().manual_seed(1))
-    assert set(hot.flatten().tolist()) == set(range(7))
+    assert set(draw(400, temperature=50.0).flatten().tolist()) == set(range(7))
 
 
 @pytest.fixture
