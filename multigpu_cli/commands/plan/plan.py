@@ -125,20 +125,14 @@ def _as_forecast(estimate: ConfigEstimate, config: Config) -> Forecast:
 
 
 def forecast_rows(
-    alone: SingleWorkerProfile,
-    config: Config,
-    counts: list[int],
-    network: Interconnect,
-    *,
-    noise_scale: float | None = None,
-    price: float | None = None,
+    alone: SingleWorkerProfile, config: Config, counts: list[int], network: Interconnect, **more: float | None
 ) -> list[ForecastRow]:
-    """The forecast for these numbers of workers."""
+    """The forecast for these numbers of workers; `more` is a noise scale or a price."""
     batches, fixed = alone.components.plan.batches, config.batch.global_size
     least = fixed or batches.micro_batch * (config.batch.grad_accum_steps or 1)
     epochs = alone.components.plan.schedule.total_steps / batches.steps_per_epoch
     works, base = [alone.works[count] for count in counts], replace(batches, global_batch=least, workers=1)
-    return forecast(counts, works, network, base, epochs, grows=not fixed, noise_scale=noise_scale, price=price)
+    return forecast(counts, works, network, base, epochs, grows=not fixed, **more)
 
 
 def measure_interconnect(workers: int, device: DeviceConfig) -> Link:
