@@ -323,7 +323,7 @@ AXES = [
         ("journal lines, report", _LINES, read_journal("report"), (1, 1), "each is parsed once"),
         ("turns, as tokens", (8, 64, 256), call(encode_turns), (1, 0), "each is rendered a few times"),
         ("texts, packed", (10_000, 200_000, 10**6), call(make_packs), (1, 1), "arrays of them"),
-        ("processes of a group", (2, 4, 8), join_group, (1, 0), "each imports torch; the peak is one process's"),
+        ("processes of a group", (1, 4, 12), join_group, (1, 0), "each imports torch; the peak is one process's"),
         ("ranks, log lines", (8, 64, 4096), call(write_log_lines), (1, 0), "summed up; none is listed beyond 64"),
     )
 ]

@@ -49,7 +49,7 @@ def fingerprint(state: dict[str, Any]) -> str:
     digest = sha256()
     for name in sorted(state):
         if isinstance(value := state[name], Tensor):
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

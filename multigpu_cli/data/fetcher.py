@@ -221,7 +221,8 @@ class SeededDataset(Dataset[Any]):
         """A batch that the dataset itself puts together (`fetch_batch`)."""
         assert self.fetch_batch is not None
         at = indices % self._size
-        return Fetched(*self.fetch_batch(at), torch.from_numpy(at))
+        inputs, targets = self.fetch_batch(at)
+        return Fetched(inputs, targets, torch.from_numpy(at))
 
     def _seed(self, epoch: int, index: int) -> None:
         if self._make_packs is not None:

@@ -102,6 +102,11 @@ class FinalVerdict(NamedTuple):
     message: str
     nodes: Sequence[str] = ()  # the agents of that attempt; empty before rendezvous. It does not bind other nodes
 
+    @classmethod
+    def of(cls, code: int, message: str, nodes: Iterable[str]) -> "FinalVerdict":
+        """From the values that JSON has of one."""
+        return cls(code, message, tuple(nodes))
+
     def applies_to(self, nodes: Iterable[str]) -> bool:
         """Whether it binds these nodes: after a node has joined or left, another attempt may succeed."""
         return not self.nodes or set(self.nodes) == set(nodes)
@@ -182,7 +187,7 @@ def read_last_verdict(environ: Mapping[str, str]) -> FinalVerdict | None:
     folder, before = find_agent_dir(environ), _read_attempt_record(environ)
     for number in reversed(range(before.attempt if before else 0, attempt_number(environ))):
         if found := _read_json(folder, f"verdict-{number}"):
-            return FinalVerdict(**found)
+            return FinalVerdict.of(**found)
     return None
 
 

@@ -26,8 +26,7 @@ from multigpu_cli.distributed.launch_env import (
 )
 from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.distributed.processes import die_with_parent
-from multigpu_cli.distributed.rendezvous import RankGpu, RankInfo, agree_on_roster
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import RankGpu, World
 from multigpu_cli.errors import RequestError, TrainingError
 
 _PATIENCE = 120.0  # seconds for the other ranks to load torch and arrive
@@ -127,6 +126,8 @@ def check_own_gpus(world: World) -> None:
 
 def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
     """Rendezvous with all ranks and agree on this attempt; `client` is another connection to the store."""
+    from multigpu_cli.distributed.rendezvous import RankInfo, agree_on_roster  # late: of launched processes only
+
     environ = launch_env.environ
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     own = RankInfo(

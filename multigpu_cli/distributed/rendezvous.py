@@ -12,23 +12,17 @@ import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import torch.distributed as dist
 
 from multigpu_cli.distributed.launch_env import FinalVerdict, PreviousAttempt
+from multigpu_cli.distributed.world import RankGpu, Roster
 from multigpu_cli.errors import TrainingError
 
 _GO = "multigpu/go"
 _PAUSE = 0.02  # seconds between two polls
-
-
-class RankGpu(NamedTuple):
-    """The GPU of a rank: its unique id, and its model."""
-
-    uuid: str
-    model: str
 
 
 @dataclass(frozen=True)
@@ -52,24 +46,10 @@ class RankInfo:
     @classmethod
     def from_text(cls, text: bytes) -> "RankInfo":
         found: dict[str, Any] = json.loads(text)
-        found["verdict"] = FinalVerdict(*found["verdict"]) if found["verdict"] else None
+        found["verdict"] = FinalVerdict.of(*found["verdict"]) if found["verdict"] else None
         found["previous_attempt"] = PreviousAttempt(*found["previous_attempt"]) if found["previous_attempt"] else None
         found["gpu"] = RankGpu(*found["gpu"]) if found["gpu"] else None
         return cls(**found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roster:
-    """The result of the handshake, equal on all ranks."""
-
-    store_prefix: str = ""  # the prefix of this attempt's keys in the store
-    attempt: int = 0  # how often the job was started before: the largest number that any agent has recorded
-    hosts: tuple[str, ...] = ()  # the name of each rank's machine
-    agent_ids: tuple[str, ...] = ()  # the unique name of each rank's launcher agent
-    restarts_left: int = 0  # how often the launcher would still restart the workers: the smallest number of any agent
-    verdict: FinalVerdict | None = None  # the final verdict of an earlier attempt that forbids this one, or None
-    previous_attempt: PreviousAttempt | None = None  # how the previous attempt ended, or None
-    gpus: tuple[RankGpu | None, ...] = ()  # the GPU of each rank
 
 
 def merge_rank_infos(infos: Sequence[RankInfo], generation: str) -> Roster:

@@ -8,15 +8,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public way; torchtitan uses it as well
 
-from multigpu_cli.distributed.rendezvous import Roster
+from multigpu_cli.distributed.launch_env import FinalVerdict, PreviousAttempt
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
+
+
+class RankGpu(NamedTuple):
+    """The GPU of a rank: its unique id, and its model."""
+
+    uuid: str
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roster:
+    """The result of the handshake, equal on all ranks."""
+
+    store_prefix: str = ""  # the prefix of this attempt's keys in the store
+    attempt: int = 0  # how often the job was started before: the largest number that any agent has recorded
+    hosts: tuple[str, ...] = ()  # the name of each rank's machine
+    agent_ids: tuple[str, ...] = ()  # the unique name of each rank's launcher agent
+    restarts_left: int = 0  # how often the launcher would still restart the workers: the smallest number of any agent
+    verdict: FinalVerdict | None = None  # the final verdict of an earlier attempt that forbids this one, or None
+    previous_attempt: PreviousAttempt | None = None  # how the previous attempt ended, or None
+    gpus: tuple[RankGpu | None, ...] = ()  # the GPU of each rank
 
 
 @dataclass(frozen=True)

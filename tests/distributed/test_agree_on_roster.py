@@ -13,7 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from multigpu_cli.distributed.launch_env import FinalVerdict, PreviousAttempt
-from multigpu_cli.distributed.rendezvous import RankGpu, RankInfo, Roster, agree_on_roster, merge_rank_infos
+from multigpu_cli.distributed.rendezvous import RankInfo, agree_on_roster, merge_rank_infos
+from multigpu_cli.distributed.world import RankGpu, Roster
 from multigpu_cli.errors import TrainingError
 
 FIRST = RankInfo(rank=0, size=3, nonce="a", host="node1", node="node1 7 run", restarts_left=3)

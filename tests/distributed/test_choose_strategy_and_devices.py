@@ -13,8 +13,7 @@ from multigpu_cli.distributed.placement import (
     describe_unlike_gpus,
     gpu_models,
 )
-from multigpu_cli.distributed.rendezvous import RankGpu
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import RankGpu, World
 from multigpu_cli.errors import RequestError
 
 

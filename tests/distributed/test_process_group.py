@@ -12,8 +12,7 @@ import torch.distributed as dist
 from multigpu_cli.distributed import process_group as group_module
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.process_group import check_own_gpus, init_process_group, process_group
-from multigpu_cli.distributed.rendezvous import RankGpu
-from multigpu_cli.distributed.world import World, disable_collective_timeout
+from multigpu_cli.distributed.world import RankGpu, World, disable_collective_timeout
 from multigpu_cli.errors import RequestError
 from tests.support.fork import exit_code, wait_for_end
 from tests.support.ranks import run_on_each_rank
