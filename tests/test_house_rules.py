@@ -322,11 +322,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 202,  # to become 220
-    "lines": 41_756,  # 41,000
+    "lines": 41_544,  # 41,000
     "files to read": 30,
-    "lines to read": 7_044,  # 7,500
+    "lines to read": 6_989,  # 7,500
     "files the engine reaches": 83,  # 100
-    "lines the engine reaches": 17_492,  # 18,000
+    "lines the engine reaches": 17_425,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0
