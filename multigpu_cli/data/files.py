@@ -293,7 +293,7 @@ class ParquetRecords:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.path, self._size, digest = paths[0], 0, sha256()
         self._groups: list[tuple[int, int, Path, int]] = []  # first row of all, and of the file; the file; the group
-        self._kept: tuple[int, Any] = -1, None
+        self._cached: tuple[int, Any] = -1, None
         for path in paths:
             first = self._size
             with path.open("rb") as file, _open_parquet(path) as opened:
@@ -311,10 +311,10 @@ class ParquetRecords:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         start, _, path, group = self._find(index)
-        if self._kept[0] != start:
+        if self._cached[0] != start:
             with _open_parquet(path) as opened:
-                self._kept = start, opened.read_row_group(group)
-        found: dict[str, Any] = _drop_nulls(self._kept[1].slice(index - start, 1).to_pylist()[0])
+                self._cached = start, opened.read_row_group(group)
+        found: dict[str, Any] = _drop_nulls(self._cached[1].slice(index - start, 1).to_pylist()[0])
         return found
 
     def describe(self, index: int) -> str:
