@@ -48,7 +48,7 @@ def lines_by_file(coverage: Coverage) -> Iterable[Lines]:
     """The files of this project; copies of it that tests made elsewhere count as these (see tool.coverage.paths)."""
     for name in sorted(coverage.get_data().measured_files()):
         path = Path(name)
-        if path.is_relative_to(ROOT) and path.is_file():
+        if path.suffix == ".py" and path.is_relative_to(ROOT) and path.is_file():  # Jinja's has its template's name
             _, statements, _, missing, _ = coverage.analysis2(name)
             yield Lines(path.relative_to(ROOT), len(statements), len(statements) - len(missing))
 

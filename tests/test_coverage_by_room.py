@@ -11,6 +11,7 @@ PROGRAM = """
 import os, subprocess, sys
 from multigpu_cli import errors
 elsewhere = sys.argv[1]
+exec(compile("page = 1", errors.__file__.replace("errors.py", "commands/report/page.html"), "exec"))  # as Jinja does
 os.chdir(elsewhere)
 if os.fork() == 0:
     from multigpu_cli.planning import batch
