@@ -25,6 +25,7 @@ except ModuleNotFoundError as missing:  # started with another python than the e
     way_out = "make quickstart, then: source .venv/bin/activate (or: pip install .)"
     sys.exit(f"error: {sys.executable} has no package {missing.name!r}\n  try: {way_out}")
 
+from multigpu_cli.capabilities import COMMANDS, load
 from multigpu_cli.commands.cli import app
 from multigpu_cli.commands.options import list_given_flags, with_train_options
 from multigpu_cli.distributed.launch_env import (
@@ -41,6 +42,10 @@ from multigpu_cli.faults.explain import describe_error, describe_usage_error, is
 
 _INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__base__  # the same class in Typer's own click and in the installed one
+
+
+for _name, _code in COMMANDS.items():
+    app.add_typer(load(_code), name=_name)
 
 
 @app.callback(invoke_without_command=True)

@@ -11,8 +11,12 @@ PARTS = {
     "prompts": "multigpu_cli.language.prompts:PromptSamples",
     "logger": "multigpu_cli.loggers.part:Loggers",
     "mirror": "multigpu_cli.mirror.part:Mirroring",
+    "tune.pause_at": "multigpu_cli.tune.pause:PauseAtRung",
 }
 """A `Part` for settings of which one is given; parts are made and called in this order, on all ranks."""
+
+COMMANDS = {"tune": "multigpu_cli.tune.command:app"}
+"""Commands of rooms → a Typer app; imported with the front door, so without torch."""
 
 RULES = (
     "multigpu_cli.metrics.rules:RULES",

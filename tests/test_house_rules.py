@@ -40,6 +40,7 @@ FLOORS = (
     {"launch"},
     CAPABILITIES,
     {"api", "commands"},
+    {"tune"},
     {"train_multi_gpu"},
     {"main_multi_gpu"},
 )
@@ -321,12 +322,12 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 202,  # to become 220
-    "lines": 41_544,  # 41,000
+    "files": 212,  # to become 220
+    "lines": 42_850,  # 41,000
     "files to read": 30,
-    "lines to read": 6_989,  # 7,500
+    "lines to read": 6_992,  # 7,500
     "files the engine reaches": 83,  # 100
-    "lines the engine reaches": 17_425,  # 18,000
+    "lines the engine reaches": 17_432,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

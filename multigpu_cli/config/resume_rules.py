@@ -8,7 +8,7 @@ from multigpu_cli.config.schema import LENGTH, SETTINGS, Config
 from multigpu_cli.config.types import Setting
 from multigpu_cli.errors import RequestError, raise_all
 
-OF_THE_COMMAND = {"save_dir", "resume", "own_code"}
+OF_THE_COMMAND = {"save_dir", "resume", "own_code", "tune.pause_at"}
 
 
 def flatten_settings(config: Config) -> dict[str, Any]:

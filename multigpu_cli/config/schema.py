@@ -177,6 +177,7 @@ class LengthConfig:
     epochs: int = flag(20, integer(1, 10**9), "passes over the training data", free=True)
     max_steps: int | None = flag(None, integer(1), "optimizer steps at most", free=True)
     early_stopping_patience: int | None = flag(None, integer(1), "stop after N epochs without gain")
+    pause_at: int | None = setting("tune.pause_at", None, integer(1), "a trial of tune: stop after this epoch, no test")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -220,6 +220,7 @@ class RunControl:
     stop: StopRequest  # a signal to this rank
     consensus: StopConsensus  # of all ranks, on a stop and on overdue checkpoints
     previous_attempt: PreviousAttempt | None = None  # how it ended; None after the first step
+    pause_at: int | None = None  # a step, the same on every rank, after which the run stops; None: at its end
     summary_written: bool = False
 
 
@@ -301,7 +302,8 @@ class Run(TrainComponents):
         self.observer.watchdog.set_position(end.step, "agreeing")
         wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue())
         stopping, overdue = self.control.consensus.vote(end.step, wishes) if end.savable else (False, False)
-        return stopping, overdue
+        paused = self.control.pause_at is not None and end.savable and end.step >= self.control.pause_at
+        return stopping or paused, overdue
 
 
 @contextmanager

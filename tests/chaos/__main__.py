@@ -8,6 +8,7 @@ import argparse
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from tests.chaos.rounds import draw_round, play, state_size, train_undisturbed
 from tests.chaos.verdict import repeats, wrong
+from tests.tune.studies import kill_at_random, read_trials, tune
 
 
 def one_round(seed: int, number: int, home: Path) -> bool:
@@ -35,6 +37,16 @@ def one_round(seed: int, number: int, home: Path) -> bool:
     return not faults
 
 
+def study_round(seed: int, home: Path) -> bool:
+    """Kill the driver of a study, and its trials, at random: its trials must be those of the undisturbed study."""
+    calm, killed = home / "calm", home / "killed"
+    subprocess.run(tune(calm), check=True, stdout=subprocess.DEVNULL)
+    kill_at_random(killed, random.Random(seed), kills=4)
+    same = read_trials(calm) == read_trials(killed)
+    print(f"study, killed 4 times | {'as undisturbed' if same else 'WRONG'}", flush=True)
+    return same
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -50,6 +62,8 @@ def main() -> int:
     print(f"seed {asked.seed}, {len(numbers)} round(s), in {home}", flush=True)
     failed = [number for number in numbers if not one_round(asked.seed, number, home)]
     print(f"{len(numbers) - len(failed)} of {len(numbers)} rounds ended as the undisturbed run")
+    if not asked.only and not study_round(asked.seed, home):
+        failed.append(0)
     if not failed:
         shutil.rmtree(home)
     return 1 if failed else 0

@@ -116,9 +116,8 @@ def command_list() -> str:
     shared = {option.name for option in _train_options()}
     parts = []
     for name, command in sorted(group.commands.items()):
-        for path, each in [(f"{name} {sub}", below) for sub, below in getattr(command, "commands", {}).items()] or [
-            (name, command)
-        ]:
+        below = [(f"{name} {sub}", each) for sub, each in getattr(command, "commands", {}).items()]
+        for path, each in [*([(name, command)] if command.callback or not below else []), *below]:
             own = [option for option in each.params if option.name not in shared and option.name != "help"]
             also = "Also takes the training flags." if len(own) < len(each.params) - len(shared) / 2 else ""
             usage = " ".join(option.name.upper() for option in own if option.param_type_name == "argument")

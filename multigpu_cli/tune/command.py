@@ -1,0 +1,74 @@
+"""`tune` and `tune report`: their options; what they do is imported late."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from multigpu_cli.commands.options import (
+    Command,
+    Group,
+    list_given_flags,
+    print_result,
+    run_argument,
+    with_train_options,
+)
+from multigpu_cli.commands.requests import parse_option
+from multigpu_cli.config.types import integer
+from multigpu_cli.errors import RequestError
+
+app = typer.Typer(cls=Group, rich_markup_mode=None)
+
+
+def _option(metavar: str, help: str) -> Any:
+    return typer.Option(metavar=metavar, help=help)
+
+
+@app.callback(invoke_without_command=True)
+@with_train_options
+def tune(
+    context: typer.Context,
+    *,
+    search: Annotated[list[str], _option("KEY=EXPR|FILE", "range, int, log or choice(…); may be repeated")] = [],  # noqa: B006
+    objective: Annotated[list[str], _option("NAME:max|NAME:min", "val_accuracy:max, say; of several a front")] = [],  # noqa: B006
+    trials: Annotated[str, _option("N", "how many settings are tried")] = "20",
+    rungs: Annotated[str, _option("N,N", "epochs after which only the best go on")] = "",
+    generation: Annotated[str, _option("N", "trials that are proposed together")] = "8",
+    sampler: Annotated[str, _option("tpe|random|grid", "what proposes them")] = "tpe",
+    seeds: Annotated[str, _option("N", "runs of each trial, which counts by their mean")] = "1",
+    budget: Annotated[str | None, _option("Nslot-hours|Nepochs", "beyond it no rung begins")] = None,
+    slots: Annotated[str | None, _option("N", "runs at a time (default: one per GPU or core)")] = None,
+    gpus_per_trial: Annotated[str, _option("N", "slots that each run begins with")] = "1",
+    order: Annotated[str, _option("fixed|async", "async: faster, and not reproducible")] = "fixed",
+    **values: Any,
+) -> Any:
+    """Search for better settings: trials are runs that pause, go on, and share the GPUs."""
+    given = {name: value for name, value in locals().items() if name not in ("context", "values")}
+    if context.invoked_subcommand is None:
+        return partial(_run_study, given, values, context.obj)
+    if flags := list_given_flags(values):
+        raise RequestError(f"{flags[0]} stands before the command 'report'", remedy="tune report DIR")
+    return None
+
+
+def _run_study(*request: Mapping[str, Any]) -> int:
+    try:
+        from multigpu_cli.tune.study import run_study
+    except ModuleNotFoundError as error:
+        raise RequestError(f"tune needs {error.name}", remedy="pip install 'multigpu-cli[tune]'") from error
+    return run_study(*request)
+
+
+@app.command(cls=Command)
+def report(
+    study: Annotated[str, run_argument("DIR", "the --save-dir of tune")],
+    top: Annotated[str | None, _option("N", "only the commands of the best so many trials")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> None:
+    """Show a study: its best trials, how it went, and a picture of all of them."""
+    from multigpu_cli.tune.report import format_study, report_study
+
+    found = report_study(Path(study), parse_option(integer(1), "--top", top))
+    print_result(found, format_study(found), as_json=as_json)

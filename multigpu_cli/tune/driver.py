@@ -1,0 +1,294 @@
+"""Runs a study: starts trials as ordinary runs on slots, stops, widens and resumes them, and records their values."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from multigpu_cli.checkpoint.files import publish, wait_until_unlocked
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.config.yaml_text import dump, dump_value
+from multigpu_cli.distributed.processes import die_with_parent
+from multigpu_cli.errors import WRONG_REQUEST, TrainingError
+from multigpu_cli.monitor.history import History, load_history, load_summary
+from multigpu_cli.monitor.journal import Event, Journal, read_events
+from multigpu_cli.tune.sampler import export_journal, propose
+from multigpu_cli.tune.scheduler import Job, Speeds, assign_slots, choose_widening, decide, measure_use
+from multigpu_cli.tune.space import Dimension, Params
+from multigpu_cli.tune.trials import RungResult, Study, Trial, read_rung, read_study
+
+FRONT_DOOR = Path(__file__).resolve().parents[2] / "main_multi_gpu.py"
+JOURNAL, BASE, EXPORT = "study.jsonl", "base.yaml", "optuna.journal"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_POLL, _BEAT, _LOOK, _PATIENCE = 0.05, 10.0, 1.0, 30.0  # seconds; the last for what a killed driver left to end
+_TRIES = 3  # starts of a run that ends without a word, and has not come further
+_NO_SPACE = ("No space left on device", "Errno 28")
+_NAN, _KILLED = "NaN or infinite", "was ended by SIG"
+
+
+class Slots(NamedTuple):
+    """Where trials run: the name of each slot's GPU, "" of a core; and how a process is started there."""
+
+    names: Sequence[str]
+    environ: Mapping[str, str]
+
+    def start(self, argv: Sequence[str], taken: Sequence[int], **popen: Any) -> subprocess.Popen[Any]:
+        """Start the front door on some of them, on CPUs with one thread a worker; it ends with this process."""
+        visible = ",".join(self.names[each] for each in taken).strip(",")
+        environ = ({} if visible else {"OMP_NUM_THREADS": "1"}) | dict(self.environ) | {"CUDA_VISIBLE_DEVICES": visible}
+        command, end = [sys.executable, str(FRONT_DOOR), *argv], partial(die_with_parent, os.getpid())
+        return subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end, **popen)
+
+
+@dataclass
+class Running:
+    """A process that trains."""
+
+    job: Job
+    process: subprocess.Popen[Any]
+    slots: list[int]
+    began: float  # Unix seconds
+    ending: bool = False
+
+    def end(self) -> None:  # at the edge of a step, with a checkpoint
+        self.ending = True
+        self.process.send_signal(signal.SIGTERM)
+
+
+class Driver:
+    """One attempt at a study."""
+
+    def __init__(self, path: Path, space: Sequence[Dimension], slots: Slots, say: Callable[[str], None]) -> None:
+        self.path, self.space, self.slots, self.say = path, space, slots, say
+        self.study, self.trials = read_study(path)
+        self._running: dict[Job, Running] = {}
+        self._free = set(range(len(slots.names)))
+        self._signals: list[int] = []  # that ask for a stop
+        self._speeds = Speeds()
+        self._rates: dict[int, dict[int, float]] = {}  # samples per second, by trial and workers
+        self._reached: dict[Job, RungResult] = {}
+        self._tries: Counter[tuple[int, int, int]] = Counter()
+        self._sets: dict[Job, list[str]] = {}  # the settings of a job
+        self._looked = self._beat = 0.0
+
+    def run(self) -> str:
+        """Until all is done ("completed"), the budget is spent ("budget"), or a signal came ("stopped")."""
+        publish(self.path / BASE, dump(self.study.settings).encode())
+        handlers = {each: signal.signal(each, lambda number, _: self._signals.append(number)) for each in _SIGNALS}
+        with closing(Journal(self.path / JOURNAL, warn=self.say)) as self._journal:
+            self._journal.write("open", slots=len(self.slots.names))
+            try:
+                while self._advance():
+                    self._start_waiting()
+                    self._widen()
+                    time.sleep(_POLL)
+                    self._collect()
+            finally:
+                for each in self._running.values():
+                    each.end()
+                for each in self._running.values():
+                    each.process.wait()
+                self._collect()
+                self._journal.write("close")
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+        over = not any(decide(self.study, self.trials, idle=True))
+        return "stopped" if self._signals else "completed" if over else "budget"
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that were trained, up to the rungs that have values."""
+        return self.study.seeds * sum(max(trial.values, default=0) for trial in self.trials)
+
+    def _advance(self) -> bool:
+        """Decide what can be decided; False where nothing is left to wait for."""
+        first = self.trials[: self.study.generation]
+        failed = Counter(trial.error for trial in first if trial.state == "failed")
+        if failed.total() == min(self.study.generation, self.study.trials):
+            raise TrainingError(f"all of the first {len(first)} trials failed: {failed.most_common(1)[0][0]}")
+        idle = len(self._free) >= self.study.gpus_per_trial and not self._list_waiting()
+        decision = decide(self.study, self.trials, idle)
+        amount, unit = parse_budget(self.study.budget or "")
+        spent = amount < math.inf and amount <= (self.epochs if unit == "epochs" else self.measure_use()[0] / 3600)
+        if self._signals or not any(decision) or spent:
+            return not self._signals and any(trial.state == "waiting" for trial in self.trials)
+        for trial in decision.promote:
+            trial.rung, trial.state = trial.rung + 1, "waiting"
+            trial.write(self.path)
+            self.say(f"trial {trial.number}: goes on to epoch {self.study.rungs[trial.rung]}")
+        if decision.ask:
+            before = len(self.trials) // self.study.group * self.study.group  # a killed driver wrote some of a group
+            count = min(self.study.group, self.study.trials - before)
+            for params in propose(self.study, self.space, self.trials[:before], count)[len(self.trials) - before :]:
+                self.trials.append(Trial(len(self.trials), params))
+                self.trials[-1].write(self.path)
+                self.say(f"trial {self.trials[-1].number}: {', '.join(list_sets(params))}")
+        export_journal(self.path / EXPORT, self.study, self.space, self.trials)
+        return True
+
+    def measure_use(self) -> tuple[float, float]:
+        """Seconds in which runs held slots, and seconds of all slots, over all attempts."""
+        return measure_use(list(read_events(self.path / JOURNAL)))
+
+    def _list_waiting(self) -> list[Job]:
+        """The runs that are neither at work nor at their rung, in the order of the trials."""
+        waiting = (trial for trial in self.trials if trial.state == "waiting")
+        jobs = (self._job(trial, run) for trial in waiting for run in range(self.study.seeds))
+        return [job for job in jobs if job not in self._running and job not in self._reached]
+
+    def _job(self, trial: Trial, run: int) -> Job:
+        place = (trial.number, run, self.study.rungs[trial.rung])
+        if known := next((job for job in self._sets if job[:3] == place), None):
+            return known
+        sets, micro_batches = plan_batch(self.study, trial.params, str(self.path / BASE))
+        sets += [f"seed={self.study.seed + run}", f"tune.pause_at={place[2]}"]
+        job = Job(*place, micro_batches)
+        self._sets[job] = [word for each in sets for word in ("--set", each)]
+        return job
+
+    def _start_waiting(self) -> None:
+        if len(self._free) < self.study.gpus_per_trial:
+            return
+        for job in self._list_waiting():
+            if (result := read_rung(self._folder(job), self.study, job.epochs)).values is not None:
+                self._record(job, result)  # a driver was killed before it came to that
+        waiting = {job: float(job.epochs) for job in self._list_waiting()}
+        for job, width in assign_slots(waiting, len(self._free), self.study.gpus_per_trial, self._speeds).items():
+            folder, kind, taken = self._folder(job), self.study.multi_gpu, sorted(self._free)[:width]
+            if not wait_until_unlocked(folder, patience=_PATIENCE):
+                problem = f"{folder}: a process that an earlier driver started is still at work"
+                raise TrainingError(problem, remedy="end it, and run the same command again")
+            several = ["--multi-gpu", "ddp" if kind == "auto" else kind, "--nproc-per-node", str(width)]
+            argv = several if width > 1 or kind == "fsdp" else ["--multi-gpu", "none"]
+            argv += ["--config", str(self.path / BASE), *self._sets[job], "--save-dir", str(folder), "--quiet"]
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "output.log", "wb") as log:
+                process = self.slots.start(argv, taken, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._free -= set(taken)
+            self._running[job] = Running(job, process, taken, time.time())
+            self._journal.write("start", trial=job.trial, run=job.run, epochs=job.epochs, slots=width)
+
+    def _collect(self) -> None:
+        """See which runs have ended, how fast they were, what their start has cost, and what became of them."""
+        for each in [each for each in self._running.values() if each.process.poll() is not None]:
+            del self._running[each.job]
+            self._free |= set(each.slots)
+            self._journal.write("end", trial=each.job.trial, run=each.job.run, slots=len(each.slots))
+            (history, line), width = self._look(each), len(each.slots)
+            if history:
+                self._speeds.starts.append(history.attempts[-1].start["time"] - each.began)
+            if line:
+                rates = self._rates.setdefault(each.job.trial, {})
+                rates[width] = line["samples_per_second"]
+                if alone := rates.get(self.study.gpus_per_trial):
+                    self._speeds.rates.setdefault(width, []).append(rates[width] / alone)
+            self._judge(each)
+        if (now := time.monotonic()) - self._beat > _BEAT:
+            self._beat = now
+            self._journal.write("beat")
+
+    def _look(self, each: Running) -> tuple[History | None, Event | None]:
+        """The journal of a run and its newest line, as far as this start has written them."""
+        folder = self._folder(each.job)
+        history = load_history(folder) if (folder / "journal.jsonl").is_file() else History()
+        if not history.attempts or history.attempts[-1].start["time"] < each.began:
+            return None, None
+        line = history.last_train
+        return history, line if line and line["time"] > each.began else None
+
+    def _judge(self, each: Running) -> None:
+        """Record what a run that has ended has reached, or why it never will; else it waits for another start."""
+        job, folder, trial = each.job, self._folder(each.job), self.trials[each.job.trial]
+        result = read_rung(folder, self.study, job.epochs)
+        if trial.state != "waiting":
+            return
+        if result.values is not None:
+            self._record(job, result)
+        elif not each.ending:
+            _, sign, said = (folder / "output.log").read_text(errors="replace").rpartition("error: ")
+            told, summary = said.strip() if sign else f"exit code {each.process.returncode}", load_summary(folder)
+            reason = str(summary.get("error", told))
+            if any(words in reason for words in _NO_SPACE):
+                problem = f"the disk of {self.path} is full, so the study pauses: {reason}"
+                raise TrainingError(problem, remedy="free some space, and run the same command again")
+            self._tries[job.trial, job.run, result.epochs] += 1
+            final = each.process.returncode == WRONG_REQUEST or summary.get("status") == "failed"
+            if (final and _KILLED not in told) or self._tries[job.trial, job.run, result.epochs] >= _TRIES:
+                self._fail(trial, "diverged" if _NAN in reason else "failed", reason)
+
+    def _record(self, job: Job, result: RungResult) -> None:
+        """A run has reached its rung; so has its trial, if the runs of all seeds have."""
+        self._reached[job] = result
+        trial = self.trials[job.trial]
+        jobs = [self._job(trial, run) for run in range(self.study.seeds)]
+        results = [self._reached[each] for each in jobs if each in self._reached]
+        if len(results) < len(jobs):
+            return
+        every = zip(*(each.values or () for each in results), strict=True)
+        values = [float(f"{math.fsum(each) / len(each):.6g}") for each in every]  # below is rounding of sums
+        if not all(map(math.isfinite, values)):
+            self._fail(trial, "diverged", f"NaN after epoch {job.epochs}")
+            return
+        whole = all(each.completed for each in results)
+        trial.state, trial.values[job.epochs] = "completed" if whole else "paused", values
+        if whole:  # perhaps since it stopped early
+            trial.values[self.study.rungs[-1]] = values
+            trial.fingerprint = " ".join(str(each.fingerprint) for each in results)
+        trial.write(self.path)
+        self.say(f"trial {trial.number}: {', '.join(f'{value:g}' for value in values)} after epoch {job.epochs}")
+
+    def _fail(self, trial: Trial, state: str, error: str) -> None:
+        trial.state, trial.error = state, error
+        trial.write(self.path)
+        self.say(f"trial {trial.number}: {state}: {error}")
+        for each in self._running.values():
+            if each.job.trial == trial.number:
+                each.end()
+
+    def _widen(self) -> None:
+        """Stop a run that goes on with the free slots as well, where that is worth a restart."""
+        if not self._free or not self._speeds.starts or self._list_waiting() or time.monotonic() < self._looked + _LOOK:
+            return
+        self._looked, needs = time.monotonic(), {}
+        for each in self._running.values():
+            history, line = self._look(each)
+            if history and line and not each.ending:
+                left = each.job.epochs * history.plan["samples"] - line["samples"]
+                seconds = left / line["samples_per_second"] - (time.time() - line["time"])
+                needs[each.job] = (len(each.slots), max(0.0, seconds))
+        if chosen := choose_widening(needs, len(self._free), self._speeds, median(self._speeds.starts)):
+            self.say(f"trial {chosen[0].trial}: goes on with {chosen[1]} slots")
+            self._running[chosen[0]].end()
+
+    def _folder(self, job: Job) -> Path:
+        return self.study.run_folder(self.path, job.trial, job.run)
+
+
+def list_sets(params: Params) -> list[str]:
+    """A trial's settings as --set takes them."""
+    return [f"{key}={dump_value(value)}" for key, value in params.items()]
+
+
+def plan_batch(study: Study, params: Params, base: str) -> tuple[list[str], int]:
+    """A trial's settings with its global batch, for any number of workers; and the micro-batches of a step."""
+    batch = resolve({}, list_sets(params), base).batch
+    whole = batch.global_size or int(batch.size) * (batch.grad_accum_steps or 1) * study.gpus_per_trial
+    return [*list_sets(params), "grad_accum_steps=null", f"global_batch_size={whole}"], -(-whole // int(batch.size))
+
+
+def parse_budget(text: str) -> tuple[float, str]:
+    """'16slot-hours' or '200epochs', "" for no limit; ValueError: neither."""
+    if not (form := re.fullmatch(r"([\d.]+(?:e-?\d+)?)(slot-hours|epochs)|", text)):
+        raise ValueError("must be so many slot-hours or epochs, such as 16slot-hours or 200epochs")
+    return float(form[1] or "inf"), form[2]

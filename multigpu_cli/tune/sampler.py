@@ -1,0 +1,99 @@
+"""Optuna proposes trials, from a study in memory that is built anew from the trials' files; nothing else imports it."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.samplers import BaseSampler, RandomSampler, TPESampler
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import StudyDirection
+from optuna.trial import TrialState, create_trial
+
+from multigpu_cli.tune.space import Dimension, Params, keep_active, list_points
+from multigpu_cli.tune.trials import Study, Trial
+
+VERSIONS = {"optuna": optuna.__version__, "numpy": numpy.__version__}
+SAMPLERS = ("tpe", "random", "grid")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without notes of new studies, and that group, the journal and the importance are experimental."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
+
+
+@_quiet()
+def propose(study: Study, space: Sequence[Dimension], trials: Sequence[Trial], count: int) -> list[Params]:
+    """The settings of the next trials: the same for the same trials before them; fewer where a grid ends."""
+    if study.sampler == "grid":
+        return list(list_points(space, grid=True))[len(trials) : len(trials) + count]
+    seed = int.from_bytes(sha256(f"{study.seed} {len(trials) // study.group}".encode()).digest()[:4])
+    sampler: BaseSampler = RandomSampler(seed=seed)
+    if study.sampler == "tpe":
+        known: dict[str, Any] = {"multivariate": True, "group": True, "constant_liar": True, "constraints_func": None}
+        sampler = TPESampler(n_startup_trials=study.generation, n_ei_candidates=24, seed=seed, **known)
+    told = optuna.create_study(directions=_directions(study), sampler=sampler)
+    _tell(told, study, space, trials)
+    asked = [told.ask({each.key: _distribution(each) for each in space}).params for _ in range(count)]
+    return [keep_active(space, params) for params in asked]
+
+
+def _distribution(each: Dimension) -> BaseDistribution:
+    if each.kind == "choice":
+        return CategoricalDistribution(each.values)
+    low, high = each.values
+    return IntDistribution(low, high) if each.kind == "int" else FloatDistribution(low, high, log=each.kind == "log")
+
+
+def _directions(study: Study) -> list[StudyDirection]:
+    return [StudyDirection.MAXIMIZE if sign > 0 else StudyDirection.MINIMIZE for _, sign in study.goals]
+
+
+def _tell(told: optuna.Study, study: Study, space: Sequence[Dimension], trials: Sequence[Trial]) -> None:
+    """Whole trials as COMPLETE, paused and diverged ones as PRUNED with their last finite value, others as FAIL."""
+    for trial in trials:
+        state, more = TrialState.FAIL, dict[str, Any]()
+        if trial.state == "completed":
+            state, more["values"] = TrialState.COMPLETE, trial.values[max(trial.values)]
+        elif trial.state == "waiting" and not trial.values:
+            state = TrialState.RUNNING
+        elif trial.state != "failed" and len(study.goals) == 1:  # of several, the sampler can't compare what is PRUNED
+            state, more["intermediate_values"] = TrialState.PRUNED, {at: each[0] for at, each in trial.values.items()}
+        own = {each.key: _distribution(each) for each in space if each.key in trial.params}
+        told.add_trial(create_trial(state=state, params=trial.params, distributions=own, **more))
+
+
+@_quiet()
+def export_journal(file: Path, study: Study, space: Sequence[Dimension], trials: Sequence[Trial]) -> None:
+    """Write Optuna's own journal whole, for optuna-dashboard, and rename it into place."""
+    draft = file.with_name(f".{file.name}.draft")
+    draft.unlink(missing_ok=True)
+    storage = JournalStorage(JournalFileBackend(str(draft)))
+    _tell(optuna.create_study(storage=storage, directions=_directions(study)), study, space, trials)
+    draft.replace(file)
+
+
+@_quiet()
+def measure_importance(study: Study, space: Sequence[Dimension], trials: Sequence[Trial]) -> list[dict[str, float]]:
+    """Of each objective the share of each setting, by PED-ANOVA over values at the first rung; [] for few trials."""
+    own, found = {each.key: _distribution(each) for each in space if not each.parent}, []  # what every trial has
+    known = [trial for trial in trials if trial.values]
+    for at, direction in enumerate(_directions(study)):
+        told = optuna.create_study(direction=direction)
+        for trial in known:
+            value, params = trial.values[min(trial.values)][at], {key: trial.params[key] for key in own}
+            told.add_trial(create_trial(value=value, params=params, distributions=own))
+        if len({repr(trial.params) for trial in told.trials}) > 3:
+            found.append(get_param_importances(told, evaluator=PedAnovaImportanceEvaluator()))
+    return found

@@ -1,0 +1,193 @@
+"""From options to a study: its settings, the check of its space, its forecast, one attempt at it, and its winner."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from multigpu_cli.checkpoint.files import lock_folder, publish
+from multigpu_cli.commands.options import print_result, reject_idle_flags
+from multigpu_cli.commands.requests import build_config, parse_option
+from multigpu_cli.config.resume_rules import without_setting
+from multigpu_cli.config.rules import find_rule_errors
+from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import explicit_dump, gather
+from multigpu_cli.config.types import ValueType, best, choice, integer
+from multigpu_cli.config.yaml_text import dump
+from multigpu_cli.errors import STOPPED, RequestError, TrainingError, combine_errors, pluralize
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.format import format_bytes, format_duration
+from multigpu_cli.monitor.history import read_json
+from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.tune.driver import BASE, FRONT_DOOR, Driver, Slots, list_sets, parse_budget
+from multigpu_cli.tune.sampler import SAMPLERS, VERSIONS
+from multigpu_cli.tune.scheduler import list_front, plan_epochs, rank_trials
+from multigpu_cli.tune.space import Dimension, list_corners, list_points, parse_search
+from multigpu_cli.tune.trials import STUDY, Study, check_same_study, read_study
+
+SUMMARY = "summary.json"
+_OWN = ("multi_gpu", "gpu_ids", "save_dir", "seed", "tune.pause_at")  # the study's
+_NOT_HERE = {"resume", "mirror", "nproc_per_node", "max_restarts"}
+_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from multigpu_cli.tune import check; check.main(sys.argv[1])"
+
+
+def run_study(given: Mapping[str, Any], values: Mapping[str, Any], environ: Mapping[str, str]) -> int:
+    """Begin a study or go on with it; returns the exit code. RequestError: nothing was written."""
+    config = build_config(reject_idle_flags("tune", {**values, "dry_run": False}), environ)
+    space, path = parse_search(given["search"]), Path(config.checkpoint.save_dir or "")
+    study, console = build_study(given, config, space), Console("normal", json=bool(values["json"]))
+    if (path / STUDY).is_file():
+        stored, _ = read_study(path)
+        check_same_study(path, stored, study)
+        study = replace(stored, budget=study.budget)
+    elif any(path.glob("[!.]*")):
+        raise RequestError(f"--save-dir {path}: holds something else", remedy="a new folder")
+    found = check_space(study, config, space, measure=bool(values["dry_run"]))
+    where = choose_slots(parse_option(integer(1, 4096), "--slots", given["slots"]), study, found, environ)
+    if values["dry_run"]:
+        rows = forecast(study, len(where.names), found["forecast"])
+        print_result(rows, (f"{name:12} {text}" for name, text in rows.items()), as_json=values["json"])
+        return 0
+    with lock_folder(path):
+        study.write(path)
+        driver = Driver(path, space, where, console.note)
+        summary = summarize(driver, driver.run())
+    console.print_json(summary)
+    if winner := summary["best"]:
+        test = "".join(f", test {name} {value:.6g}" for name, value in (winner.get("test") or {}).items())
+        console.note(f"best: trial {winner['number']} of {len(summary['trials'])}: {winner['value']}{test}")
+    console.note(f"idle: {summary['idle_share']:.1%} of the slots' time; more: tune report {path}")
+    return STOPPED if summary["status"] == "stopped" else 0
+
+
+def build_study(given: Mapping[str, Any], config: Config, space: Sequence[Dimension]) -> Study:
+    """The study that the options ask for; RequestError: an option is wrong by itself."""
+
+    def parse(name: str, kind: ValueType) -> Any:
+        return parse_option(kind, f"--{name.replace('_', '-')}", given[name])
+
+    length, own, banned = config.length.epochs, config, sorted(config.explicit & _NOT_HERE)
+    rungs = [parse_option(integer(1), "--rungs", each) for each in given["rungs"].split(",") if each]
+    goals = [parse_option(best, "--objective", each) for each in given["objective"]]
+    order, sampler = parse("order", choice("fixed", "async")), parse("sampler", choice(*SAMPLERS))
+    several, bad_goals = len(goals) > 1, not goals or len(set(goals)) < len(goals)
+    bad_goals |= not all(each.startswith("val_") for each in goals)
+    rules = (
+        (config.checkpoint.save_dir is None, "tune needs --save-dir", "--save-dir studies/NAME"),
+        (banned, f"tune together with {', '.join(banned)}: it starts the runs", "--slots, --gpus-per-trial"),
+        (
+            config.device.multi_gpu not in ("auto", "ddp", "fsdp"),
+            "--multi-gpu: trials get several slots",
+            "ddp or fsdp",
+        ),
+        (config.batch.size == "auto", "--batch-size auto: trials would depend on the memory", "a number"),
+        (rungs != sorted({0, length + 1, *rungs})[1:-1], "--rungs must ascend, up to --epochs", f"up to {length}"),
+        (bad_goals, "tune needs --objective, numbers of the validation", "--objective val_accuracy:max"),
+        (several and (rungs or order == "async"), "several --objective with --rungs or --order async", "one of them"),
+    )
+    if wrong := [RequestError(problem, remedy=remedy) for broken, problem, remedy in rules if broken]:
+        raise combine_errors(wrong)
+    parse("budget", ValueType("", parse_budget))
+    numbers = {name: parse(name, integer(1)) for name in ("trials", "generation", "seeds", "gpus_per_trial")}
+    if sampler == "grid":
+        numbers["trials"] = len(list(islice(list_points(space, grid=True), numbers["trials"])))
+    for key in _OWN:
+        own = without_setting(own, key)
+    return Study(
+        search={each.key: each.text for each in space},
+        objectives=goals,
+        rungs=[*(each for each in rungs if each < length), length],
+        sampler=sampler,
+        order=order,
+        seed=config.reproducibility.seed,
+        multi_gpu=config.device.multi_gpu,
+        budget=given["budget"],
+        versions=VERSIONS,
+        settings=explicit_dump(own),
+        **numbers,
+    )
+
+
+def check_space(study: Study, config: Config, space: Sequence[Dimension], *, measure: bool) -> dict[str, Any]:
+    """Refuse what the trainer would, by rules at all corners, by building the model at a few; or GPUs, forecast."""
+    with TemporaryDirectory(prefix="multigpu-tune-") as name:
+        base = Path(name, BASE)
+        base.write_text(dump(study.settings))
+        requests = (gather({}, list_sets(params), str(base)) for params in islice(list_points(space), 4096))
+        said = (str(combine_errors(each.faults or find_rule_errors(each.config, {}))) for each in requests)
+        if wrong := next(filter(None, said), ""):
+            raise RequestError(wrong.replace("--set ", "--search "))
+        corners = [list_sets(params) for params in list_corners(space, 16)]
+        wanted = {"corners": corners, "measure": measure, "objectives": study.objectives}
+        wanted |= {"gpus_per_trial": study.gpus_per_trial, "gpu_ids": config.device.gpu_ids}
+        Path(name, "check.json").write_text(json.dumps(wanted))
+        command = [sys.executable, "-c", _START, str(FRONT_DOOR.parent), name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise TrainingError(f"the check of the search space failed: {done.stderr.strip()[-500:]}")
+        found: dict[str, Any] = json.loads(Path(name, "found.json").read_text())
+    if found["error"]:
+        raise RequestError(found["error"].replace("--set ", "--search ").replace("--best ", "--objective "))
+    return found
+
+
+def choose_slots(wanted: int | None, study: Study, found: Mapping[str, Any], environ: Mapping[str, str]) -> Slots:
+    """The GPUs of this machine; on CPUs as many slots as asked for, which share the cores."""
+    gpus = found["gpus"]
+    count = wanted or len(gpus) or found["cores"]
+    if count < study.gpus_per_trial or (gpus and count > len(gpus)):
+        there = f"there are {pluralize(len(gpus), 'GPU')}" if gpus else f"{study.gpus_per_trial} per trial are more"
+        raise RequestError(f"--slots {count}: {there}", remedy="another --slots, or --gpus-per-trial")
+    visible = (environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(1024)))).split(",")
+    return Slots([visible[gpu] for gpu in gpus[:count]] or [""] * count, environ)
+
+
+def forecast(study: Study, slots: int, measured: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """What the study would take where no trial fails, from steps at the first and the last corner of the space."""
+    epochs, starts = plan_epochs(study)
+    hours = sorted(epochs * each["epoch"] / 3600 for each in measured)
+    walls = [format_duration(3600 * each / slots) for each in hours]
+    disk = [format_bytes(study.trials * study.seeds * each) for each in sorted(each["bytes"] for each in measured)]
+    ends = {"slot-hours": [f"{each:.3g}" for each in hours], "wall time": walls, "disk": disk}
+    told = {"epochs": f"{epochs}, of {study.trials * study.seeds * study.rungs[-1]} without rungs; {starts} starts"}
+    return told | {name: " to ".join(dict.fromkeys(each)) for name, each in ends.items()}
+
+
+def summarize(driver: Driver, status: str) -> dict[str, Any]:
+    """Write summary.json; where the study is over, with the winner's metrics of the test split, evaluated once."""
+    file, trials = driver.path / SUMMARY, driver.trials
+    (busy, total), winner = driver.measure_use(), dict[str, Any]()
+    if ranked := rank_trials(driver.study, trials):
+        content, before = ranked[0].as_dict(), read_json(file).get("best") or {}
+        winner = {"number": ranked[0].number, "params": ranked[0].params, "epochs": max(ranked[0].values)}
+        winner["value"] = content["values"][winner["epochs"]]
+        if status != "stopped":
+            known = "test" in before and before["number"] == winner["number"]
+            winner["test"] = before["test"] if known else evaluate_trial(driver, winner["number"])
+    summary: dict[str, Any] = {"status": status, "best": winner or None, "epochs": driver.epochs}
+    summary |= {"slot_hours": busy / 3600, "idle_share": 1 - busy / total if total else 0.0}
+    summary |= {"trials": [t.as_dict() for t in trials], "front": [t.number for t in list_front(driver.study, trials)]}
+    publish(file, (dump_json(summary, indent=1) + "\n").encode())
+    return summary
+
+
+def evaluate_trial(driver: Driver, number: int) -> dict[str, float] | None:
+    """The test metrics of a trial's best weights, as means over its seeds; None where there is no test split."""
+    found, pipe = [], subprocess.PIPE
+    for run in range(driver.study.seeds):
+        folder = driver.study.run_folder(driver.path, number, run)
+        argv = ["evaluate", str(folder), "--split", "test", "--own-code", "--json"]
+        with driver.slots.start(argv, [0], stdout=pipe, stderr=pipe, text=True) as process:
+            printed, complaint = process.communicate()
+        if process.returncode:
+            driver.say(f"trial {number}: no test metrics: {complaint.rpartition('error: ')[2].strip()}")
+            return None
+        found.append(json.loads(printed))
+    names = [name for name, value in found[0].items() if isinstance(value, float)]
+    return {name: math.fsum(each[name] for each in found) / len(found) for name in names}

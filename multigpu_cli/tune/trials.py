@@ -1,0 +1,143 @@
+"""A study on disk: study.yaml, frozen when it begins, and a trial.json for each trial, renamed into place."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.config.yaml_text import UnreadableError, compose, dump, parse_typed
+from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.monitor.history import load_history, load_summary
+from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.tune.space import Params
+
+STUDY, TRIAL = "study.yaml", "trial.json"
+_NO_METRIC = ("event", "time", "epoch", "step", "split", "samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What a study is a function of; `settings` are those of all trials, as they stand in a YAML file."""
+
+    search: dict[str, str]
+    objectives: list[str]  # val_NAME:max or min
+    trials: int
+    rungs: list[int]  # epochs after which trials are compared; the last is their whole length
+    generation: int  # trials that are compared with each other
+    sampler: str
+    order: str
+    seed: int
+    seeds: int
+    gpus_per_trial: int
+    multi_gpu: str
+    budget: str | None
+    versions: dict[str, str]
+    settings: dict[str, Any]
+
+    @property
+    def goals(self) -> list[tuple[str, float]]:
+        """Of each objective the number in an evaluation, and 1 where the greatest is best, -1 where the least is."""
+        pairs = (text.removeprefix("val_").split(":") for text in self.objectives)
+        return [(name, 1.0 if which == "max" else -1.0) for name, which in pairs]
+
+    @property
+    def group(self) -> int:
+        """Trials that are proposed together."""
+        return self.generation if self.order == "fixed" else 1
+
+    def run_folder(self, path: Path, trial: int, run: int) -> Path:
+        """Of one seed of a trial: the trial's own folder, or one below it for each of several seeds."""
+        folder = path / "trials" / f"{trial:04d}"
+        return folder if self.seeds == 1 else folder / f"seed-{self.seed + run}"
+
+    def write(self, path: Path) -> None:
+        publish(path / STUDY, dump(asdict(self)).encode())
+
+
+@dataclass
+class Trial:
+    """One configuration, and where it stands."""
+
+    number: int
+    params: Params
+    rung: int = 0  # that it is to reach, or has reached
+    state: str = "waiting"  # for its rung; paused, there; completed; failed; diverged: NaN
+    values: dict[int, list[float]] = field(default_factory=dict)  # of the objectives, by epochs: means over the seeds
+    fingerprint: str | None = None  # of the trained weights, of each seed; None before the end
+    error: str = ""
+
+    def score(self, study: Study) -> tuple[float, ...]:
+        """Its newest values, greater where they are better."""
+        newest = self.values[max(self.values)]
+        return tuple(sign * value for (_, sign), value in zip(study.goals, newest, strict=True))
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the value of a single objective stands alone."""
+        return asdict(self) | {"values": {at: each[0] if len(each) == 1 else each for at, each in self.values.items()}}
+
+    def write(self, path: Path) -> None:
+        file = path / "trials" / f"{self.number:04d}" / TRIAL
+        file.parent.mkdir(parents=True, exist_ok=True)
+        publish(file, (dump_json(self.as_dict(), indent=1) + "\n").encode())
+
+
+def read_study(path: Path) -> tuple[Study, list[Trial]]:
+    """A study and its trials in their order; RequestError: there is none, or it can't be read."""
+    file = path / STUDY
+    if not file.is_file():
+        raise RequestError(f"{path}: holds no study", remedy="the --save-dir of tune")
+    try:
+        study, trials = Study(**parse_typed(compose(file.read_text()))), []  # type: ignore[arg-type]
+        for number, file in enumerate(sorted(path.glob(f"trials/*/{TRIAL}"))):
+            content = json.loads(file.read_text())
+            values = {int(at): each if isinstance(each, list) else [each] for at, each in content["values"].items()}
+            trials.append(Trial(**content | {"values": values}))
+            if trials[-1].number != number:
+                raise ValueError(f"trial {number} is missing")
+    except (OSError, UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise RequestError(f"{file}: can't be read ({error})", remedy="another --save-dir") from error
+    return study, trials
+
+
+def check_same_study(path: Path, stored: Study, wanted: Study) -> None:
+    """RequestError: the command asks for another study than the folder holds, or other versions would sample."""
+    for package, version in wanted.versions.items():
+        before = stored.versions.get(package, "")
+        if before.split(".")[0] != version.split(".")[0]:
+            problem = f"{path} was begun with {package} {before}, and here is {version}: it would propose other trials"
+            raise RequestError(problem, remedy=f"pip install '{package}=={before}', or another --save-dir")
+    old, new = (dump(asdict(each) | {"budget": None, "versions": None}).splitlines() for each in (stored, wanted))
+    for before, now in zip_longest(old, new, fillvalue="nothing"):
+        if before != now:
+            problem = f"the study in {path} was begun with {before.strip()}; this command says {now.strip()}"
+            raise RequestError(problem, remedy="the command that began it, or another --save-dir")
+
+
+class RungResult(NamedTuple):
+    """What the files of a run say."""
+
+    values: list[float] | None = None  # of the objectives; None before the run has reached its rung
+    epochs: int = 0  # that it has done
+    completed: bool = False
+    fingerprint: str | None = None
+
+
+def read_rung(folder: Path, study: Study, epochs: int) -> RungResult:
+    """Whether a run has reached this many epochs, or its end, and what its last evaluation up to there says."""
+    if not (folder / "journal.jsonl").is_file():
+        return RungResult()
+    history, summary = load_history(folder), load_summary(folder)
+    done, ended = history.step // int(history.plan.get("steps_per_epoch", 1)), summary.get("status")
+    if ended != "completed" and not (ended == "stopped" and done >= epochs):
+        return RungResult(epochs=done)
+    evals = (event for (_, split), event in sorted(history.evals.items()) if split == "val")
+    *_, last = {}, *(event for event in evals if event["epoch"] <= epochs)
+    for name, _ in study.goals:
+        if name not in last:
+            known = [f"val_{each}" for each in last if each not in _NO_METRIC]
+            remedy = did_you_mean(f"val_{name}", known) if known else "data with a validation split"
+            raise RequestError(f"--objective val_{name}: no evaluation has it", remedy=remedy)
+    values = [float(last[name]) for name, _ in study.goals]
+    return RungResult(values, done, ended == "completed", summary.get("fingerprint"))

@@ -1,0 +1,215 @@
+"""The driver with trials that take no time: the same study on any slots and after any kill, faults, budget, seeds."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from multigpu_cli.checkpoint.files import lock_folder
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.monitor.journal import read_events
+from multigpu_cli.tune import driver
+from multigpu_cli.tune.study import summarize
+from tests.tune.studies import FAKE, find_children, make_driver, make_study, read_trials, wait_until_gone
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL: dict[str, Any] = {"trials": 6, "generation": 3, "rungs": [1, 3, 9], "sampler": "random"}
+
+
+@pytest.fixture(autouse=True)
+def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "FRONT_DOOR", FAKE)
+
+
+def run_study(folder: Path, slots: int = 1, said: list[str] | None = None, **given: Any) -> dict[str, Any]:
+    own = make_driver(folder, make_study(**SMALL | given), slots, said=said)
+    return summarize(own, own.run())
+
+
+def test_one_two_and_three_slots_give_the_same_trials_and_winner_which_is_tested_once(tmp_path: Path) -> None:
+    folders = [tmp_path / str(slots) for slots in (1, 2, 3)]
+    found = [run_study(folder, slots, sampler="tpe") for slots, folder in enumerate(folders, 1)]
+    assert found[0]["best"] == found[1]["best"] == found[2]["best"]
+    assert found[0]["best"]["test"] == {"accuracy": 0.5}
+    assert found[0]["epochs"] == 2 * (3 + 2 + 6)
+    assert read_trials(folders[0]) == read_trials(folders[1]) == read_trials(folders[2])
+    states = [trial["state"] for trial in read_trials(folders[0])]
+    assert sorted(states) == ["completed"] * 2 + ["paused"] * 4
+    assert all(0 <= each["idle_share"] < 1 for each in found)
+    widest = max(event["slots"] for event in read_events(folders[2] / "study.jsonl") if event["event"] == "start")
+    assert widest > 1  # the last of a generation has inherited
+    import optuna
+
+    storage = optuna.storages.JournalStorage(
+        optuna.storages.journal.JournalFileBackend(str(folders[0] / "optuna.journal"))
+    )
+    (name,) = optuna.study.get_all_study_names(storage)
+    assert len(optuna.load_study(study_name=name, storage=storage).trials) == 6
+
+
+CODE = """
+import sys
+from pathlib import Path
+from multigpu_cli.tune import driver
+from tests.tune.studies import FAKE, find_children, make_driver, make_study, read_trials, wait_until_gone
+driver.FRONT_DOOR = FAKE
+own = make_driver(Path(sys.argv[1]), make_study(trials=6, generation=3, rungs=[1, 3, 9]), 2, {"FAKE_EPOCH": "0.05"})
+print(own.run())
+"""
+
+
+@pytest.mark.slow
+def test_a_study_that_is_killed_at_random_ends_as_undisturbed(tmp_path: Path) -> None:
+    run_study(tmp_path / "calm", sampler="tpe")
+    random, folder, kills = Random(7), tmp_path / "killed", 0
+    while True:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CODE, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        wait_for_lines(folder / "study.jsonl", process, random.randrange(1, 5))
+        if kills >= 3 or process.poll() is not None:
+            break
+        children = find_children(process.pid)
+        process.kill()
+        process.communicate()
+        kills += 1
+        for child in children:
+            wait_until_gone(child)  # the kernel has ended it with its driver
+    assert process.communicate()[0] == "completed\n"
+    assert kills == 3
+    assert read_trials(folder) == read_trials(tmp_path / "calm")
+
+
+def wait_for_lines(file: Path, process: "subprocess.Popen[str]", count: int) -> None:
+    """Until so many more lines are there, or the process has ended."""
+    before = len(list(read_events(file))) if file.exists() else 0
+    while process.poll() is None and (not file.exists() or len(list(read_events(file))) < before + count):
+        time.sleep(0.01)
+
+
+def test_a_trial_that_is_killed_goes_on_and_one_that_always_dies_has_failed(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"search": {"label_smoothing": "choice(0.4)"}, "trials": 1}
+    assert run_study(tmp_path / "once", **given)["best"]["epochs"] == 9
+    broken = tmp_path / "broken.py"
+    broken.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    driver.FRONT_DOOR = broken
+    own = make_driver_of(broken, tmp_path / "always", **given)
+    with pytest.raises(TrainingError, match="all of the first 1 trials failed: exit code -9"):
+        own.run()
+    assert sum(event["event"] == "start" for event in read_events(tmp_path / "always" / "study.jsonl")) == 3
+
+
+def make_driver_of(front_door: Path, folder: Path, **given: Any) -> driver.Driver:
+    driver.FRONT_DOOR = FAKE
+    own = make_driver(folder, make_study(**SMALL | given))
+    driver.FRONT_DOOR = front_door
+    return own
+
+
+def test_out_of_memory_has_failed_nan_is_bad_and_the_first_generation_all_failing_is_the_end(tmp_path: Path) -> None:
+    found = run_study(tmp_path / "mixed", search={"label_smoothing": "choice(0.2,0.1,0.0)"}, sampler="grid", trials=3)
+    assert [trial["state"] for trial in found["trials"]] == ["diverged", "failed", "completed"]  # in the first's place
+    assert [trial["error"] for trial in found["trials"]] == ["NaN after epoch 3", "OutOfMemory: out of memory", ""]
+    assert list(found["trials"][0]["values"]) == [1]  # the last finite rung
+    with pytest.raises(TrainingError, match="all of the first 3 trials failed: OutOfMemory"):
+        run_study(tmp_path / "all", search={"label_smoothing": "choice(0.1)"})
+
+
+def test_a_full_disk_pauses_the_study_and_fails_no_trial(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"disk of .* is full.*\n.*free some space"):
+        run_study(tmp_path, search={"label_smoothing": "choice(0.3)"})
+    assert {trial["state"] for trial in read_trials(tmp_path)} == {"waiting"}
+
+
+@pytest.mark.parametrize(("budget", "most"), [("10epochs", 11), ("3epochs", 3)])
+def test_a_budget_is_overshot_by_less_than_a_rung(tmp_path: Path, budget: str, most: int) -> None:
+    found = run_study(tmp_path, budget=budget)
+    assert found["status"] == "budget"
+    assert found["epochs"] == most
+    assert found["best"] is not None
+    assert run_study(tmp_path, budget=None)["status"] == "completed"  # a greater one: it goes on
+
+
+def test_slot_hours_are_measured(tmp_path: Path) -> None:
+    found = run_study(tmp_path, budget="1e-9slot-hours")
+    assert (found["status"], found["epochs"]) == ("budget", 3)
+    assert found["slot_hours"] > 1e-9
+
+
+def test_several_seeds_count_by_their_mean(tmp_path: Path) -> None:
+    found = run_study(tmp_path, slots=3, seeds=3, trials=1, rungs=[9], search={"lr": "choice(0.01)"})
+    (trial,) = found["trials"]
+    assert trial["values"][9] == pytest.approx((1 - 0.002 - 0.002 * 16) * (1 - 0.5**9), rel=1e-5)  # of seeds 1, 2, 3
+    assert sorted(path.name for path in (tmp_path / "trials/0000").iterdir()) == [
+        "seed-1",
+        "seed-2",
+        "seed-3",
+        "trial.json",
+    ]
+    assert len(set(trial["fingerprint"].split())) == 3
+
+
+def test_an_objective_that_no_evaluation_has_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"--objective val_acc.*\n.*did you mean 'val_accuracy'"):
+        run_study(tmp_path, objectives=["val_acc:max"])
+
+
+def test_several_objectives_run_whole_and_have_a_front(tmp_path: Path) -> None:
+    goals: dict[str, Any] = {
+        "objectives": ["val_accuracy:max", "val_loss:min"],
+        "rungs": [9],
+        "sampler": "tpe",
+        "trials": 9,
+    }
+    found = run_study(tmp_path, slots=2, **goals)
+    assert {trial["state"] for trial in found["trials"]} == {"completed"}
+    width = {trial["number"]: trial["params"]["model.args.width"] for trial in found["trials"]}
+    assert sorted({width[number] for number in found["front"]}) == [16, 32]  # 64 is worse in both
+    assert found["best"]["number"] == found["front"][0]
+
+
+def test_a_signal_stops_all_runs_and_the_study_goes_on(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", CODE, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    wait_for_lines(tmp_path / "study.jsonl", process, 3)
+    children = find_children(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate()[0] == "stopped\n"
+    for child in children:
+        assert not Path(f"/proc/{child}").exists()
+    assert run_study(tmp_path, sampler="tpe")["status"] == "completed"
+
+
+def test_a_run_that_a_driver_on_another_machine_left_is_waited_for(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(driver, "_PATIENCE", 0.1)
+    with lock_folder(tmp_path / "trials/0000"), pytest.raises(TrainingError, match="is still at work"):
+        run_study(tmp_path)
+
+
+def test_out_of_order_all_slots_work_and_one_trial_at_least_ends(tmp_path: Path) -> None:
+    found = run_study(tmp_path, slots=3, order="async", sampler="tpe")
+    assert found["status"] == "completed"
+    assert len(found["trials"]) == 6
+    assert "completed" in {trial["state"] for trial in found["trials"]}
+
+
+def test_a_run_is_widened_where_that_is_worth_it(tmp_path: Path) -> None:
+    """Two runs on two slots; one fails at once, and the other goes on with both."""
+    said: list[str] = []
+    given: dict[str, Any] = {
+        "search": {"label_smoothing": "choice(0.0,0.1)"},
+        "sampler": "grid",
+        "trials": 2,
+        "rungs": [9],
+    }
+    own = make_driver(tmp_path, make_study(**SMALL | given), 2, {"FAKE_EPOCH": "0.7"}, said)
+    own._speeds.starts.append(0.1)
+    assert own.run() == "completed"
+    assert "trial 0: goes on with 2 slots" in said
+    starts = [event["slots"] for event in read_events(tmp_path / "study.jsonl") if event["event"] == "start"]
+    assert starts == [1, 1, 2]
+    assert own.trials[0].state == "completed"

@@ -1,0 +1,43 @@
+"""tune.pause_at in this process: a run that pauses at rungs is the run that does not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multigpu_cli.config.resume_rules import replace_settings
+from multigpu_cli.config.sources import dump, resolve
+from multigpu_cli.monitor.history import load_history
+from train_multi_gpu import train
+
+SETTINGS = {"model": "mlp", "epochs": 3, "batch_size": 128, "exact": True, "multi_gpu": "none"}
+
+
+def run(folder: Path, *sets: str) -> dict[str, Any]:
+    return train(resolve({**SETTINGS, "save_dir": str(folder)}, ["model.args.width=8", *sets], None), screen="quiet")
+
+
+def test_a_run_that_pauses_at_rungs_equals_one_that_does_not_and_never_sees_the_test_split(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole")
+    first = run(tmp_path / "paused", "tune.pause_at=1")
+    assert (first["status"], first["epochs"]) == ("stopped", 1)
+    second = run(tmp_path / "paused", "tune.pause_at=2")
+    assert (second["status"], second["epochs"]) == ("stopped", 2)
+    again = run(tmp_path / "paused", "tune.pause_at=2")  # killed between its checkpoint and its end: one more step
+    assert again["status"] == "stopped"
+    assert again["steps"] - second["steps"] <= 1
+    last = run(tmp_path / "paused", "tune.pause_at=3")
+    assert last["status"] == "completed"
+    assert last["fingerprint"] == whole["fingerprint"]
+    assert last["final"]["val_loss"] == whole["final"]["val_loss"]
+    assert whole["final"]["test_loss"] is not None
+    assert last["final"]["test_loss"] is None
+    assert {split for _, split in load_history(tmp_path / "paused").evals} == {"val"}
+
+
+def test_the_pause_is_the_commands_own_and_stays_out_of_config_yaml() -> None:
+    config = resolve({}, ["tune.pause_at=2"], None)
+    assert config.length.pause_at == 2
+    assert "pause_at" not in dump(config)
+    with pytest.raises(Exception, match=r"tune\.pause_at"):
+        replace_settings(config, {"tune.pause_at": 0})

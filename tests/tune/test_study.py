@@ -1,0 +1,120 @@
+"""The command around the driver, with the check of the space left out: begin, go on, refuse, forecast."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import main_multi_gpu
+from multigpu_cli.checkpoint.files import lock_folder
+from multigpu_cli.errors import RequestError
+from multigpu_cli.tune import driver, study
+from multigpu_cli.tune.report import find_place, report_study
+from multigpu_cli.tune.space import parse_search
+from multigpu_cli.tune.study import choose_slots, forecast
+from multigpu_cli.tune.trials import Trial, check_same_study, read_study
+from tests.tune.studies import FAKE, make_study
+
+WORDS = [
+    "tune",
+    "--search",
+    "lr=log(1e-4,1e-1)",
+    "--objective",
+    "val_accuracy:max",
+    "--trials",
+    "3",
+    "--generation",
+    "3",
+]
+FOUND: dict[str, Any] = {"gpus": [], "cores": 2, "forecast": [{"epoch": 60, "bytes": 1e6}, {"epoch": 30, "bytes": 1e6}]}
+
+
+@pytest.fixture(autouse=True)
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "FRONT_DOOR", FAKE)
+    monkeypatch.setattr(study, "check_space", lambda *_, **__: FOUND)
+
+
+def run(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> tuple[int, str]:
+    code = main_multi_gpu.run([*WORDS, "--rungs", "1", "--epochs", "3", "--save-dir", str(folder), *words])
+    printed = capsys.readouterr()
+    return code, printed.out + printed.err
+
+
+def test_a_study_ends_and_the_same_command_finds_it_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = run(capsys, tmp_path / "a")
+    assert code == 0
+    assert "best: trial" in said
+    assert "of the slots' time" in said
+    code, again = run(capsys, tmp_path / "a", "--json", "--slots", "1")
+    assert code == 0
+    assert json.loads(again.splitlines()[0])["best"]["test"] == {"accuracy": 0.5}
+    code, said = run(capsys, tmp_path / "a", "--trials", "4")
+    assert code == 2
+    assert "was begun with trials: 3; this command says trials: 4" in said
+    with lock_folder(tmp_path / "a"):
+        code, said = run(capsys, tmp_path / "a")
+    assert code == 2
+    assert "another run is using" in said
+
+
+def test_a_study_of_other_versions_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    old, new = make_study(versions={"optuna": "5.0.0"}), make_study(versions={"optuna": "6.1.0"}, budget="9epochs")
+    with pytest.raises(RequestError, match=r"optuna 5\.0\.0, and here is 6\.1\.0.*\n.*pip install 'optuna==5\.0\.0'"):
+        check_same_study(tmp_path, old, new)
+    check_same_study(tmp_path, old, make_study(versions={"optuna": "5.3.0"}, budget="9epochs"))
+    with pytest.raises(RequestError, match=r"begun with .*log\(1e-4,1e-1\).*; this command says .*log\(1e-4,1\)"):
+        check_same_study(tmp_path, old, make_study(search={"lr": "log(1e-4,1)"}))
+
+
+@pytest.mark.parametrize("content", ["nonsense", "a: [", ""])
+def test_a_broken_study_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text(content)
+    with pytest.raises(RequestError, match=r"study\.yaml: can't be read"):
+        read_study(tmp_path)
+    make_study().write(tmp_path)
+    Trial(1, {}).write(tmp_path)
+    with pytest.raises(RequestError, match="trial 0 is missing"):
+        read_study(tmp_path)
+
+
+def test_slots_are_gpus_or_as_many_processes_as_asked_for() -> None:
+    gpus = FOUND | {"gpus": [0, 2]}
+    assert choose_slots(None, make_study(), FOUND, {}).names == ["", ""]
+    assert choose_slots(5, make_study(), FOUND, {}).names == [""] * 5
+    assert choose_slots(None, make_study(), gpus, {}).names == ["0", "2"]
+    assert choose_slots(1, make_study(), gpus, {"CUDA_VISIBLE_DEVICES": "4,5,GPU-6"}).names == ["4"]
+    with pytest.raises(RequestError, match="--slots 3: there are 2 GPUs"):
+        choose_slots(3, make_study(), gpus, {})
+    with pytest.raises(RequestError, match="--slots 2: 4 per trial are more"):
+        choose_slots(None, make_study(gpus_per_trial=4), FOUND, {})
+
+
+def test_the_forecast_counts_epochs_and_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = forecast(make_study(), 2, FOUND["forecast"])
+    assert rows["epochs"] == "48, of 180 without rungs; 28 starts"
+    assert rows["slot-hours"] == "0.4 to 0.8"
+    assert rows["wall time"] == "12 min 0 s to 24 min 0 s"
+    code, said = run(capsys, tmp_path / "none", "--dry-run")
+    assert code == 0
+    assert "epochs       5, of 9 without rungs; 4 starts" in said
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_report_of_a_study_under_way_and_where_its_lines_cross(tmp_path: Path) -> None:
+    make_study(search={"lr": "log(0.01,1)", "m": "range(0,2) when o=a", "o": "choice(a,b)"}).write(tmp_path)
+    (tmp_path / "base.yaml").write_text("epochs: 9\nbatch_size: 8\ngrad_accum_steps: 2\n")
+    trial = Trial(0, {"lr": 0.1, "o": "b"}, 0, "paused", {1: [0.3]})
+    places = [
+        find_place(each, trial) for each in parse_search(["lr=log(0.01,1)", "o=choice(a,b)", "m=range(0,2) when o=a"])
+    ]
+    assert places[:2] == [0.5, 1.0]
+    assert places[2] != places[2]
+    trial.params = {"lr": 0.1}
+    trial.write(tmp_path)
+    (best,) = report_study(tmp_path, 1)["best"]
+    assert best["command"].startswith("multigpu ")
+    assert "--global-batch-size 16" in best["command"]
+    assert "--lr 0.1" in best["command"]
+    assert "grad-accum" not in best["command"]
