@@ -323,7 +323,7 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 212,  # to become 220
-    "lines": 42_850,  # 41,000
+    "lines": 42_846,  # 41,000
     "files to read": 30,
     "lines to read": 6_992,  # 7,500
     "files the engine reaches": 83,  # 100

@@ -2,18 +2,19 @@
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from multigpu_cli.commands.options import (
+    CHANGES,
     Command,
     Group,
     print_result,
     reject_idle_flags,
     run_argument,
-    with_changes,
     with_inference_options,
     with_train_options,
 )
@@ -91,7 +92,7 @@ def checkpoints(run: _Run, as_json: _Json = False) -> int:
 
 
 @app.command(cls=Command)
-@with_changes
+@partial(with_inference_options, options=CHANGES)
 def export(
     checkpoint: Annotated[str, run_argument("CKPT", "run folder, best.pt, last.pt, or checkpoint")],
     to: Annotated[str, typer.Option(metavar="PATH", help="….safetensors, ….pt, ….pt2 or ….onnx; or a new folder")],

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -33,7 +34,7 @@ _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
     ("version", bool, "", "print the version and stop"),
 )
 
-_CHANGES: dict[str, Any] = {
+CHANGES: dict[str, Any] = {
     "data": Annotated[str | None, typer.Option(metavar="NAME", help="other data than the run's, as for training")],
     "data_dir": Annotated[str | None, typer.Option(metavar="PATH", help="folder or file where the data is now")],
     "model": Annotated[
@@ -47,7 +48,7 @@ _CHANGES: dict[str, Any] = {
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument of data, model or task: data.args.…")
     ],
 }
-_INFERENCE = _CHANGES | {
+_INFERENCE = CHANGES | {
     "split": Annotated[str | None, typer.Option(metavar="train|val|test", help="which part (default: test, else val)")],
     "batch_size": Annotated[str | None, typer.Option(metavar="N", help="samples at once (default: twice the run's)")],
     "nproc_per_node": Annotated[str | None, typer.Option(metavar="N", help="processes (default: one per GPU)")],
@@ -107,17 +108,10 @@ def with_train_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return _with_options(command, [*extra, *(_build_setting_option(each) for each in SETTINGS.values() if each.flag)])
 
 
-def with_inference_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def with_inference_options(
+    command: Callable[..., Any], options: Mapping[str, Any] = MappingProxyType(_INFERENCE)
+) -> Callable[..., Any]:
     """Give a Typer command the options of a pass over a dataset; it gets them as keywords, those not given as None."""
-    return _with_optional(command, _INFERENCE)
-
-
-def with_changes(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of the options that say what differs from a run."""
-    return _with_optional(command, _CHANGES)
-
-
-def _with_optional(command: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     keyword = inspect.Parameter.KEYWORD_ONLY
     more = [inspect.Parameter(name, keyword, default=None, annotation=each) for name, each in options.items()]
     return _with_options(command, more)

@@ -55,6 +55,15 @@ def test_what_is_learned_is_marked(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert capsys.readouterr().out.count("⟦4\\x1b[2J<|im_end|>⟧") == 1
 
 
+def test_what_the_template_leaves_out_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(folder)
+    said = TALKS[0][1] | {"reasoning_content": "Two and two."}
+    Path("thoughts.jsonl").write_text(json.dumps({"messages": [TALKS[0][0], said]}) + "\n")
+    assert preview("--data-dir", "thoughts.jsonl") == 0
+    shown = capsys.readouterr().out
+    assert "thoughts.jsonl:1: the chat template leaves the thought of message 2 out: it is not learned" in shown
+
+
 def test_as_json_and_with_flags_beside_the_recipe(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(folder)
     assert preview("--json", "--set", "data.loss_on=all", "--packing", "off", "--max-length", "64") == 0

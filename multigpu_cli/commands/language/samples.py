@@ -52,6 +52,7 @@ class Preview:
     data: str
     max_length: int
     samples: list[PreviewedSample]
+    warnings: tuple[str, ...]
 
 
 def preview_data(config: Config, count: int) -> Preview:
@@ -70,7 +71,7 @@ def preview_data(config: Config, count: int) -> Preview:
     assert isinstance(vocabulary, Vocabulary)
     shown = range(min(count * chats.width, len(chats)))
     samples = [_show(chats, index, vocabulary) for index in shown]
-    return Preview(source.note.removesuffix("; "), chats.limit, samples)
+    return Preview(source.note.removesuffix("; "), chats.limit, samples, source.warnings)
 
 
 def choose_marks(output: TextIO, environ: Mapping[str, str]) -> tuple[str, str]:
@@ -80,7 +81,7 @@ def choose_marks(output: TextIO, environ: Mapping[str, str]) -> tuple[str, str]:
 
 def format_preview(preview: Preview, marks: tuple[str, str]) -> Iterator[str]:
     """Each sample's place, numbers and text; what is learned stands between the marks."""
-    yield preview.data
+    yield from (preview.data, *preview.warnings)
     for sample in preview.samples:
         cut = f", cut to {len(sample.tokens)}" if sample.truncated else ""
         yield f"\n{sample.place}: {sample.length} tokens{cut}, {sample.learned} learned"

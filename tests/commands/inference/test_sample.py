@@ -69,6 +69,21 @@ def test_a_run_continues_a_prompt_in_its_own_characters(run: str, capsys: pytest
         assert said in capsys.readouterr().err
 
 
+def test_a_network_of_ones_own_is_named_or_allowed(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("written.py").write_text(
+        "from torch import nn\n\n"
+        "def net(num_classes):\n    return nn.Sequential(nn.Embedding(num_classes, 8), nn.Linear(8, num_classes))\n"
+    )
+    flags: dict[str, Any] = {"data": "text", "data_dir": "text", "model": "written:net", "save_dir": "own"}
+    assert not run_training(1, **flags, sets=["data.block=12"], max_steps=2).error
+    words = ["sample", "own", "--prompt", "ab", "--length", "2"]
+    assert main_multi_gpu.run(words) == 2
+    assert "--model written:net" in capsys.readouterr().err
+    for leave in (["--model", "written:net"], ["--own-code"]):
+        assert main_multi_gpu.run([*words, *leave]) == 0
+        assert len(capsys.readouterr().out) == 5
+
+
 def test_only_a_language_model_writes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(save_dir=str(tmp_path / "run"), epochs=1)
     assert main_multi_gpu.run(["sample", str(tmp_path / "run")]) == 2, "before its network is made"
