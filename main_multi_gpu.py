@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+if sys.platform == "win32":
+    sys.exit("error: this program needs Linux, not Windows itself\n  try: WSL, which is Linux: wsl --install")
 try:
     import typer
 except ModuleNotFoundError as missing:  # started with another python than the environment's
@@ -32,6 +34,7 @@ from multigpu_cli.distributed.launch_env import (
     AttemptRefused,
     FinalVerdict,
     find_binding_verdict,
+    prepare_cublas,
     record_failure,
     record_verdict,
     write_error,
@@ -192,6 +195,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "RANK" in os.environ:  # before torch loads, which takes seconds in which the agent may be killed
         die_with_parent()
+    prepare_cublas()
     leave(run(sys.argv[1:]))
 
 

@@ -17,6 +17,9 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+if sys.platform == "win32":
+    raise ImportError("this program needs Linux, not Windows itself: try WSL, which is Linux (wsl --install)")
+
 import torch
 
 from multigpu_cli import engine
@@ -25,6 +28,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.distributed.launch_env import (
     LaunchEnv,
     has_redirected_logs,
+    prepare_cublas,
     record_failure,
     refuse_srun_copies,
     write_error,
@@ -37,6 +41,8 @@ from multigpu_cli.monitor.console import Console, reserve_stdout
 from multigpu_cli.monitor.gpu import explain_unseen_gpus
 from multigpu_cli.run.open import resolve_request, try_request
 from multigpu_cli.run.request.spec import FromConfig
+
+prepare_cublas()  # for a run with --exact, before the first product of a script that imports this
 
 if TYPE_CHECKING:
     from multigpu_cli.api.public import *  # noqa: F403 - every name of that file is public

@@ -218,17 +218,10 @@ def the_environment_is_read_in_one_place(tree: Tree) -> Iterator[str]:
     for path, module in product(tree):
         if path in ENVIRONMENT_READERS:
             continue
-        excused = {id(node.func.value) for node in ast.walk(module) if sets_up_a_library(node)}  # type: ignore[attr-defined]
         for node in ast.walk(module):
             reads = isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.environb", "os.getenv"}
-            if (reads and id(node) not in excused) or {"os.environ", "os.getenv"} & set(find_imports(node, path)):
+            if reads or {"os.environ", "os.getenv"} & set(find_imports(node, path)):
                 yield f"{path}:{node.lineno}"  # type: ignore[attr-defined]
-
-
-def sets_up_a_library(node: ast.AST) -> bool:
-    """Whether a call gives a library a setting that it takes from nowhere but the environment: cuBLAS's workspace."""
-    name = node.args[0] if isinstance(node, ast.Call) and node.args else None
-    return name_callee(node) == "os.environ.setdefault" and ast.unparse(name or node) == "'CUBLAS_WORKSPACE_CONFIG'"
 
 
 def loading_runs_no_code(tree: Tree) -> Iterator[str]:
@@ -323,11 +316,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 212,  # to become 220
-    "lines": 42_846,  # 41,000
+    "lines": 43_190,  # 41,000
     "files to read": 30,
-    "lines to read": 6_992,  # 7,500
+    "lines to read": 7_087,  # 7,500
     "files the engine reaches": 83,  # 100
-    "lines the engine reaches": 17_432,  # 18,000
+    "lines the engine reaches": 17_762,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0
@@ -395,7 +388,6 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (files_are_chapters, "multigpu_cli/data/__init__.py", ""),
     (functions_are_short, HOME, LONG.removesuffix("    x = 1\n")),
     (only_the_console_prints, "multigpu_cli/commands/doctor/doctor.py", "print('fine')"),
-    (the_environment_is_read_in_one_place, HOME, "os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')"),
     (loading_runs_no_code, HOME, "torch.load(path, weights_only=True)\nmodel.eval()\nyaml.safe_load(text)"),
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept Exception as error:\n    raise Fault from error"),
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept OSError:\n    pass"),

@@ -1,6 +1,7 @@
 """The front door: options reach the trainer, errors become exit codes and one message, torch stays out till needed."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -378,6 +379,17 @@ def test_nothing_heavy_is_imported_for_answers(argv: list[str], code: int) -> No
         [sys.executable, "-c", ask, *argv], capture_output=True, text=True, cwd=SCRIPT.parent, check=True
     )
     assert done.stdout.endswith(f"{code} set()\n")
+
+
+def test_cublas_gets_its_workspace_before_torch_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(main_multi_gpu.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(main_multi_gpu, "run", lambda argv: seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")) or 0)
+    monkeypatch.setattr(main_multi_gpu, "leave", sys.exit)
+    with pytest.raises(SystemExit):
+        main_multi_gpu.main()
+    assert seen == [":4096:8"]
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback() -> None:

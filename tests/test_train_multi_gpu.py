@@ -1,7 +1,9 @@
 """The names of the Python API, imported from where docs/migration.md says, and used as it says."""
 
 import inspect
+import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import fields
@@ -55,6 +57,24 @@ def test_a_star_import_gives_the_api_and_nothing_else() -> None:
     exec("from train_multi_gpu import *", given)
     assert given.keys() - {"__builtins__"} == {*(name.strip() for name in NAMES.split(",")), "multi_gpu_trainer"}
     assert train_multi_gpu.__version__ == version("multigpu-cli")
+
+
+def test_cublas_gets_its_workspace_before_any_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads it once, at a process's first product on a GPU: a run with --exact that comes later is refused."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    runpy.run_path(str(ROOT / "train_multi_gpu.py"))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    runpy.run_path(str(ROOT / "train_multi_gpu.py"))
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "the user's own"
+
+
+def test_windows_is_refused_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match=r"needs Linux, .* WSL"):
+        runpy.run_path(str(ROOT / "train_multi_gpu.py"))
+    with pytest.raises(SystemExit, match=r"error: this program needs Linux.*\n  try: WSL"):
+        runpy.run_path(str(ROOT / "main_multi_gpu.py"))
 
 
 def test_the_migration_page_says_of_every_name_and_field_what_it_does_here() -> None:

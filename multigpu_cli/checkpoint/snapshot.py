@@ -18,6 +18,7 @@ from multigpu_cli.checkpoint.initial_weights import WeightMatch
 from multigpu_cli.checkpoint.pieces import iterate_tensors
 from multigpu_cli.checkpoint.store import Peers
 from multigpu_cli.checkpoint.weights import check_fit, extra_state
+from multigpu_cli.distributed.world import copy_stream, empty_on_host
 from multigpu_cli.optimizers.eval_weights import EMAModel, eval_weights, is_schedule_free
 from multigpu_cli.runtime.precision import Precision
 
@@ -94,7 +95,7 @@ class TrainState:
         volatile = {tensor.data_ptr() for tensor in (*self.model.buffers(), *extra)}  # forward changes them
         later: list[tuple[Tensor, Tensor]] = []
         captured = dict(_on_host(state, into, volatile, later))
-        return Snapshot(captured, later, _create_copy_stream())
+        return Snapshot(captured, later, _start_copy_stream())
 
     def restore(self, state: dict[str, Any], origin: str) -> None:
         """Load a captured state into the objects; if it is of another model, the RequestError names what differs."""
@@ -141,14 +142,14 @@ class Snapshot:
         return self.state
 
 
-def _create_copy_stream() -> torch.cuda.Stream | None:
-    """A stream that starts after all work queued on this thread's device; None without CUDA.
+def _start_copy_stream() -> torch.cuda.Stream | None:
+    """The stream for copies, which goes on after all work queued on this thread's device; None without CUDA.
 
-    It is created in the caller's thread: another thread has another current device, and a stream belongs to one device.
+    It is called in the caller's thread: another thread has another current device, and a stream belongs to one device.
     """
     if not torch.cuda.is_initialized():
         return None
-    stream = torch.cuda.Stream()
+    stream = copy_stream(torch.device("cuda", torch.cuda.current_device()), "checkpoints")
     stream.wait_stream(torch.cuda.current_stream())
     return stream
 
@@ -159,7 +160,7 @@ def _on_host(value: Any, into: Any, volatile: set[int], later: list[tuple[Tensor
         if value.is_meta:
             return value
         fits = isinstance(into, Tensor) and into.shape == value.shape and into.dtype == value.dtype
-        target = into if fits else torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        target = into if fits else empty_on_host(value)
         if value.data_ptr() in volatile:
             target.copy_(value.detach(), non_blocking=True)
         else:

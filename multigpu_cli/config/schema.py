@@ -38,6 +38,9 @@ class DeviceConfig:
     wrap: tuple[str, ...] = setting(
         "strategy.wrap", (), types.patterns, "fsdp: modules gathered as one (default: blocks)"
     )
+    arrival_timeout: float = setting(
+        "strategy.arrival_timeout", 120.0, number(1), "seconds for all ranks to load torch and arrive"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

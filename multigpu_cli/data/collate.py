@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, Subset, default_collate
 
+from multigpu_cli.distributed.world import copy_stream, pin_memory
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.model_call import IGNORED, TARGETS
 
@@ -158,7 +159,7 @@ class Collated(NamedTuple):
 
     def pin_memory(self) -> "Collated":
         """The same in page-locked memory; DataLoader's own way makes lists of tuples in some versions of torch."""
-        return Collated(*tree_map_only(Tensor, Tensor.pin_memory, tuple(self)))
+        return Collated(*tree_map_only(Tensor, pin_memory, tuple(self)))
 
 
 class Collate:
@@ -285,7 +286,7 @@ def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool 
         for batch in batches:
             yield batch._replace(inputs=_there(batch.inputs, device), targets=_there(batch.targets, device))
         return
-    stream = torch.cuda.Stream(device)
+    stream = copy_stream(device, "batches")
     ready: Fetched | None = None
     for batch in batches:
         with torch.cuda.stream(stream):
@@ -304,13 +305,13 @@ def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to the device; on CUDA from page-locked memory, so that the host does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return pin_memory(tensor).to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _there(value: Any, device: torch.device, *, pin: bool = False) -> Any:
     """Copy every tensor in nested dicts, lists and tuples to the device; other values are unchanged."""
     if isinstance(value, Tensor):  # tree_map_only takes 10 µs
-        return (value.pin_memory() if pin else value).to(device, non_blocking=True)
+        return (pin_memory(value) if pin else value).to(device, non_blocking=True)
     return tree_map_only(
-        Tensor, lambda tensor: (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True), value
+        Tensor, lambda tensor: (pin_memory(tensor) if pin else tensor).to(device, non_blocking=True), value
     )

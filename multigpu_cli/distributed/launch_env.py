@@ -8,8 +8,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ class LaunchEnv:
     attempt: int  # how often the agent has restarted the workers; each node counts its own restarts
     agent_store: bool  # the agent hosts the store, so that rank 0 does not
     restarts_left: int = 0  # how often the agent would still restart the workers
+    arrival: float = 120.0  # seconds for all ranks to load torch and arrive
     launcher: str = "torchrun started"  # "torchrun started" or "self-launched", which the plan shows
     environ: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -73,6 +74,24 @@ class LaunchEnv:
             launcher="self-launched" if is_self_launched(env) else "torchrun started",
             environ=dict(env),
         )
+
+
+def prepare_cublas(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give cuBLAS the workspace of deterministic products: torch reads it once, at the first product of a process."""
+    environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def leave_failures_to_watchdog(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Keep torch from ending this process as soon as NCCL reports an error, before our watchdog can name the cause."""
+    if (name := "TORCH_NCCL_ASYNC_ERROR_HANDLING") in environ:
+        yield
+        return
+    environ[name] = "0"  # torch reads it whenever a group is made
+    try:
+        yield
+    finally:
+        del environ[name]
 
 
 def refuse_srun_copies(environ: Mapping[str, str] = os.environ) -> None:

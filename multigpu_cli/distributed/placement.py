@@ -54,7 +54,7 @@ def choose_placement(wanted: DeviceConfig, *, gpus: int, cpus: int, launch_env: 
         return _place_single(ids, "--multi-gpu none")
     if wanted.multi_gpu in MULTI_PROCESS or wanted.nproc_per_node or len(ids) > 1:
         return _place_self_launched(wanted, ids, cpus)
-    return _place_single(ids, "one GPU" if ids else "no GPU found")
+    return _place_single(ids, "one GPU" if ids else _explain_no_gpu())
 
 
 def _place_under_launcher(wanted: DeviceConfig, gpus: int, launch_env: LaunchEnv) -> Placement:
@@ -66,8 +66,12 @@ def _place_under_launcher(wanted: DeviceConfig, gpus: int, launch_env: LaunchEnv
         )
     strategy = _name_strategy(wanted)
     if not gpus:
-        return Placement(strategy, (torch.device("cpu"),), 0, f"{processes}; no GPU found, so on CPU")
+        return Placement(strategy, (torch.device("cpu"),), 0, f"{processes}; {_explain_no_gpu()}, so on CPU")
     return Placement(strategy, cuda_devices((find_own_gpu(launch_env, gpus),)), 0, processes)
+
+
+def _explain_no_gpu() -> str:
+    return "Apple GPUs are not supported" if torch.backends.mps.is_available() else "no GPU found"
 
 
 def _name_strategy(wanted: DeviceConfig) -> str:
@@ -95,7 +99,7 @@ def find_own_gpu(launch_env: LaunchEnv, gpus: int) -> int:
 def _place_self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) -> Placement:
     if not ids:
         count = wanted.nproc_per_node or min(2, cpus)
-        reason = f"self-launched on {count} CPU process{'es' if count > 1 else ''}, no GPU found"
+        reason = f"self-launched on {count} CPU process{'es' if count > 1 else ''}, {_explain_no_gpu()}"
         return Placement(_name_strategy(wanted), (torch.device("cpu"),) * count, count, reason)
     count = wanted.nproc_per_node or len(ids)
     if count > len(ids):

@@ -2,10 +2,12 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -29,7 +31,8 @@ from multigpu_cli.distributed.processes import die_with_parent
 from multigpu_cli.distributed.world import RankGpu, World
 from multigpu_cli.errors import RequestError, TrainingError
 
-_PATIENCE = 120.0  # seconds for the other ranks to load torch and arrive
+_FIRST = 60.0  # seconds for the first all-reduce
+_ABORT = 60.0  # seconds
 
 
 @contextmanager
@@ -94,16 +97,57 @@ def init_process_group(
         timeout=timedelta(seconds=timeout),
         device_id=world.device if backend == "nccl" else None,
     )
+    connected = False
     try:
+        if backend == "nccl":
+            _connect(world)
+        connected = True
         yield
     except BaseException as error:
         shared = isinstance(error, TrainingError) and error.shared and not error.caused_by_peer
-        if backend == "nccl" and not shared:  # destroying it would wait for peers that may be dead
-            _abort_process_group()
+        if backend == "nccl" and not (shared and connected):  # destroying it would wait for peers that may be dead
+            _ends_within(_ABORT, _abort_process_group)  # nor is this sure to end: the process goes on to its own end
         else:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _connect(world: World) -> None:
+    """All-reduce 8 bytes, in which NCCL connects all ranks: where GPUs can't reach each other, it waits for ever."""
+
+    def reduce() -> None:
+        torch.cuda.set_device(world.device)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float64, device=world.device))
+        torch.cuda.synchronize(world.device)
+
+    if not _ends_within(_FIRST, reduce):
+        raise TrainingError(
+            f"NCCL has connected the {world.size} ranks, and a first all-reduce of 8 bytes has not ended in "
+            f"{_FIRST:.0f} s: GPUs or machines can't reach each other",
+            remedy="NCCL_P2P_DISABLE=1 torchrun … if the GPUs of one machine hang (PCIe with IOMMU or ACS); a larger "
+            "/dev/shm: docker run --shm-size=8g; NCCL_SOCKET_IFNAME=… names the network interface between machines; "
+            "NCCL_DEBUG=INFO shows where it waits",
+            shared=True,
+        )
+
+
+def _ends_within(seconds: float, work: Callable[[], object]) -> bool:
+    """Whether work ends in time, in a thread of its own, which may stay; an error of it is raised here."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            done.set_result(None)
+        except BaseException as error:  # raised again where the result is read
+            done.set_exception(error)
+
+    Thread(target=run, name="group", daemon=True).start()
+    if not wait([done], seconds).done:
+        return False
+    done.result()
+    return True
 
 
 def check_own_gpus(world: World) -> None:
@@ -140,9 +184,9 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
         restarts_left=launch_env.restarts_left,
         verdict=read_last_verdict(environ),
         previous_attempt=read_previous_attempt(environ),
-        gpu=RankGpu(str(gpu.uuid), gpu.name) if gpu else None,
+        gpu=RankGpu(_identify(gpu), gpu.name) if gpu else None,
     )
-    agreed = agree_on_roster(store, own, patience=_PATIENCE)
+    agreed = agree_on_roster(store, own, patience=launch_env.arrival)
     if agreed.verdict:
         raise AttemptRefused(agreed.verdict)
     record_attempt(environ, agreed.attempt, agreed.agent_ids)
@@ -158,6 +202,11 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
     )
 
 
+def _identify(gpu: Any) -> str:
+    """What no two ranks of a machine may have alike: the MIG slices of a card are one GPU for NCCL."""
+    return f"card {gpu.pci_domain_id:x}:{gpu.pci_bus_id:x}" if " MIG " in gpu.name else str(gpu.uuid)
+
+
 def _open_store(launch_env: LaunchEnv, timeout: float, *, hosts: bool) -> dist.TCPStore:
     try:
         store = dist.TCPStore(
@@ -165,7 +214,7 @@ def _open_store(launch_env: LaunchEnv, timeout: float, *, hosts: bool) -> dist.T
             launch_env.port,
             launch_env.size,
             is_master=hosts,
-            timeout=timedelta(seconds=_PATIENCE),
+            timeout=timedelta(seconds=launch_env.arrival),
             wait_for_workers=False,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache, partial
+from logging import getLogger
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -58,24 +60,93 @@ class World(Roster):
         return self.rank == 0
 
 
-_MESSAGES = re.compile(r"_STATUS_(INTERNAL_ERROR_(DEVICE|HOST)_)?ALLOC(ATION)?_FAILED|CUDA error: out of memory")
+_MESSAGES = re.compile(
+    r"_STATUS_(INTERNAL_ERROR_(DEVICE|HOST)_)?ALLOC(ATION)?_FAILED|CUDA (driver )?error: out of memory"
+    r"|Cuda failure( \d+)? 'out of memory'|Failed to CUDA [cm]alloc"
+)
+_SYMPTOMS = re.compile(r"unable to find an engine|_STATUS_NOT_INITIALIZED")  # of little memory, or of another cause
+_LITTLE = 1 / 8  # of a GPU's memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means out of memory: torch's allocator has an error type, CUDA libraries only have a message.
 
-    cuBLAS, cuDNN and other libraries allocate memory themselves, and so does CUDA for kernels and graphs.
+    cuBLAS, cuDNN, NCCL and other libraries allocate memory themselves, and so does CUDA for kernels and graphs. cuDNN
+    and cuBLAS may only say that they find no kernel, or could not start.
     """
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
-    )
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return isinstance(error, torch.OutOfMemoryError)
+    text = str(error)
+    return _MESSAGES.search(text) is not None or (_SYMPTOMS.search(text) is not None and _has_little_memory())
+
+
+def _has_little_memory() -> bool:
+    """Whether this process's GPU has little left: what is free, and what torch's allocator keeps for later."""
+    if not torch.cuda.is_initialized():
+        return False
+    free, total = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < _LITTLE * total
 
 
 def free_memory(device: torch.device) -> None:
-    """Release cached memory after a pass that did not fit, and reset the peak, which is not that of the run."""
+    """Release cached memory after a pass that may not have fit, and reset counters, which are not those of the run."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
+
+
+def pin_memory(tensor: Tensor) -> Tensor:
+    """A copy in page-locked host memory; the tensor itself where the system gives no such memory."""
+    return _try_pinned(tensor.pin_memory, lambda: tensor)
+
+
+def empty_on_host(like: Tensor) -> Tensor:
+    """Host memory for a copy of a tensor, page-locked for one of a GPU, as far as the system gives such memory."""
+    pageable = partial(torch.empty_like, like, device="cpu")
+    return _try_pinned(partial(pageable, pin_memory=True), pageable) if like.is_cuda else pageable()
+
+
+def _try_pinned(pinned: Callable[[], Tensor], pageable: Callable[[], Tensor]) -> Tensor:
+    try:
+        return pinned()
+    except RuntimeError as error:
+        _note_pageable((str(error).splitlines() or [""])[0])
+        return pageable()
+
+
+@cache
+def _note_pageable(reason: str) -> None:
+    """Once for each reason."""
+    getLogger(__name__).warning("no page-locked memory (%s): copies between host and GPU are slower", reason)
+
+
+@cache
+def copy_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """A stream for life: torch deals out 32 in turn, so that one made later would be that of another purpose."""
+    return torch.cuda.Stream(device)
+
+
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def connect_collectives(world: World, groups: Sequence[dist.ProcessGroup], *, pairs: bool) -> None:
+    """Call collectives once in each group, since NCCL takes the memory for each kind when it first comes.
+
+    With `pairs` also those between any two ranks.
+    """
+    smallest = -all_reduce_max(world, [-torch.cuda.mem_get_info(world.device)[1]])[0]
+    most = min(2**24, int(smallest) // 64)  # bytes: short messages take other ways
+    for group in (None, *groups):
+        size = dist.get_world_size(group)
+        whole = torch.zeros(most // 4 // size * size, device=world.device)
+        part = whole[: len(whole) // size].clone()
+        dist.all_reduce(whole, group=group)
+        all_gather_single(whole, part, group=group)
+        reduce_scatter_single(part, whole, group=group)
+        if pairs:
+            dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
 
 _MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD

@@ -14,7 +14,11 @@ from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.errors import TrainingError, did_you_mean
 
 _LOST_CONNECTION = ("closed by peer", "reset by peer", "timeout caused pair closure", "remote process has terminated")
-_GROUP_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_GROUP_ERRORS = {"DistNetworkError", "DistStoreError"}
+_NCCL_LOST_PEER = re.compile(
+    r"ncclremoteerror|remote p(rocess|eer)|communicator was aborted|connection (closed|refused|reset)|broken pipe"
+    r"|store->get|timed? ?out|connectfullmesh"
+)  # what else NCCL reports, it reports of this rank
 
 _REMEDIES = (
     (
@@ -24,6 +28,8 @@ _REMEDIES = (
     (r"address already in use", "another job holds the port: torchrun --standalone, or another --master-port"),
     (r"bus error|shared memory|/dev/shm", "/dev/shm is too small: docker run --shm-size=8g, or --num-workers 0"),
     (r"did not receive grad|finished reduction in the prior iteration", "--find-unused-parameters, or --freeze them"),
+    (r"duplicate gpu", "one GPU for each process; the MIG slices of one card count as one"),
+    (r"cublas_workspace_config", "CUBLAS_WORKSPACE_CONFIG=:4096:8 python …, since a product came before this import"),
     (r"peer access|p2p|nccl.*(unhandled|system|internal) error", "NCCL_P2P_DISABLE=1 torchrun … (no peer access?)"),
     (r"no space left|disk quota", "make room on that disk, then the same command again: it goes on where it was"),
     (r"too many open files", "ulimit -n 65536, or fewer --num-workers"),
@@ -36,7 +42,8 @@ def is_peer_failure(error: BaseException) -> bool:
     """Whether a rank failed only because another rank had ended; the other rank's error is the one to show."""
     names = {kind.__name__ for kind in type(error).__mro__}
     text = str(error).lower()
-    return bool(names & _GROUP_ERRORS) or any(word in text for word in _LOST_CONNECTION)
+    lost = bool(names & _GROUP_ERRORS) or any(word in text for word in _LOST_CONNECTION)
+    return lost or ("DistBackendError" in names and _NCCL_LOST_PEER.search(text) is not None)
 
 
 def remedy_for(error: BaseException) -> str:

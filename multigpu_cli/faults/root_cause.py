@@ -15,6 +15,7 @@ from multigpu_cli.faults.rank_exits import OwnProgress, RankExit, RankExits, Ran
 
 PATIENCE = 0.5  # seconds for the exits of other ranks, which are published before their connections close
 _LONGER = 2.0  # seconds more if none of them is at fault: a rank that waits in a collective looks once a second
+_WAITED = "waited for a rank that had ended"
 _BUSY = 5.0  # seconds for the other thread to find the cause
 
 
@@ -35,9 +36,7 @@ class RootCauseFinder:
 
     def publish_lost_peer(self) -> None:
         """Another rank has ended, and the main thread may wait for it: tell the others that this rank is alive."""
-        self._exits.publish(
-            self._describe_exit("waited for a rank that had ended", format_main_thread_stack(), caused_by_peer=True)
-        )
+        self._exits.publish(self._describe_exit(_WAITED, format_main_thread_stack(), caused_by_peer=True))
 
     def keep_main_thread_from_reporting(self) -> bool:
         """Whether the calling thread may report, and then end the process; not if the main thread has, or does so."""
@@ -120,6 +119,9 @@ def lost_peer_error(exits: Sequence[RankExit], size: int, done: int | None, logs
     The exits are in the order in which they were published; before the first step of this attempt `done` is None.
     """
     cause = next((end for end in exits if not end.caused_by_peer), None)
+    missing = sorted(set(range(size)) - {end.rank for end in exits})
+    if cause is None and not missing:  # each takes another for the cause, so that the first one knows most
+        cause = next((end for end in exits if end.problem != _WAITED), None)
     if cause is not None:
         head, *rest = cause.problem.splitlines() or [""]
         problem = "\n".join([f"rank {cause.rank} failed ({cause.place}): {head}", *(f"  {line}" for line in rest[:5])])
@@ -128,7 +130,6 @@ def lost_peer_error(exits: Sequence[RankExit], size: int, done: int | None, logs
         error.exit_code = cause.exit_code
         error.add_note(cause.stack)  # for --debug
     else:
-        missing = sorted(set(range(size)) - {end.rank for end in exits})
         who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
         when = f"after step {done}" if done else "before the first step"
         error = TrainingError(

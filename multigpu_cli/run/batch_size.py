@@ -20,8 +20,9 @@ from multigpu_cli.capabilities import MULTI_PROCESS, SHARDING
 from multigpu_cli.checkpoint.files import fail_on_write_error
 from multigpu_cli.checkpoint.run_folder import read_note, write_note
 from multigpu_cli.data.loader import first_batch
-from multigpu_cli.distributed.world import free_memory, is_out_of_memory
+from multigpu_cli.distributed.world import connect_collectives, free_memory, is_out_of_memory, run_in_step
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
+from multigpu_cli.optimizers.trial import rehearse_step
 from multigpu_cli.run.assembly.assemble import smoke_test_batch
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.request.checks import refuse_single_samples
@@ -31,6 +32,8 @@ from multigpu_cli.run.run import Run
 from multigpu_cli.run.step import forward_backward
 from multigpu_cli.runtime.module_state import preserve_buffers
 
+_ROOM = 0.08  # of a GPU's memory that --batch-size auto leaves, for fragments and what comes between steps
+Work = Callable[[], None]
 _MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch is not faster
 
 
@@ -39,6 +42,10 @@ def fit_batch_sizes_to_memory(components: TrainComponents) -> list[str]:
     first = components.strategy.reduces_first
     if first:
         warm_up(components)
+    world, strategy = components.world, components.strategy
+    if world.device.type == "cuda" and world.size > 1 and _searches(components):
+        exact = components.config.reproducibility.exact
+        run_in_step(world, lambda: connect_collectives(world, strategy.groups, pairs=exact))
     warnings = [*_choose_micro_batch(components), *_try_evaluation(components)]
     if not first:
         warm_up(components)
@@ -89,7 +96,7 @@ def measure_peak_memory(components: TrainComponents) -> int:
 
 def _choose_micro_batch(components: TrainComponents) -> Iterator[str]:
     spec = components.spec
-    if spec.user_config.batch.size == "auto" and not spec.resume_point.manifest:
+    if _searches(components):
         _find_largest_micro_batch(components)
         return
     if smaller := spec.resume_point.micro_batch_after_oom:
@@ -99,6 +106,11 @@ def _choose_micro_batch(components: TrainComponents) -> Iterator[str]:
         if components.plan.batches.micro_batch == 1:
             refuse_single_samples(components.spec)
         yield halve_micro_batch(components)
+
+
+def _searches(components: TrainComponents) -> bool:
+    """Whether the micro-batch is to be found, with --batch-size auto."""
+    return components.spec.user_config.batch.size == "auto" and not components.spec.resume_point.manifest
 
 
 def _try_evaluation(components: TrainComponents, size: int | None = None) -> Iterator[str]:
@@ -170,9 +182,11 @@ def _fits_in_memory(components: TrainComponents, size: int) -> bool:
     model, batches, settings = components.state.model, components.plan.batches, components.config.batch
     if settings.size != "auto" or settings.global_size:  # else the global batch follows the micro-batch
         batches = replace(batches, micro_batch=size)
+    searches = _searches(components) and size > 1 and components.world.device.type == "cuda"  # one may take all
+    rest = partial(_take_rest_of_step, components) if searches else None
     work = partial(_run_micro_batch, components, size)
     with preserve_buffers(model):
-        fits = _fits_on_all_ranks(components, work, accumulates=batches.accumulation > 1)
+        fits = _fits_on_all_ranks(components, work, rest, accumulates=batches.accumulation > 1)
         if fits and components.strategy.sharded:  # whose probe leaves no gradients
             _run_micro_batch(components, min(2, size))
     unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None] if fits else []
@@ -189,22 +203,35 @@ def _fits_in_memory(components: TrainComponents, size: int) -> bool:
     return fits
 
 
-def _fits_on_all_ranks(components: TrainComponents, work: Callable[[], None], *, accumulates: bool = False) -> bool:
-    """Whether no rank runs out of memory in it, with the optimizer's future state reserved."""
+def _fits_on_all_ranks(components: TrainComponents, work: Work, rest: Work | None = None, **probing: bool) -> bool:
+    """Whether all have memory for the work, with the optimizer's future state reserved, and then for the rest."""
 
     def work_beside_the_state() -> None:
         device, state = components.world.device, components.state.optimizer.state
         copies = 2 if device.type == "cuda" and not state else 0  # of each parameter: what Adam's first step allocates
-        _reserved = [torch.empty_like(p) for p in components.strategy.local_parameters for _ in range(copies)]
+        reserved = [torch.empty_like(p) for p in components.strategy.local_parameters for _ in range(copies)]
         work()
+        reserved.clear()
+        if rest:
+            rest()
 
     try:
-        components.strategy.probe_memory(work_beside_the_state, accumulates=accumulates)
+        components.strategy.probe_memory(work_beside_the_state, **probing)
     except OutOfMemory:
         return False
     finally:
         free_memory(components.world.device)
     return True
+
+
+def _take_rest_of_step(components: TrainComponents) -> None:
+    """What follows the passes, except that nothing moves: the optimizer's step; then see whether room is left."""
+    optimizer = components.state.optimizer
+    if not (components.strategy.sharded or components.optimizer_draws or optimizer.state):
+        rehearse_step(optimizer)
+    free, total = torch.cuda.mem_get_info(components.world.device)
+    if free < _ROOM * total:
+        raise torch.OutOfMemoryError(f"less than {_ROOM:.0%} of the GPU's memory would be left")
 
 
 def _run_micro_batch(components: TrainComponents, size: int) -> None:

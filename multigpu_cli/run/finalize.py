@@ -50,7 +50,7 @@ def finish_completed(run: Run) -> dict[str, Any]:
     state = run.strategy.gather_state({"model": model.state_dict()}).get("model", {})
     mark = run_on_main_rank(run.world, lambda: fingerprint(state))
     best = run_on_all_ranks(run.world, lambda: _publish_weights(run, state) if run.world.is_main else {})
-    if own := run.strategy.scatter_state({"model": best})["model"]:
+    if own := run.strategy.scatter_state({"model": best}, into={"model": model.state_dict()})["model"]:
         model.load_state_dict(own)
     if run.state.average:  # a model of the caller's own is to have them too
         run.state.model.load_state_dict(model.state_dict())

@@ -4,7 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import dump
-from multigpu_cli.distributed.launch_env import LaunchEnv, record_run
+from multigpu_cli.distributed.launch_env import LaunchEnv, leave_failures_to_watchdog, record_run
 from multigpu_cli.distributed.placement import Placement, describe_unlike_gpus, gpu_models
 from multigpu_cli.distributed.process_group import process_group
 from multigpu_cli.distributed.processes import log_path
@@ -48,7 +48,7 @@ from multigpu_cli.run.request.spec import FromConfig, RunSpec
 from multigpu_cli.run.run import Checkpointer, CheckpointSchedule, LossMeter, Run, RunControl, RunLog, StepObserver
 from multigpu_cli.run.step import count_flops_per_sample
 from multigpu_cli.run.train_log import compiler_fields
-from multigpu_cli.runtime.seeding import enable_determinism, enable_fast_kernels
+from multigpu_cli.runtime.seeding import choose_kernels
 
 
 class ResolvedRequest(NamedTuple):
@@ -74,21 +74,20 @@ def resolve_request(
 ) -> Iterator[ResolvedRequest]:
     """Form the process group, for the context, and resolve the request on all ranks, or raise; nothing is written."""
     began = time.perf_counter()
+    launch_env = launch_env and replace(launch_env, arrival=config.device.arrival_timeout)
     timeout = placement.timeout or max(STARTUP_TIMEOUT, config.fault.hang_timeout)
     with (
+        leave_failures_to_watchdog(),
         process_group(launch_env, placement.devices[0], timeout=timeout, backend=placement.backend) as world,
         StopRequest() as stop,
         Watchdog(world, config.fault.hang_timeout, on_fatal_error) as watchdog,
     ):
         spec = prepare_spec(config, placement, world, factories, moved=watchdog.mark_progress, note=console.note)
-        if spec.config.reproducibility.exact:
-            enable_determinism()
-        else:
-            enable_fast_kernels(world.device)
         for warning in spec.source.warnings:
             console.warn(warning)
         parts = [] if spec.is_complete else load_parts(spec, world)
-        yield ResolvedRequest(spec, world, stop, watchdog, console, began, parts)
+        with choose_kernels(world.device, exact=spec.config.reproducibility.exact):
+            yield ResolvedRequest(spec, world, stop, watchdog, console, began, parts)
 
 
 def try_request(request: ResolvedRequest) -> dict[str, Any]:

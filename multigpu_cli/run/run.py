@@ -210,6 +210,7 @@ class RunLog:
     progress_bar: ProgressDisplay
     gpu_monitor: Sampler | None  # watches this rank's GPU
     flops_per_sample: float | None  # where the device's peak rate is known
+    allocator_retries: int = 0  # of all ranks, at the last log line
     unknown_gpu_fields: frozenset[tuple[str, int]] = frozenset()  # by rank: the user knows that they are missing
 
 

@@ -52,6 +52,16 @@ def log_step(run: Run, outcome: StepResult) -> None:
     if run.checkpointer.writer.is_done:
         finish_pending_checkpoint(run)
     report_skipped_steps(run)
+    _warn_of_retries(run, of_ranks.get("allocator_retries", []))
+
+
+def _warn_of_retries(run: Run, retries: Sequence[int]) -> None:
+    """--exact: where memory is short, cuDNN takes a kernel that needs less of it, with other bits, and says nothing."""
+    total, before = sum(retries), run.log.allocator_retries
+    run.log.allocator_retries = total
+    if run.config.reproducibility.exact and total > before:
+        text = "a GPU's memory was nearly full: kernels may have been chosen that need less of it, with other bits"
+        run.log_fault("exact", f"{text}; use a smaller --batch-size")
 
 
 def measure_rank(run: Run, peak: int) -> Tensor:
@@ -68,6 +78,7 @@ def measure_rank(run: Run, peak: int) -> Tensor:
     if run.world.device.type == "cuda":
         values.append(float(torch.cuda.memory_reserved(run.world.device)))
         values += run.log.gpu_monitor.read() if run.log.gpu_monitor else [math.nan] * len(_GPU_FIELDS)
+        values.append(float(torch.cuda.memory_stats(run.world.device).get("num_alloc_retries", 0)))
     return torch.tensor(values, dtype=torch.float64, device=run.world.device)
 
 
@@ -116,7 +127,7 @@ def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], step
     if sum(places):
         fields["all_tokens_per_second"] = divide(sum(real), steps * seconds)
         fields["padding_share"] = max(0.0, 1 - sum(real) / sum(places))
-    for name, values in zip(("memory_reserved", *_GPU_FIELDS), more, strict=False):
+    for name, values in zip(("memory_reserved", *_GPU_FIELDS, "allocator_retries"), more, strict=False):
         fields[name] = [None if math.isnan(value) else value for value in values]
     return fields
 

@@ -1,14 +1,19 @@
-"""Restores a module's buffers or training mode; walks trees of tensors; notices tensors that were changed."""
+"""Restores a module's buffers or training mode; walks and sends trees of tensors; notices changed tensors."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
+
+from multigpu_cli.distributed.world import World, broadcast_object
 
 
 @contextmanager
@@ -74,6 +79,24 @@ def map_tensors(value: Any, work: Callable[[TensorPath, Tensor], Any], path: Ten
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(entry, work, (*path, place)) for place, entry in enumerate(value))
     return value
+
+
+def broadcast_outline(world: World, state: Any, source: int) -> Any:
+    """The source's state on every rank, with an outline (on the meta device) in the place of each tensor."""
+    outline = None
+    if world.rank == source:
+        outline = map_tensors(state, lambda _, value: torch.empty_like(value, device="meta"))
+    return broadcast_object(world, outline, source=source)
+
+
+def broadcast_tensor(world: World, outline: Tensor, state: Any, path: TensorPath, source: int) -> Tensor:
+    """The tensor at this place of the source's state, on each rank's device, with the strides that it has there."""
+    whole = torch.empty_like(outline, device=world.device)
+    if world.rank == source:
+        whole.copy_(reduce(getitem, path, state))
+    if whole.numel():
+        dist.broadcast(whole.as_strided((whole.numel(),), (1,)).view(torch.uint8), src=source)
+    return whole
 
 
 def name_tensor(path: TensorPath) -> str:

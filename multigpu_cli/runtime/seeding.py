@@ -1,11 +1,14 @@
 """Seeds random generators as a function of (seed, step, micro-batch); torch's settings for a run."""
 
-import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy
 import torch
 
+from multigpu_cli.distributed.launch_env import prepare_cublas
 from multigpu_cli.planning.batch import make_key
 
 _INIT = 0x1417  # separates the random stream of the initial weights from the others
@@ -52,12 +55,38 @@ def seed_optimizer_step(seed: int, step: int, *devices: torch.device) -> None:
     seed_micro_batch(seed, step, _OPTIMIZER, *devices)
 
 
+class _Kernels(NamedTuple):
+    """Torch's settings on which the choice of kernels depends, for the whole process."""
+
+    deterministic: bool
+    only_warns: bool  # where there is no deterministic kernel
+    fills_memory: bool  # what was not initialized, to make its use deterministic
+    benchmark: bool  # by cuDNN
+    precision: str | None  # of fp32 matrix products; None where the caller has set parts of it by torch's newer names
+
+    @classmethod
+    def now(cls) -> "_Kernels":
+        try:
+            precision = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            precision = None
+        fills_memory = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        return cls(*modes, fills_memory, torch.backends.cudnn.benchmark, precision)
+
+    def apply(self) -> None:
+        if self[:2] != _Kernels.now()[:2]:  # which imports the compiler
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.only_warns)
+        torch.utils.deterministic.fill_uninitialized_memory = self.fills_memory  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = self.benchmark
+        if self.precision is not None:
+            torch.set_float32_matmul_precision(self.precision)
+
+
 def enable_determinism() -> None:
     """Use deterministic kernels only; an operator without one raises an error that names it."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
+    prepare_cublas()
+    _Kernels(True, only_warns=False, fills_memory=False, benchmark=False, precision="highest").apply()
 
 
 def enable_fast_kernels(device: torch.device) -> None:
@@ -66,8 +95,20 @@ def enable_fast_kernels(device: torch.device) -> None:
     The fastest kernel, and with it the last bits, may differ between runs, so --exact does not use this.
     """
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = True
+        _Kernels(False, only_warns=False, fills_memory=True, benchmark=True, precision="high").apply()
+
+
+@contextmanager
+def choose_kernels(device: torch.device, *, exact: bool) -> Iterator[None]:
+    """Deterministic or fast kernels for one run; afterwards the settings of before, unless others were made since."""
+    before = _Kernels.now()
+    enable_determinism() if exact else enable_fast_kernels(device)
+    chosen = _Kernels.now()
+    try:
+        yield
+    finally:
+        if _Kernels.now() == chosen:
+            before.apply()
 
 
 def set_threads_per_rank(workers_here: int, cpus: int, *, exact: bool) -> int:

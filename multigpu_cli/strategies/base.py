@@ -16,10 +16,16 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.config.schema import Config
 from multigpu_cli.distributed.placement import Placement
-from multigpu_cli.distributed.world import World, all_reduce_sum, broadcast_object, run_on_all_ranks
+from multigpu_cli.distributed.world import World, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.eval_weights import EMAModel
-from multigpu_cli.runtime.module_state import map_tensors, name_tensor
+from multigpu_cli.runtime.module_state import (
+    TensorPath,
+    broadcast_outline,
+    broadcast_tensor,
+    map_tensors,
+    name_tensor,
+)
 from multigpu_cli.strategies.buffers import StepBuffers
 
 
@@ -197,10 +203,26 @@ class Strategy(ABC):
         """The same as copies in host memory, on rank 0; {} on the others."""
         return dict(copy_to_host(state)) if self._world.is_main else {}
 
-    def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
-        """The opposite of `gather_state`: the source's state, for `load_state_dict` of model, average, optimizer."""
-        received: dict[str, Any] = broadcast_object(self._world, state, source=source)
-        return received
+    def scatter_state(
+        self, state: dict[str, Any] | None, *, source: int = 0, into: Mapping[str, Any] = {}
+    ) -> dict[str, Any]:
+        """The opposite of `gather_state`: the source's state, for `load_state_dict` of model, average, optimizer.
+
+        It comes tensor by tensor: those of the optimizer on the device, and those of the parts that `into` has, if all
+        of them fit, into its own. So neither device nor host has a copy beside what training has.
+        """
+        if self._world.size == 1:
+            return state or {}
+        outline = broadcast_outline(self._world, state, source)
+        fits = all(_shapes(held) == _shapes(outline.get(part) or {}) for part, held in into.items())
+
+        def receive(path: TensorPath, tensor: Tensor) -> Tensor:
+            whole = broadcast_tensor(self._world, tensor, state, path, source)
+            if fits and path[0] in into and len(path) == 2:
+                return into[path[0]][path[1]].copy_(whole)  # type: ignore[no-any-return]
+            return whole if path[0] == "optimizer" and whole.ndim else whole.cpu()
+
+        return dict(map_tensors(outline, receive))
 
     def sharded_state_dict(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
         """A state as files of several ranks hold it; all ranks call it together, and nothing is copied.
@@ -237,10 +259,23 @@ class Strategy(ABC):
         self._buffers.abort_step()
 
 
+def _shapes(held: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: getattr(value, "shape", None) for name, value in held.items()}
+
+
 class Single(Strategy):
     """One process, one device."""
 
     name = "single"
+
+
+class _Replicas(nn.DataParallel[nn.Module]):
+    """Replicas that compute in the caller's number format: torch tells their threads only that autocast is on."""
+
+    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        cast = [torch.autocast("cuda", dtype, enabled)(replica) for replica in replicas]
+        return super().parallel_apply(cast, inputs, kwargs)
 
 
 class DataParallel(Strategy):
@@ -251,7 +286,7 @@ class DataParallel(Strategy):
     def __init__(self, model: nn.Module, devices: tuple[torch.device, ...]) -> None:
         super().__init__(model)
         self.replicas_per_process = len(devices)
-        self.callable = nn.DataParallel(model, device_ids=[device.index for device in devices])
+        self.callable = _Replicas(model, device_ids=[device.index for device in devices])
 
     @classmethod
     def create(cls, model: nn.Module, setup: Setup) -> Strategy:

@@ -89,10 +89,7 @@ class ExactReduction(Strategy):
         levels = {level for nodes in covers for level, _ in nodes}
         if len(levels) > 1 or any(len(nodes) != 1 for nodes in covers) or len(covers).bit_count() > 1:
             return self._by_pieces(flat, covers, like)
-        if len(covers) == 2:
-            dist.all_reduce(flat[0])  # two operands: either order gives the same bits
-        else:
-            _sum_in_pairs(flat[0], self._world)
+        _sum_in_pairs(flat[0], self._world)
         return flat[0]
 
     def _by_pieces(self, flat: list[Tensor], covers: list[list[tuple[int, int]]], like: Sum) -> Tensor:
@@ -127,17 +124,16 @@ def _sum_in_pairs(vector: Tensor, world: World) -> None:
         partner, middle = world.rank ^ distance, (low + high) // 2
         trail.append((low, high, partner))
         kept, given = ((low, middle), (middle, high)) if world.rank < partner else ((middle, high), (low, middle))
-        vector[slice(*kept)] += _swap(vector[slice(*given)], kept[1] - kept[0], partner)
+        vector[slice(*kept)] += _swap(vector[slice(*given)], vector.new_empty(kept[1] - kept[0]), partner)
         (low, high), distance = kept, distance * 2
     for whole_low, whole_high, partner in reversed(trail):
         lost = (high, whole_high) if low == whole_low else (whole_low, low)
-        vector[slice(*lost)] = _swap(vector[low:high], lost[1] - lost[0], partner)
+        _swap(vector[low:high], vector[slice(*lost)], partner)
         low, high = whole_low, whole_high
 
 
-def _swap(piece: Tensor, size: int, partner: int) -> Tensor:
-    """Send a piece to the partner, and return the piece of `size` elements that it sends."""
-    received = torch.empty(size, dtype=piece.dtype, device=piece.device)
+def _swap(piece: Tensor, received: Tensor, partner: int) -> Tensor:
+    """Send a piece to the partner, and return what it sends, in the memory given for that."""
     swap = [dist.P2POp(dist.isend, piece.contiguous(), partner), dist.P2POp(dist.irecv, received, partner)]
     for request in dist.batch_isend_irecv(swap):
         request.wait()

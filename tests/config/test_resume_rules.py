@@ -29,6 +29,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "reshard": "step",
     "shard_size": 4,
     "strategy.wrap": ["layers.*"],
+    "strategy.arrival_timeout": 5.0,
     "data": "har",
     "data.args": {"shape": [3, 8, 8]},
     "data.inputs": 2,

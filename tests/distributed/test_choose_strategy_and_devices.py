@@ -183,3 +183,11 @@ def test_processes_of_our_own_launch_are_called_so() -> None:
     for run_id, because in (("multigpu-1", "self-launched 2 processes"), ("none", "torchrun started 2 processes")):
         launch_env = LaunchEnv.from_environment(ours | {"TORCHELASTIC_RUN_ID": run_id})
         assert choose_placement(DeviceConfig(), gpus=2, cpus=2, launch_env=launch_env).reason == because
+
+
+@pytest.mark.parametrize("flags", [{}, {"mode": "ddp"}, {"processes": 1}])
+def test_an_apple_gpu_is_named_rather_than_not_found(flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    choice = choose(**flags)
+    assert "Apple GPUs are not supported" in choice.reason
+    assert "no GPU found" not in choice.reason

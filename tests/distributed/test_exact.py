@@ -307,7 +307,7 @@ def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     train(ALONE, cell, shorten(load_data_source(Config().data, 42), 30))
     pins = {"CPU threads": 1, "device": "cpu with ANOTHER", "torch version": torch.__version__}
     for module in ("spec", "prepare", "checks"):
-        monkeypatch.setattr(f"multigpu_cli.run.request.{module}.describe_machine", lambda plan: pins)
+        monkeypatch.setattr(f"multigpu_cli.run.request.{module}.describe_machine", lambda plan, placement: pins)
     with pytest.raises(RequestError, match=r"started with device cpu with .*, here it is cpu with ANOTHER"):
         train(ALONE, cell | {"max_steps": 2}, shorten(load_data_source(Config().data, 42), 30))
 

@@ -1,8 +1,10 @@
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from multigpu_cli.distributed import process_group as group_module
-from multigpu_cli.distributed.launch_env import LaunchEnv
+from multigpu_cli.distributed.launch_env import LaunchEnv, leave_failures_to_watchdog
 from multigpu_cli.distributed.process_group import check_own_gpus, init_process_group, process_group
 from multigpu_cli.distributed.world import RankGpu, World, disable_collective_timeout
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, TrainingError
 from tests.support.fork import exit_code, wait_for_end
 from tests.support.ranks import run_on_each_rank
 
@@ -151,6 +153,7 @@ def test_a_run_that_fails_waits_for_peers_only_where_they_all_leave(
     done: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    monkeypatch.setattr(group_module, "_connect", lambda world: None)
     monkeypatch.setattr(group_module, "_abort_process_group", lambda: done.append("aborted"))
     world = World(torch.device("cpu"), store_prefix="of a test")
     with (
@@ -161,3 +164,56 @@ def test_a_run_that_fails_waits_for_peers_only_where_they_all_leave(
     with init_process_group(world, dist.HashStore(), timeout=1, backend=backend):
         pass
     assert done == [end, "destroyed"]
+
+
+def test_an_abort_that_hangs_does_not_keep_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it may with NCCL while a kernel waits for a peer."""
+    left = threading.Event()
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(group_module, "_connect", lambda world: None)
+    monkeypatch.setattr(group_module, "_abort_process_group", lambda: left.wait(20))
+    monkeypatch.setattr(group_module, "_ABORT", 0.1)
+    world, began = World(torch.device("cpu"), store_prefix="of a test"), time.monotonic()
+    with (
+        pytest.raises(ValueError, match="of the run"),
+        init_process_group(world, dist.HashStore(), timeout=1, backend="nccl"),
+    ):
+        raise ValueError("of the run")
+    left.set()
+    assert time.monotonic() - began < 10
+
+
+def test_the_watchdog_speaks_before_torch_does() -> None:
+    given: dict[str, str] = {}
+    with leave_failures_to_watchdog(given):
+        assert given == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    assert given == {}
+    given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    with leave_failures_to_watchdog(given):
+        assert given == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "the user's own"
+
+
+def test_mig_slices_of_a_card_are_one_gpu() -> None:
+    """NCCL goes by the bus, and they have different uuids."""
+
+    def slices(kind: str, *cards: int) -> tuple[RankGpu, ...]:
+        each = [SimpleNamespace(uuid=f"{at}", name=kind, pci_domain_id=0, pci_bus_id=on) for at, on in enumerate(cards)]
+        return tuple(RankGpu(group_module._identify(properties), kind) for properties in each)
+
+    def check(gpus: tuple[RankGpu, ...]) -> None:
+        check_own_gpus(World(torch.device("cuda", 0), 0, 2, 0, 2, hosts=("a", "a"), gpus=gpus))
+
+    check(slices("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 7, 8))
+    check(slices("NVIDIA A100-SXM4-40GB", 7, 7))  # cloned machines of one name
+    with pytest.raises(RequestError, match="ranks 0,1 share a GPU"):
+        check(slices("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 7, 7))
+
+
+def test_ranks_have_as_long_to_arrive_as_asked_for() -> None:
+    """Cold imports from a slow disk may take more than the two minutes of old."""
+    launch_env = LaunchEnv(0, 2, 0, 2, "localhost", _free_port(), attempt=0, agent_store=False, arrival=0.2)
+    with (
+        pytest.raises(TrainingError, match="rank 1 of 2 did not arrive"),
+        process_group(launch_env, torch.device("cpu"), timeout=5),
+    ):
+        pass

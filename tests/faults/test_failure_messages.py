@@ -32,6 +32,15 @@ def test_a_rank_without_a_word_is_named() -> None:
     assert "before the first step" in lost_peer_error([INNOCENT], 3, None).problem
 
 
+def test_where_each_rank_blames_another_and_none_is_missing_the_first_one_is_shown() -> None:
+    waits = replace(INNOCENT, problem="waited for a rank that had ended")
+    first = replace(INNOCENT, rank=1, problem="DistBackendError: NCCL error in: …, ncclRemoteError: socket /dev/shm")
+    error = lost_peer_error([waits, first, replace(INNOCENT, rank=2)], 3, 12)
+    assert error.problem == "rank 1 failed (reduction, 12 steps done): " + first.problem
+    assert "--shm-size" in error.remedy
+    assert error.caused_by_peer, "so that the next attempt is made"
+
+
 def test_the_guilty_stack_stands_last() -> None:
     whole = full_report(lost_peer_error([GUILTY, INNOCENT], 3, 12), [GUILTY, INNOCENT])
     assert whole.index("rank 0 (only lost its peers)") < whole.index("samples of its batch: 5, 7")

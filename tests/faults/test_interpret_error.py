@@ -3,6 +3,16 @@ import torch
 
 from multigpu_cli.faults.explain import is_peer_failure, name_unused_parameters, remedy_for
 
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
+BROKEN = f"{NCCL}unhandled system error, NCCL version 2.27.3\nncclSystemError: System call (e.g. socket, malloc) or "
+BROKEN += "external library call failed or device error.\nLast error:\n"
+SHM = f"{BROKEN}Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"
+FULL = f"{NCCL}unhandled cuda error, NCCL version 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+FULL += "Last error:\nCuda failure 2 'out of memory'"
+TWICE = f"{NCCL}invalid usage, NCCL version 2.27.3\nncclInvalidUsage: This usually reflects invalid usage of NCCL "
+TWICE += "library.\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+GONE = f"{NCCL}remote process exited or there was a network error, NCCL version 2.27.3\nncclRemoteError: A call "
+GONE += "failed possibly due to a network error or a remote process exiting prematurely."
 GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:38274. This is typically caused by a remote worker"
 
 
@@ -12,7 +22,10 @@ GLOO = "[pair.cc:553] Connection closed by peer [127.0.0.1]:38274. This is typic
         RuntimeError(GLOO),
         RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer"),
         RuntimeError("Application timeout caused pair closure"),
-        torch.distributed.DistBackendError("NCCL error in: …"),
+        torch.distributed.DistBackendError(GONE),
+        torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1."),
+        torch.distributed.DistBackendError(f"{BROKEN}Connect to 10.0.0.2 failed: Connection refused"),
+        torch.distributed.DistBackendError("… key '0', but store->get('0') got error: wait timeout after 600000ms"),
         torch.distributed.DistNetworkError("connect() failed"),
         torch.distributed.DistStoreError("wait timeout after 30000ms"),
     ],
@@ -21,7 +34,16 @@ def test_who_only_lost_the_others_is_no_cause(error: Exception) -> None:
     assert is_peer_failure(error)
 
 
-@pytest.mark.parametrize("error", [ValueError("peer review"), RuntimeError("out of memory"), OSError("disk full")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("peer review"),
+        RuntimeError("out of memory"),
+        OSError("disk full"),
+        ConnectionRefusedError("Connection refused"),
+        *map(torch.distributed.DistBackendError, (SHM, FULL, TWICE)),
+    ],
+)
 def test_everything_else_is_one(error: Exception) -> None:
     assert not is_peer_failure(error)
 
@@ -40,6 +62,10 @@ def test_everything_else_is_one(error: Exception) -> None:
         (RuntimeError("DataLoader worker (pid(s) 12) exited unexpectedly"), "--num-workers 0"),
         (OSError(24, "Too many open files"), "ulimit"),
         (RuntimeError("CUDA error: device-side assert triggered"), "CUDA_LAUNCH_BLOCKING"),
+        (torch.distributed.DistBackendError(SHM), "--shm-size"),
+        (torch.distributed.DistBackendError(FULL), "--batch-size"),
+        (torch.distributed.DistBackendError(TWICE), "one GPU for each process; the MIG slices"),
+        (RuntimeError("Deterministic behavior was enabled … CUBLAS_WORKSPACE_CONFIG=:4096:8 or"), ":4096:8 python"),
         (ValueError("anything else"), ""),
     ],
 )

@@ -3,10 +3,14 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
+from multigpu_cli.distributed import world
 from multigpu_cli.monitor import journal
+from multigpu_cli.optimizers import trial
 from multigpu_cli.run import batch_size
 from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
@@ -81,6 +85,61 @@ def test_the_largest_power_of_two_that_fits_is_taken(
     assert ended.summary["faults"] == []
     (peak,) = ended.summary["peak_memory_bytes"]
     assert peak < too_many.peak, "that of the steps, not of the search"
+
+
+def test_the_search_leaves_room_and_takes_a_step_of_the_optimizer(tmp_path: Path) -> None:
+    """And of its step nothing remains: the run is that of the same size, given."""
+
+    def rehearsals(sim: Simulated) -> None:
+        def rehearse(optimizer: Any) -> None:
+            real(optimizer)
+            with (tmp_path / "rehearsed.txt").open("a") as file:
+                print(sim.device.memory(0)["capacity"] - sim.device.memory(0)["reserved"], file=file)
+
+        real = trial.rehearse_step
+        patch.object(batch_size, "rehearse_step", rehearse).start()
+
+    memory = 30 * MIB
+    one = Machine.of(1, memory=memory)
+    found = train_on_gpus(machine=one, prepare=rehearsals, **RUN | {"save_dir": str(tmp_path / "found")})
+    assert not found.error, found.error
+    size, left = plan_of(tmp_path / "found")["batch_size"], (tmp_path / "rehearsed.txt").read_text().split()
+    assert int(left[size.bit_length() - 2]) >= 0.08 * memory, "counted from two samples on"
+    given = train_on_gpus(machine=one, **RUN | {"save_dir": str(tmp_path / "given"), "batch_size": size})
+    assert given.summary["fingerprint"] == found.summary["fingerprint"] is not None
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_search_comes_after_all_that_nccl_takes(exact: bool, tmp_path: Path) -> None:
+    """Which it takes for each kind of collective when one first comes."""
+    kinds = {"all_gather_single": world, "reduce_scatter_single": world, "all_reduce": dist, "all_to_all_single": dist}
+
+    def note(sim: Simulated) -> None:
+        called: list[str] = []
+        for kind, owner in kinds.items():
+            _note_calls(owner, kind, called)
+        real = batch_size._find_largest_micro_batch
+
+        def find(components: Any) -> None:
+            (tmp_path / f"{components.world.rank}.txt").write_text(" ".join(called))
+            real(components)
+
+        batch_size._find_largest_micro_batch = find
+
+    ended = train_on_gpus(2, prepare=note, **RUN | {"exact": exact, "save_dir": str(tmp_path / "run")})
+    assert not ended.error, ended.error
+    for rank in range(2):
+        assert set([*kinds][: 3 + exact]) <= set((tmp_path / f"{rank}.txt").read_text().split())
+
+
+def _note_calls(owner: Any, name: str, called: list[str]) -> None:
+    real = getattr(owner, name)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        called.append(name)
+        return real(*given, **named)
+
+    setattr(owner, name, noted)
 
 
 def test_gpus_of_unlike_memory_take_what_fits_the_smaller(tmp_path: Path) -> None:

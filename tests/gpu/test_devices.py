@@ -1,13 +1,18 @@
 """Which GPU a process works on, and that it touches no other one: on simulated GPUs."""
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.distributed import process_group
 from multigpu_cli.monitor import journal
 from tests.gpu.simulated.gpus import TWO, alone, train_on_gpus
 from tests.gpu.simulated.install import Simulated, install
@@ -80,3 +85,22 @@ def test_gpus_of_unlike_models_are_named_and_share_one_format(
     assert f"warning: GPUs of several models: {Gpu().name} ({whose} 0) and Tesla T4 ({whose} 1)" in said
     assert (ended.summary["strategy"], ended.summary["precision"]) == (strategy, "fp16")
     assert start(tmp_path / "run")["gpus"] == [Gpu().name, "Tesla T4"]
+
+
+def test_gpus_that_cannot_reach_each_other_are_told_after_the_first_words(tmp_path: Path) -> None:
+    """On PCIe with IOMMU, say, NCCL connects, and its first kernel waits for ever."""
+
+    def hang(sim: Simulated) -> None:
+        def wait(*given: Any, **named: Any) -> None:
+            if threading.current_thread().name == "group":
+                time.sleep(30)
+            real(*given, **named)
+
+        real, process_group._FIRST = dist.all_reduce, 0.5
+        patch.object(dist, "all_reduce", wait).start()
+
+    ended = train_on_gpus(2, prepare=hang, max_steps=2, save_dir=str(tmp_path / "run"))
+    assert ended.kind == "TrainingError"
+    for way_out in ("NCCL_P2P_DISABLE=1", "/dev/shm", "NCCL_SOCKET_IFNAME"):
+        assert way_out in ended.error
+    assert not (tmp_path / "run").exists()

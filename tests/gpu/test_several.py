@@ -8,7 +8,9 @@ import torch
 
 from multigpu_cli import engine
 from multigpu_cli.monitor import journal
-from tests.gpu.simulated.gpus import train_on_gpus
+from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.strategies.base import DataParallel
+from tests.gpu.simulated.gpus import alone, train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
 
@@ -67,6 +69,24 @@ def test_two_gpus_take_the_same_steps_as_one(strategy: str, ranks: int, tmp_path
     one = train_on_gpus(1, multi_gpu="none", save_dir=str(tmp_path / "one"), **run)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-4)
     assert one.summary["final"]["test_loss"] == pytest.approx(two.summary["final"]["test_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("amp", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("off", "float32")])
+def test_every_replica_computes_in_the_format_of_the_run(amp: str, dtype: str) -> None:
+    """DataParallel's threads know of autocast, and not of its format, which is fp16 there."""
+
+    def work(sim: Simulated) -> list[tuple[str, str]]:
+        gpus, seen = (torch.device("cuda", 0), torch.device("cuda", 1)), []
+        model = torch.nn.Linear(4, 4).to(gpus[0])
+        model.register_forward_hook(lambda _, given, made: seen.append((str(made.device), str(made.dtype))))
+        strategy = DataParallel(model, gpus)
+        for _ in range(2):
+            with Precision(amp, gpus[0]).autocast():
+                strategy.callable(torch.ones(4, 4, device=gpus[0])).float().sum().backward()
+        assert model.weight.grad is not None
+        return sorted(seen)
+
+    assert alone(work) == [(f"cuda:{number}", f"torch.{dtype}") for number in (0, 0, 1, 1)]
 
 
 def test_sync_batchnorm_takes_its_statistics_from_both_gpus(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer, construct_optimizer
-from multigpu_cli.optimizers.trial import check_optimizer
+from multigpu_cli.optimizers.trial import check_optimizer, rehearse_step
 from multigpu_cli.planning.schedule import OPTIMIZERS
 
 OWN = "tests.support.optimizers:"
@@ -65,3 +65,24 @@ def test_random_numbers_are_those_of_the_step() -> None:
 def test_what_could_not_be_resumed_or_stepped_is_refused(name: str, told: str) -> None:
     with pytest.raises(RequestError, match=told):
         check(OWN + name, exact=False)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_rehearsed_step_moves_nothing(name: str) -> None:
+    """And it is a step, which allocates what the first one will."""
+    if name == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    model = network()
+    optimizer = build_optimizer(model, OptimizerConfig(name=name, weight_decay=0.1), rate=0.1)
+    if optimizer.state:
+        pytest.skip("its state is there from the start")
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    model(torch.randn(3, 6)).sum().backward()
+    next(model.parameters()).data[0, 0] = -0.0
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    rehearse_step(optimizer)
+    for was, parameter in zip(before, model.parameters(), strict=True):
+        assert torch.equal(was.view(torch.int32), parameter.detach().view(torch.int32))
+    assert not optimizer.state
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1}

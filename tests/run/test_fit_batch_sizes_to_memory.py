@@ -358,6 +358,7 @@ def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatc
     monkeypatch.setattr(batch_size, "_run_micro_batch", lambda *_: done.append(f"tried beside {len(held)} tensors"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("emptied"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: done.append(f"{device} counted anew"))
+    monkeypatch.setattr(torch.cuda, "reset_accumulated_memory_stats", lambda device: None)
     assert batch_size._fits_in_memory(made, 10)
     count = 2 * len(made.strategy.local_parameters)
     assert done == [f"tried beside {count} tensors", "emptied", "cuda counted anew"]

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.runtime.seeding import enable_determinism, enable_fast_kernels, set_threads_per_rank
+from multigpu_cli.runtime.seeding import choose_kernels, enable_determinism, enable_fast_kernels, set_threads_per_rank
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("cuda", (True, "high")), ("cpu", (False, "highest"))])
@@ -27,6 +27,34 @@ def test_threads_are_shared_out() -> None:
         assert set_threads_per_rank(1, 8, exact=True) == 1, "the number of threads changes the order of sums"
     finally:
         torch.set_num_threads(before)
+
+
+def test_no_run_leaves_its_kernels_to_the_next() -> None:
+    """In a notebook, say: a fast run, an exact one and a fast one, each as in a process of its own."""
+    deterministic: Any = torch.utils.deterministic
+
+    def now() -> tuple[Any, ...]:
+        benchmark = torch.backends.cudnn.benchmark
+        mode, fill = torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory
+        return mode, fill, benchmark, torch.get_float32_matmul_precision()
+
+    before, gpu, fast, exact = now(), torch.device("cuda"), (False, True, True, "high"), (True, False, False, "highest")
+    for wanted in (fast, exact, fast):
+        with choose_kernels(gpu, exact=wanted == exact):
+            assert now() == wanted
+        assert now() == before
+    with choose_kernels(gpu, exact=False), choose_kernels(gpu, exact=True):
+        assert now() == exact, "one within the other, whatever it left"
+    one, other = choose_kernels(gpu, exact=False), choose_kernels(gpu, exact=True)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert now() == exact, "one that ends first takes nothing from the other"
+    other.__exit__(None, None, None)
+    with choose_kernels(gpu, exact=False), pytest.raises(ZeroDivisionError):
+        raise ZeroDivisionError
+    torch.set_float32_matmul_precision(before[-1])
+    torch.backends.cudnn.benchmark = before[2]
 
 
 def test_kernels_without_a_deterministic_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,23 +14,26 @@ from multigpu_cli.commands.doctor.system import Finding, warn_if
 from multigpu_cli.config.schema import DeviceConfig
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.process_group import join_workers
-from multigpu_cli.distributed.world import World, all_reduce_max, is_out_of_memory
+from multigpu_cli.distributed.world import (
+    World,
+    all_gather_single,
+    all_reduce_max,
+    is_out_of_memory,
+    reduce_scatter_single,
+)
 from multigpu_cli.launch import run_in_workers
-
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
-_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(whole: Tensor) -> None:
     """Put each worker's part of a tensor (n), n / workers elements, into all workers' tensors."""
-    _gather(whole, _own_part(whole).clone())
+    all_gather_single(whole, _own_part(whole).clone())
 
 
 def reduce_scatter(whole: Tensor) -> None:
     """Sum a tensor (n) over the workers; each has its own part of the sum, n / workers elements, in its place."""
     part = _own_part(whole)
     total = part.clone()
-    _scatter(total, whole)
+    reduce_scatter_single(total, whole)
     part.copy_(total)
 
 

@@ -1,7 +1,7 @@
 """Builds model, task, optimizer, strategy and loaders, and tries a batch, before any file of the run is touched."""
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -308,7 +308,10 @@ def _restore_checkpoint(state: TrainState, strategy: Strategy, task: Task, spec:
     point = spec.resume_point
     if not point.checkpoint:
         return
-    saved = _read_checkpoint(point, strategy, world)
+    own = {"model": state.model.state_dict()}
+    if state.average:
+        own["average"] = state.average.state_dict()
+    saved = _read_checkpoint(point, strategy, world, own)
     state.restore(saved, point.checkpoint)
     if not spec.same_length:  # with more epochs, a run that stopped early goes on
         state.progress.stopped_early, state.progress.stale_epochs = False, 0
@@ -316,8 +319,8 @@ def _restore_checkpoint(state: TrainState, strategy: Strategy, task: Task, spec:
         state.restore_warning = task.load_state(saved["task"], world)
 
 
-def _read_checkpoint(point: ResumePoint, strategy: Strategy, world: World) -> dict[str, Any]:
-    """The state that this rank loads: each reads its rows, if all see pieces; else one reads for all."""
+def _read_checkpoint(point: ResumePoint, strategy: Strategy, world: World, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that this rank loads: each reads its rows, if all see pieces; else one reads for all, into `own`."""
     checkpoint, reads = (
         Checkpoint(Path(str(point.checkpoint)), point.manifest or {}),
         world.rank == point.checkpoint_rank,
@@ -327,7 +330,7 @@ def _read_checkpoint(point: ResumePoint, strategy: Strategy, world: World) -> di
         shared: dict[str, Any] = broadcast_object(world, outline, source=point.checkpoint_rank)
         return run_on_all_ranks(world, lambda: strategy.load_sharded(shared, checkpoint.open_pieces().read))
     read = run_on_all_ranks(world, lambda: checkpoint.state() if reads else None)
-    return strategy.scatter_state(read, source=point.checkpoint_rank)
+    return strategy.scatter_state(read, source=point.checkpoint_rank, into=own)
 
 
 def build_strategy(

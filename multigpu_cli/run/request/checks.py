@@ -96,8 +96,8 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
     unread = [] if start.manifest else list(spec.factories.find_unread(config, spec.task))  # else it was begun so
     yield from unread or _check_class_settings(spec)
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
-    for name, now in describe_machine(plan).items() if pinned else ():
-        if pinned[name] != now:
+    for name, now in describe_machine(plan, spec.placement).items() if pinned else ():
+        if pinned.get(name, now) != now:  # older versions know fewer
             yield RequestError(
                 f"--exact: {start.folder} was started with {name} {pinned[name]}, here it is {now}: bits would differ",
                 remedy="resume on a machine like the one it was started on, or start a new run with another --save-dir",

@@ -219,7 +219,7 @@ def prepare_spec(
     plan, base = make_plan(request, world), dict(source.codec.record)
     spec = RunSpec(**vars(request), plan=plan, data_fingerprint=fingerprint, base=base)
     if world.size > 1 and config.reproducibility.exact:
-        check_same_machine(world, describe_machine(spec.plan))
+        check_same_machine(world, describe_machine(spec.plan, spec.placement))
     raise_all(check_data(spec))
     return spec
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.models.blocks import measure_depths
 from multigpu_cli.models.build import build_model, find_adapter, suggest_outputs
+from multigpu_cli.monitor.gpu import NoNvml, open_nvml, read_driver
 from multigpu_cli.optimizers.build import build_optimizer, construct_optimizer, set_rate
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.optimizers.trial import check_optimizer, measure_state_bytes
@@ -232,7 +233,8 @@ class RunSpec(RunRequest):
             "task": self.task,
         }
         pinned |= BEFORE_PINNED | {key: value for key in RESOLVED if (value := self.config.get(key)) != "auto"}
-        return pinned | ({"machine": describe_machine(self.plan)} if self.config.reproducibility.exact else {})
+        exact = self.config.reproducibility.exact
+        return pinned | ({"machine": describe_machine(self.plan, self.placement)} if exact else {})
 
     def weights_metadata(self) -> dict[str, Any]:
         """What is stored with weights: the settings, and what of the data the weights depend on."""
@@ -284,10 +286,27 @@ class RunSpec(RunRequest):
         return stored is not None and all(self.user_config.get(key) == stored[key] for key in LENGTH)
 
 
-def describe_machine(plan: Plan) -> dict[str, Any]:
+def describe_machine(plan: Plan, placement: Placement) -> dict[str, Any]:
     """What the bits of a result depend on beside the settings: a run with --exact resumes only where all are equal."""
-    capability = f" with {torch.backends.cpu.get_cpu_capability()}" if plan.device == "cpu" else ""
-    return {"CPU threads": plan.threads, "device": plan.device + capability, "torch version": torch.__version__}
+    facts = {"CPU threads": plan.threads, "device": plan.device, "torch version": torch.__version__}
+    if (device := placement.devices[0]).type == "cpu":
+        return facts | {"device": f"{plan.device} with {torch.backends.cpu.get_cpu_capability()}"}
+    return facts | _describe_gpu(device)
+
+
+@cache
+def _describe_gpu(device: torch.device) -> dict[str, Any]:
+    """The libraries that choose a kernel, and what they choose it by."""
+    try:
+        driver, _ = read_driver(open_nvml())
+    except NoNvml:
+        driver = None
+    return {
+        "CUDA version": torch.version.cuda,
+        "cuDNN version": torch.backends.cudnn.version(),
+        "driver": driver,
+        "number of multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count,
+    }
 
 
 def with_notes(spec: RunSpec, **notes: str | list[str]) -> RunSpec:

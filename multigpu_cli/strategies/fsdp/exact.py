@@ -172,6 +172,7 @@ class RowSum:
 
     def __init__(self, workers: int) -> None:
         self._workers, self._leaves = workers, 0
+        self._stream: torch.cuda.Stream | None = None  # FSDP's for reductions, on a GPU
         self._tree: ReductionTree[Tensor] = ReductionTree(lambda left, right: left.add_(right))
         self._clear()
 
@@ -203,6 +204,7 @@ class RowSum:
         async_op: bool = False,
     ) -> None:
         """Receive this worker's rows of all workers' gradients; the output is zero until `finish_step`."""
+        self._stream = torch.cuda.current_stream() if input_tensor.is_cuda else None
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         output_tensor.zero_()
@@ -218,16 +220,30 @@ class RowSum:
     def end_pass(self) -> None:
         """After the backward pass; not every call of a module need have reduced."""
         if self._leaves_at_hand is not None:
-            self._push_pass()
+            with self._on_its_stream():
+                self._push_pass()
         self._calls = 0
         self._passes += 1
 
     def finish_step(self) -> None:
         """Write the sum into the gradients, if there are any."""
         if self._gradient is not None:
-            self._push_zeros()
-            self._gradient.copy_(self._tree.total())
+            with self._on_its_stream():
+                self._push_zeros()
+                self._gradient.copy_(self._tree.total())
         self.begin_step(0)
+
+    @contextmanager
+    def _on_its_stream(self) -> Iterator[None]:
+        """All of the tree lies on one stream: memory that one frees, it may use again while another still reads it."""
+        if self._stream is None:
+            yield
+            return
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):
+            yield
+        before.wait_stream(self._stream)
 
     def _push_pass(self) -> None:
         self._push_zeros()

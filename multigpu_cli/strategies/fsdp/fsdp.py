@@ -4,7 +4,7 @@ The weights of a block are gathered when a pass reaches it, and freed after it, 
 on all workers alike. A worker with fewer micro-batches than others therefore runs padding passes, times zero.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -324,7 +324,9 @@ class FSDP2(Strategy):
     def load_sharded(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
         return self._state.read(outline, read)
 
-    def scatter_state(self, state: dict[str, Any] | None, *, source: int = 0) -> dict[str, Any]:
+    def scatter_state(
+        self, state: dict[str, Any] | None, *, source: int = 0, into: Mapping[str, Any] = {}
+    ) -> dict[str, Any]:
         return self._state.scatter(state, source)
 
     def check_passes(self) -> None:

@@ -10,13 +10,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -28,7 +25,13 @@ from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState, Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.distributed.world import World, all_reduce_max, broadcast_object
 from multigpu_cli.faults.rank_exits import RankExits
-from multigpu_cli.runtime.module_state import TensorPath, map_tensors, name_tensor
+from multigpu_cli.runtime.module_state import (
+    TensorPath,
+    broadcast_outline,
+    broadcast_tensor,
+    map_tensors,
+    name_tensor,
+)
 from multigpu_cli.strategies.base import ReadRows, Saver, Strategy
 
 
@@ -53,10 +56,7 @@ class ShardedState:
 
     def scatter(self, state: dict[str, Any] | None, source: int) -> dict[str, Any]:
         """This rank's part of the source's state: DTensors of model and average, and plain rows of the optimizer."""
-        outline = None
-        if self._world.rank == source:  # tensors of the same shape and dtype that take one element of memory
-            outline = map_tensors(state, lambda _, value: value.new_zeros(()).expand(value.shape))
-        outline = broadcast_object(self._world, outline, source=source)
+        outline = broadcast_outline(self._world, state, source)
         return dict(map_tensors(outline, lambda path, tensor: self._receive(path, tensor, state, source)))
 
     def split(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
@@ -102,10 +102,7 @@ class ShardedState:
         return whole.detach().to("cpu", copy=True) if self._world.is_main else None
 
     def _receive(self, path: TensorPath, outline: Tensor, state: dict[str, Any] | None, source: int) -> Tensor:
-        whole = torch.empty(outline.shape, dtype=outline.dtype, device=self._world.device)
-        if self._world.rank == source:
-            whole.copy_(reduce(getitem, path, state))  # type: ignore[arg-type]
-        dist.broadcast(whole.flatten().view(torch.uint8), src=source)
+        whole = broadcast_tensor(self._world, outline, state, path, source)
         like = self._find_parameter(path, whole)
         if like is None or like.shape != whole.shape:  # of another model: whoever loads it says so
             return whole.cpu()

@@ -115,8 +115,8 @@ def one_of_two_ranks(folder: str, *more: str) -> None:
         engine.run(request)
 
 
-def _swap_through_host(piece: Tensor, size: int, partner: int) -> Tensor:
-    return _SWAP(piece.cpu(), size, partner).to(piece.device)
+def _swap_through_host(piece: Tensor, received: Tensor, partner: int) -> Tensor:
+    return received.copy_(_SWAP(piece.cpu(), received.cpu(), partner))
 
 
 if __name__ == "__main__":

@@ -750,7 +750,7 @@ struct NcclOptions final : c10d::Backend::Options {
 struct NcclWork final : c10d::Work {
   c10::intrusive_ptr<c10d::Work> inner;
   std::vector<Tensor> results;
-  bool blocks;
+  bool blocks, late = false;
   c10::intrusive_ptr<c10::ivalue::Future> future;
 
   NcclWork(c10::intrusive_ptr<c10d::Work> inner_, std::vector<Tensor> results_, double factor, bool blocks_)
@@ -764,10 +764,13 @@ struct NcclWork final : c10d::Work {
     });
   }
   NcclWork(std::vector<Tensor> results_, double factor)  // of what is done already
-      : results(std::move(results_)), blocks(false) {
+      : NcclWork(nullptr, std::move(results_)) {
+    finish(*future, results, factor);
+  }
+  NcclWork(c10::intrusive_ptr<c10d::Work> inner_, std::vector<Tensor> results_)  // of what gloo has no future of
+      : inner(std::move(inner_)), results(std::move(results_)), blocks(false), late(inner) {
     future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                       std::vector<Device>{results[0].device()});
-    finish(*future, results, factor);
   }
   static void finish(c10::ivalue::Future& future, const std::vector<Tensor>& results, double factor) {
     Plain plain;
@@ -780,6 +783,7 @@ struct NcclWork final : c10d::Work {
   bool wait(std::chrono::milliseconds timeout) override {
     if (blocks) host_waits("barrier", current, current_streams[current], false);
     if (inner) inner->wait(timeout);
+    if (late && !future->completed()) finish(*future, results, 1);
     future->waitAndThrow();
     return true;
   }
@@ -925,11 +929,11 @@ struct Nccl final : c10d::Backend {
   }
   Works send(Many& t, int to, int tag) override {
     auto h = host(t, "send");
-    return work(gloo->send(h, to, tag), {});
+    return c10::make_intrusive<NcclWork>(gloo->send(h, to, tag), t);
   }
   Works recv(Many& t, int from, int tag) override {
     auto h = host(t, "recv");
-    return work(gloo->recv(h, from, tag), t);
+    return c10::make_intrusive<NcclWork>(gloo->recv(h, from, tag), t);
   }
   Works barrier(const c10d::BarrierOptions& opts) override {
     launched("nccl::barrier");

@@ -1,6 +1,7 @@
 """A checkpoint holds the live weights, whichever GPU they are on and whatever the device does beside the copy."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,8 +19,9 @@ from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.runtime.precision import Precision
-from tests.gpu.simulated.gpus import alone, train_on_gpus
+from tests.gpu.simulated.gpus import alone, events_in, train_on_gpus
 from tests.gpu.simulated.install import Simulated
+from tests.gpu.simulated.machine import Machine
 
 
 def build_state(device: torch.device, optimizer: str, precision: str) -> TrainState:
@@ -87,3 +89,45 @@ def test_the_files_hold_the_live_weights(number: int, tmp_path: Path) -> None:
     written = {file.parent.name: fingerprint(read_weights(file)) for file in tmp_path.glob("run/**/step_*/state.pt")}
     assert len(written) >= 2
     assert {name: live[f"step_{int(name.removeprefix('step_'))}"] for name in written} == written
+
+
+def test_all_checkpoints_are_copied_on_one_stream_and_all_batches_on_another(tmp_path: Path) -> None:
+    """torch deals out 32 in turn: with new ones each time, a checkpoint's would one day be that of the batches."""
+    record = tmp_path / "events"
+    flags: dict[str, Any] = {
+        "checkpoint_every": "2",
+        "data_on_device": "off",
+        "num_workers": 0,
+        "epochs": 2,
+        "multi_gpu": "none",
+    }
+    ended = train_on_gpus(machine=Machine(record=str(record)), save_dir=str(tmp_path / "run"), **flags)
+    assert not ended.error, ended.error
+    copies = [event for _, event in events_in(record) if event.kind == "copy" and event.stream]
+    checkpoints = {event.stream for event in copies if event.thread.startswith("checkpoint")}
+    batches = {event.stream for event in copies if "collate.py" in event.place}
+    assert (len(checkpoints), len(batches), len(checkpoints & batches)) == (1, 1, 0), (checkpoints, batches)
+
+
+def test_a_run_without_page_locked_memory_goes_on_and_says_so(tmp_path: Path) -> None:
+    """WSL2 and containers limit it."""
+
+    def refuse(sim: Simulated) -> None:
+        def empty_like(*given: Any, **named: Any) -> Any:
+            return no_memory() if named.get("pin_memory") else real(*given, **named)
+
+        def no_memory(*_: Any) -> Any:
+            raise RuntimeError("CUDA error: out of memory\nCompile with …")
+
+        logging.getLogger("multigpu_cli").addHandler(logging.FileHandler(tmp_path / "said"))
+        real = torch.empty_like
+        patch.object(torch, "empty_like", empty_like).start()
+        patch.object(torch.Tensor, "pin_memory", no_memory).start()
+
+    flags: dict[str, Any] = {"checkpoint_every": "2", "data_on_device": "off", "max_steps": 4, "multi_gpu": "none"}
+    ended = train_on_gpus(prepare=refuse, save_dir=str(tmp_path / "poor"), **flags)
+    assert not ended.error, ended.error
+    said = (tmp_path / "said").read_text()
+    assert said == "no page-locked memory (CUDA error: out of memory): copies between host and GPU are slower\n"
+    rich = train_on_gpus(save_dir=str(tmp_path / "rich"), **flags)
+    assert rich.summary["fingerprint"] == ended.summary["fingerprint"]
