@@ -141,7 +141,8 @@ def try_chunks(model: nn.Module) -> tuple[bool, str]:
     vocabulary, places = model.limits
     if difference := find_difference(model, vocabulary, device, places):
         return False, f"of all tokens at once, since in chunks {difference}"
-    return True, f"of the learned tokens alone, at most {count_tokens_at_once(vocabulary):,} at once"
+    compiled = "" if isinstance(model, Logits) else "; in a compiled pass of all"
+    return True, f"of the learned tokens alone, at most {count_tokens_at_once(vocabulary):,} at once{compiled}"
 
 
 def _check_logits(logits: Tensor, targets: Tensor) -> Tensor:

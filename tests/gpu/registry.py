@@ -31,7 +31,7 @@ def carry_out(function: str, folder: Path) -> dict[str, Any]:
 CHECKS = {
     # What a call of minutes should know first.
     "host-syncs": Check("tests.gpu.checks.host_syncs:none_in_steady_steps", real=True),
-    "exact-one-gpu": Check("tests.gpu.checks.exact:two_ranks_on_one_gpu", real=True, limit=300),
+    "exact-one-gpu": Check("tests.gpu.checks.exact:two_ranks_on_one_gpu", limit=300),
     "fsdp-one-rank": Check("tests.gpu.checks.strategies:one_sharded_rank"),
     "fsdp-one-rank-exact": Check("tests.gpu.checks.strategies:exact_sharded_rank"),
     "host-syncs-exact": Check("tests.gpu.checks.host_syncs:none_in_exact_steps", real=True),

@@ -3,8 +3,9 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -108,15 +109,34 @@ def one_of_two_ranks(folder: str, *more: str) -> None:
     config = resolve({"save_dir": folder, **flags}, sets, None)
     choice = Placement("ddp", (GPU,), 0, "two gloo ranks on one GPU", backend="gloo")
     console = Console("silent" if launch_env and launch_env.rank else "normal", json=True)
+    moved = {name: _through_host(name) for name in ("all_reduce", "broadcast")}
     with (
-        patch.object(exact, "_swap", _swap_through_host),  # gloo sends no memory of a GPU from rank to rank
+        patch.object(exact, "_swap", _swap_through_host),
+        patch.multiple(dist, **cast(Any, moved)),
         resolve_request(config, choice, launch_env, console, raise_again, FromConfig()) as request,
     ):
         engine.run(request)
 
 
+<<<<<<< HEAD
 def _swap_through_host(piece: Tensor, received: Tensor, partner: int) -> Tensor:
     return received.copy_(_SWAP(piece.cpu(), received.cpu(), partner))
+=======
+def _through_host(name: str) -> Callable[..., None]:
+    """A collective by way of host memory: gloo has not all of them for memory of a GPU."""
+    real = getattr(dist, name)
+
+    def call(tensor: Tensor, *how: Any, **named: Any) -> None:
+        host = tensor.cpu()
+        real(host, *how, **named)
+        tensor.copy_(host)
+
+    return call
+
+
+def _swap_through_host(piece: Tensor, size: int, partner: int) -> Tensor:
+    return _SWAP(piece.cpu(), size, partner).to(piece.device)
+>>>>>>> 7815b7a4 (gpu-check compares one process with two on one GPU also on a simulated one; the table of what was tested has its test)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from multigpu_cli.models import token_losses
 from multigpu_cli.models.networks.gpt import GPT, build
 from multigpu_cli.models.token_losses import TokenTargets
 from multigpu_cli.monitor import journal
-from tests.gpu.simulated.gpus import alone, front_door, train_on_gpus
+from tests.gpu.simulated.gpus import alone, train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
 from tests.support.op_counter import Operations
@@ -43,7 +43,7 @@ def record_kernels(file: Path) -> Callable[[Simulated], None]:
             sim.device.kernels()
             outcome = real(run, layout, work)
             if layout.step == STEADY:
-                file.write_text(json.dumps(sim.device.kernels()))
+                file.write_text(json.dumps([sim.device.kernels(), run.plan.notes["compiled"]]))
             return outcome
 
         engine.train_step = step
@@ -51,13 +51,14 @@ def record_kernels(file: Path) -> Callable[[Simulated], None]:
     return prepare
 
 
-def count_kernels(folder: Path, **flags: Any) -> dict[str, int]:
-    """The launches of a steady step by operator."""
+def count_kernels(folder: Path, **flags: Any) -> tuple[dict[str, int], str]:
+    """The launches of a steady step by operator, and what the plan says of the compiler."""
     file = folder / "kernels.json"
     flags = TOKENS_RUN | {"save_dir": str(folder / "run")} | flags
     ended = train_on_gpus(1, machine=Machine.of(1), prepare=record_kernels(file), **flags)
     assert ended.error == ""
-    return dict(json.loads(file.read_text()))
+    kernels, compiler = json.loads(file.read_text())
+    return kernels, compiler
 
 
 @pytest.mark.parametrize(("flags", "passes"), [({}, 0), ({"max_grad_norm": "off"}, 0), ({"exact": True}, 1)])
@@ -65,9 +66,10 @@ def test_the_optimizers_kernel_sets_the_mean_over_tokens_right(
     flags: dict[str, Any], passes: int, tmp_path: Path
 ) -> None:
     """No pass over the gradients of its own; --exact keeps the one whose rounding it has."""
-    kernels = count_kernels(tmp_path, **flags)
+    kernels, compiler = count_kernels(tmp_path, **flags)
     assert kernels["aten::_fused_adamw_"] > 0
     assert kernels.get("aten::_foreach_mul_", 0) == passes
+    assert compiler.startswith("off: --compile default") == (not passes), "recommended without --exact"
 
 
 VOCABULARY, TOKENS = 1001, 256
@@ -135,18 +137,12 @@ def test_the_logits_of_all_tokens_are_never_there(monkeypatch: pytest.MonkeyPatc
 
 def test_the_curve_is_the_same_on_two_gpus_with_a_padded_head_and_chunks(tmp_path: Path) -> None:
     curves = []
-    for workers in (1, 2):
-        folder = tmp_path / str(workers)
+    for strategy, ranks, gpus in (("none", 1, 1), ("ddp", 2, 2), ("dp", 1, 2)):
+        folder = tmp_path / strategy
         shared = {"batch_size": 5, "global_batch_size": 20, "amp": "off", "log_interval": 1, "save_dir": str(folder)}
-        ended = train_on_gpus(workers, machine=Machine.of(workers), **TOKENS_RUN | shared)
+        machine = Machine.of(gpus)
+        ended = train_on_gpus(ranks, machine=machine, **TOKENS_RUN | shared | {"multi_gpu": strategy})
         assert ended.error == ""
         curves.append([event["loss"] for event in journal.read_events(folder / "journal.jsonl") if "loss" in event])
     assert len(curves[0]) >= 5
-    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
-
-
-def test_the_plan_recommends_the_compiler_on_a_gpu(tmp_path: Path) -> None:
-    done = front_door("--dry-run", "--multi-gpu", "none", "--save-dir", str(tmp_path / "run"), machine=Machine.of(1))
-    assert done.returncode == 0, done.stderr
-    (row,) = (line for line in (done.stdout + done.stderr).splitlines() if "torch.compile" in line)
-    assert "off: --compile default" in row
+    assert curves[1:] == [pytest.approx(curves[0], rel=1e-4)] * 2
