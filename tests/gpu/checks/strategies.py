@@ -20,13 +20,12 @@ from multigpu_cli.engine import train_step
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.open import resolve_request
 from multigpu_cli.run.request.spec import FromConfig
-from multigpu_cli.strategies import exact
 from multigpu_cli.strategies.fsdp.fsdp import FSDP2
 from tests.gpu.checks.attention import LENGTH, SIZE, START, TOKENS
 from tests.gpu.front_door import DIGITS, GOOD_ENOUGH, holds, launcher, run, run_command, words
 from tests.gpu.in_process import GPU, ONE, ONE_RANK, ONE_SHARD, check_device, count_gathers, raise_again, train
 
-_SWAP = exact._swap
+_SWAP = dist.batch_isend_irecv
 
 
 def one_nccl_rank(folder: Path) -> dict[str, Any]:
@@ -111,17 +110,13 @@ def one_of_two_ranks(folder: str, *more: str) -> None:
     console = Console("silent" if launch_env and launch_env.rank else "normal", json=True)
     moved = {name: _through_host(name) for name in ("all_reduce", "broadcast")}
     with (
-        patch.object(exact, "_swap", _swap_through_host),
+        patch.object(dist, "batch_isend_irecv", _swap_through_host),
         patch.multiple(dist, **cast(Any, moved)),
         resolve_request(config, choice, launch_env, console, raise_again, FromConfig()) as request,
     ):
         engine.run(request)
 
 
-<<<<<<< HEAD
-def _swap_through_host(piece: Tensor, received: Tensor, partner: int) -> Tensor:
-    return received.copy_(_SWAP(piece.cpu(), received.cpu(), partner))
-=======
 def _through_host(name: str) -> Callable[..., None]:
     """A collective by way of host memory: gloo has not all of them for memory of a GPU."""
     real = getattr(dist, name)
@@ -134,9 +129,15 @@ def _through_host(name: str) -> Callable[..., None]:
     return call
 
 
-def _swap_through_host(piece: Tensor, size: int, partner: int) -> Tensor:
-    return _SWAP(piece.cpu(), size, partner).to(piece.device)
->>>>>>> 7815b7a4 (gpu-check compares one process with two on one GPU also on a simulated one; the table of what was tested has its test)
+def _swap_through_host(wanted: list[dist.P2POp]) -> list[dist.Work]:
+    """The same for what two ranks send each other."""
+    there = [dist.P2POp(each.op, each.tensor.cpu(), each.peer) for each in wanted]
+    for request in _SWAP(there):
+        request.wait()
+    for each, host in zip(wanted, there, strict=True):
+        if each.op is dist.irecv:
+            each.tensor.copy_(host.tensor)
+    return []
 
 
 if __name__ == "__main__":
