@@ -44,7 +44,7 @@ BEFORE_RESUME = {"mirror": "multigpu_cli.mirror.restore:restore_from_mirror"}
 PART_STATES = {"hooks": "--hook"}
 """The entries of a checkpoint's state that belong to parts, with the flags of these."""
 
-UNITS = ("env_steps", "tokens", "samples")
+UNITS = ("env_steps", "tokens", "samples", "pixels")
 """Units of a run's speed: the first of these that its journal counts."""
 
 OUTSIDE = ("logger", "mirror", "prompts")
@@ -149,6 +149,7 @@ TRANSFORMS = {
 
 TASKS = {
     "classification": "multigpu_cli.tasks.classification:Classification",
+    "segmentation": "multigpu_cli.tasks.classification:Segmentation",
     "multi-label": "multigpu_cli.tasks.classification:MultiLabel",
     "regression": "multigpu_cli.tasks.regression:Regression",
     "language-model": "multigpu_cli.language.task:LanguageModel",

@@ -75,6 +75,23 @@ class TwoTargets(Samples):
         return torch.cat([a, b]), y, a.norm()
 
 
+class DictTargets(Samples):
+    def __getitem__(self, index):
+        a, b, y = self.row(index)
+        return torch.cat([a, b]), {"class": y, "size": a.norm()}
+
+
+class Tagged(Samples):
+    def __getitem__(self, index):
+        return self.rows[index], (self.rows[index, :2] > 0).long()
+
+
+class Masked(Samples):
+    def __getitem__(self, index):  # 255 where no class counts
+        image = self.rows[index].view(1, 2, 3)
+        return image, torch.where(image[0] < 2, (image[0] > 0).long(), 255)
+
+
 class Alone(Samples):
     def __getitem__(self, index):
         return (self.rows[index],)
@@ -159,6 +176,15 @@ class Autoencoder(nn.Module):
         return mse_loss(self.net(x), x)
 
 
+class Pixels(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.net = nn.Conv2d(1, num_classes, 1)
+
+    def forward(self, images):
+        return self.net(images)
+
+
 class Detector(nn.Module):
     def __init__(self):
         super().__init__()
@@ -175,7 +201,7 @@ class Detector(nn.Module):
 
 class Both(Task):  # several targets need a loss that knows what they are
     def loss_sum(self, model, batch):
-        classes, sizes = batch.targets
+        classes, sizes = batch.targets.values() if isinstance(batch.targets, dict) else batch.targets
         outputs = model(batch.inputs)
         size = mse_loss(outputs[:, 1], sizes, reduction="sum")
         return cross_entropy(outputs, classes, reduction="sum") + size

@@ -25,7 +25,7 @@ from multigpu_cli.api.from_objects import FromObjects
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
 from multigpu_cli.data.collate import Collate, SampleForm, count_declared_classes, get_tokens
 from multigpu_cli.data.fetcher import SeededDataset
-from multigpu_cli.data.load import choose_form, infer_source
+from multigpu_cli.data.load import SEGMENTATION, choose_form, infer_source
 from multigpu_cli.data.order import EVAL_EPOCH, SampleOrder
 from multigpu_cli.data.source import SPLITS, DataSource, MaterializedIterable
 from multigpu_cli.errors import RequestError
@@ -128,7 +128,7 @@ class UserInputs:
         if task == "language-model":
             return max(2, int(get_tokens(inputs).max()) + 1)
         splits = (self.train, self.val, self.test)
-        return infer_source(*splits, seed, form).num_classes if task == "classification" else 0
+        return infer_source(*splits, seed, form).num_classes if task in ("classification", SEGMENTATION) else 0
 
     def names(self) -> dict[str, str]:
         """The names of model and data in the run folder: their classes."""
@@ -153,7 +153,8 @@ def refuse_forgotten_scheduler(optimizer: Any, scheduler: LRScheduler | None) ->
 
 
 def _choose_form(config: MultiGPUConfig) -> SampleForm:
-    return choose_form(config.settings.get("data.inputs"), config.settings.get("task"))
+    given = config.settings
+    return choose_form(given.get("data.inputs"), given.get("task"), given.get("task.args", {}))
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

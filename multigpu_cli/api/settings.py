@@ -211,8 +211,10 @@ class MultiGPUConfig:
         if unknown:
             yield RequestError(f"settings[{unknown[0]!r}]: unknown", remedy=did_you_mean(unknown[0], SETTINGS))
         if taken:
-            instead = _FIELDS.get(taken[0], "the argument for the object itself")
-            yield RequestError(f"settings[{taken[0]!r}] has a place of its own", remedy=f"use {instead}")
+            field_name = _FIELDS.get(taken[0])
+            value = f"{field_name}={self.settings[taken[0]]!r}" if field_name == taken[0] else f"{field_name}=…"
+            instead = f"{value} beside settings" if field_name else "the argument for the object itself"
+            yield RequestError(f"settings[{taken[0]!r}] has a place of its own", remedy=instead)
 
 
 _FIELDS = {

@@ -133,7 +133,7 @@ def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, Fro
         launch_env = find_launch_env(config)
         return frozen, factories, launch_env, resolve_placement(config, frozen, launch_env)
     except RequestError as error:
-        raise to_python_error(error) from error
+        raise to_python_error(error) from error.__cause__
 
 
 def evaluate_with_multi_gpu(
@@ -248,7 +248,7 @@ def resolve_objects(
         with resolve_request(config, placement, launch_env, Console(level), report, factories) as request:
             yield request
     except RequestError as error:
-        raise to_python_error(error) from error
+        raise to_python_error(error) from error.__cause__
     finally:
         unbind_call(factories.model)
 

@@ -28,6 +28,7 @@ from multigpu_cli.distributed.world import World, broadcast_object
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.explain import is_library_file
 from multigpu_cli.runtime.module_state import name_tensor
+from multigpu_cli.runtime.precision import DTYPES
 
 _EXTRA = "_extra_state"  # how the name of what `get_extra_state` returns ends; torch's own word
 _PLACES = ("model", "state_dict", "model_state_dict", "module")  # where programs put a state dict beside other things
@@ -51,6 +52,16 @@ def fingerprint(state: dict[str, Any]) -> str:
         if isinstance(value := state[name], Tensor):
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def round_weights(name: str, weights: Tensor, half: str | None) -> Tensor:
+    """The weights as bf16 or fp16 where they are numbers; RequestError: one is beyond its range."""
+    if half is None or not weights.is_floating_point():
+        return weights
+    rounded = weights.to(DTYPES[half])
+    if bool(weights.isfinite().all()) and not rounded.isfinite().all():
+        raise RequestError(f"--dtype {half}: {name} has values beyond its range", remedy="--dtype bf16")
+    return rounded
 
 
 def extra_state(state: dict[str, Any]) -> dict[str, Any]:

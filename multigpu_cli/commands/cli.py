@@ -99,6 +99,9 @@ def export(
     kind: Annotated[
         str | None, typer.Option("--format", metavar="hf|adapter|merged", help="a folder for transformers and peft")
     ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="bf16|fp16", help="half as large: weights alone, or --format hf and merged")
+    ] = None,
     own_code: _OwnCode = False,
     as_json: _Json = False,
     **given: Any,
@@ -106,10 +109,10 @@ def export(
     """Write trained weights, or the whole network, for other programs, and check what was written."""
     from multigpu_cli.commands.requests import parse_changes, parse_export_target
 
-    target, changes = parse_export_target(to, checkpoint, kind), parse_changes(given)
+    target, changes = parse_export_target(to, checkpoint, kind, dtype), parse_changes(given)
     from multigpu_cli.commands.export import export_run, format_export  # torch loads here
 
-    written = export_run(checkpoint, target, format=kind, changes=changes, own_code=own_code)
+    written = export_run(checkpoint, target, format=kind, dtype=dtype, changes=changes, own_code=own_code)
     print_result(written, format_export(written), as_json=as_json)
 
 

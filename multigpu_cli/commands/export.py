@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from multigpu_cli.checkpoint.files import flush_folder, publish
 from multigpu_cli.checkpoint.pieces import deserialize, serialize
-from multigpu_cli.checkpoint.weights import TrainedWeights, extra_state, load_trained_weights
+from multigpu_cli.checkpoint.weights import TrainedWeights, extra_state, load_trained_weights, round_weights
 from multigpu_cli.commands.inference import LoadedRun, load_run
 from multigpu_cli.commands.options import writing_to
 from multigpu_cli.data.load import FROM_MODEL, check_has_samples
@@ -41,8 +41,10 @@ class RawInputs:
     samples: dict[str, Any]
 
 
-def export_weights(state: dict[str, Any], target: Path) -> list[str]:
+def export_weights(state: dict[str, Any], target: Path, half: str | None = None) -> list[str]:
     """Write a state dict as .pt, or its tensors as .safetensors, and verify the file bit by bit.
+
+    With `half`, bf16 or fp16, numbers are rounded to it.
 
     Returns the names of the entries that are left out, since .safetensors holds only tensors. TrainingError: reading
     the file back gives other content.
@@ -50,7 +52,7 @@ def export_weights(state: dict[str, Any], target: Path) -> list[str]:
     left_out = extra_state(state) if target.suffix == ".safetensors" else {}
     # copies, so that tied tensors become two: safetensors accepts no views
     own = {
-        name: value.clone().contiguous() if isinstance(value, Tensor) else value
+        name: round_weights(name, value, half).clone().contiguous() if isinstance(value, Tensor) else value
         for name, value in state.items()
         if name not in left_out
     }
@@ -205,22 +207,24 @@ def export_run(
     target: Path,
     *,
     format: str | None = None,
+    dtype: str | None = None,
     changes: Mapping[str, Any] = MappingProxyType({}),
     own_code: bool = False,
 ) -> Export:
     """Write the file, or folder, and check it.
 
-    The format is hf, adapter or merged, a folder for transformers and peft; None: a file, by its ending. `changes` are
-    settings that differ from the run's, such as where the dataset is now; the network is built for its shapes, and run
-    on its samples. RequestError: nothing was written. TrainingError: the file failed its check, and was removed.
+    The format is hf, adapter or merged, a folder for transformers and peft; None: a file, by its ending. `dtype` is
+    bf16 or fp16, for weights alone and whole models; None: as they were trained. `changes` are settings that differ
+    from the run's, such as where the dataset is now; the network is built for its shapes, and run on its samples.
+    RequestError: nothing was written. TrainingError: the file failed its check, and was removed.
     """
     if format:
-        return _export_folder(checkpoint, target, format, changes, own_code=own_code)
+        return _export_folder(checkpoint, target, format, changes, dtype=dtype, own_code=own_code)
     weights, takes = load_trained_weights(Path(checkpoint)), ""
     if target.suffix in (".safetensors", ".pt"):
         with writing_to("--to", target):
-            left_out = export_weights(weights.state, target)
-        difference, checked = 0.0, "read back: every bit is the same"
+            left_out = export_weights(weights.state, target, dtype)
+        difference, checked = 0.0, f"{f'rounded to {dtype}, ' if dtype else ''}read back: every bit is the same"
         if left_out:
             checked += f"; left out, since only .pt takes more than tensors: {', '.join(left_out)}"
     else:
@@ -239,12 +243,16 @@ def format_export(export: Export) -> Iterator[str]:
         yield export.takes
 
 
-def _export_folder(checkpoint: str, target: Path, format: str, changes: Mapping[str, Any], *, own_code: bool) -> Export:
+def _export_folder(
+    checkpoint: str, target: Path, format: str, changes: Mapping[str, Any], *, dtype: str | None, own_code: bool
+) -> Export:
     from multigpu_cli.commands.language.export_folder import write_model_folder  # late: transformers' models only
 
-    written = write_model_folder(Path(checkpoint), target, format, changes, own_code=own_code)
+    written = write_model_folder(Path(checkpoint), target, format, changes, half=dtype, own_code=own_code)
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     checked = f"loaded again: greatest difference of a logit {written.difference:.2g} of the largest one"
+    if dtype:
+        checked += f"; {dtype} moved one by {written.rounding:.2g}"
     return Export(str(target), size, written.origin, written.difference, checked)
 
 

@@ -119,9 +119,15 @@ def parse_prediction_target(out: str) -> Path:
     return target
 
 
-def parse_export_target(to: str, checkpoint: str, format: str | None = None) -> Path:
+def parse_export_target(to: str, checkpoint: str, format: str | None = None, dtype: str | None = None) -> Path:
     """The new file, or with a format the folder, that export writes; what the format needs has to be installed."""
     target, packages = Path(to), _find_export_packages(to, format)
+    if dtype:
+        parse_option(choice("bf16", "fp16"), "--dtype", dtype)
+        if format == "adapter" or (format is None and target.suffix not in (".pt", ".safetensors")):
+            what = f"--format {format}" if format else f"--to {to}"
+            remedy = "leave it out; it is for --format hf and merged, .safetensors and .pt"
+            raise RequestError(f"--dtype {dtype} together with {what}", remedy=remedy)
     if missing := [package for package in packages if find_spec(package) is None]:
         what = f"--format {format}" if format else f"--to {to}"
         raise RequestError(f"{what} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from multigpu_cli.capabilities import FILES
@@ -104,6 +105,11 @@ def find_weight_file(folder: Path) -> Path | None:
 
 def _save_dir(given: str) -> Iterator[RequestError]:
     for folder in (path := Path(given).absolute(), *path.parents):
+        if folder.is_symlink() and not folder.exists():
+            target = os.path.realpath(folder)
+            problem = f"--save-dir {given}: {folder} is a symbolic link to {target}, which is not there"
+            yield RequestError(problem, remedy=f"mkdir -p {quote(target)}; or another --save-dir")
+            return
         if folder.name in ("checkpoints", "logs", "tensorboard") and (folder.parent / "journal.jsonl").exists():
             yield RequestError(
                 f"--save-dir {given}: is inside the folder of another run, {folder}",

@@ -25,9 +25,13 @@ class SampleForm:
     inputs: int | None = None  # so many parts of a tuple are inputs, and the others targets; None: one and one
     needs_target: bool = True
     keeps_mappings: bool = False  # a mapping stays whole, with its targets in it
+    ignored: int | None = None  # targets are a class for each pixel, but for this number; None: they are not
 
 
 PAIR = SampleForm()
+
+VOID = 255
+"""The class that no pixel has, in the masks of most datasets for segmentation."""
 
 
 def get_sample(dataset: Dataset[Any], index: int) -> Any:

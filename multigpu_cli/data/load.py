@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
@@ -24,6 +25,7 @@ from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.data.class_weights import read_labels
 from multigpu_cli.data.collate import (
     PAIR,
+    VOID,
     Collate,
     SampleForm,
     count_declared_classes,
@@ -87,10 +89,13 @@ def _count_classes(samples: "SeededDataset", form: SampleForm, moved: Moved) -> 
         return declared
     if isinstance(dataset, TensorDataset):
         labels = to_pair(dataset.tensors, "a sample", form)[1]
+        if form.ignored is not None:
+            return _count_in_mask(labels, form.ignored)
         return 0 if labels.is_floating_point() or labels.ndim != 1 else int(labels.max()) + 1
 
     def needed(index: int) -> int:
-        return _count_needed(*to_pair(samples[EVAL_EPOCH, index][1], f"sample {index}", form))
+        inputs, label = to_pair(samples[EVAL_EPOCH, index][1], f"sample {index}", form)
+        return _count_needed(inputs, label) if form.ignored is None else _count_in_mask(label, form.ignored)
 
     if not (most := needed(0)):
         return 0
@@ -127,6 +132,13 @@ def _count_needed(inputs: Any, label: Any) -> int:
     if isinstance(label, Tensor) and label.ndim == 0:
         return max(1, int(label) + 1) if float(label).is_integer() else 0
     return _infer_vocabulary_size([(get_tokens(inputs), label)], 1)
+
+
+def _count_in_mask(mask: Any, ignored: int) -> int:
+    """How many classes a mask calls for; 0 if it is none."""
+    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.ndim < 2:
+        return 0
+    return max(1, int(mask.long().masked_fill(mask.long() == ignored, 0).max()) + 1)
 
 
 def _infer_vocabulary_size(pairs: Sequence[Sequence[Any]], axes: int) -> int:
@@ -320,19 +332,26 @@ def uses_environments(config: Config) -> bool:
     return config.task.name in ACTORS or names_environments(config)
 
 
-def choose_form(inputs: int | None, task: str | None) -> SampleForm:
-    """What of a sample are inputs: by data.inputs, and by what the task is to do with them.
+SEGMENTATION = "segmentation"
+"""The task whose targets are masks."""
+
+
+def choose_form(inputs: int | None, task: str | None, args: Mapping[str, Any] = MappingProxyType({})) -> SampleForm:
+    """What of a sample are inputs: by data.inputs, and by what the task, with its arguments, is to do with them.
 
     A task of the user's own may need no targets; from-model hands a dict to the network as it is.
     """
-    own = task is not None and ":" in task
-    return SampleForm(inputs, needs_target=not own and task != FROM_MODEL, keeps_mappings=task == FROM_MODEL)
+    own, whole = task is not None and ":" in task, task == FROM_MODEL
+    ignored = args.get("ignore_index", VOID) if task == SEGMENTATION else None
+    if not isinstance(ignored, int | None):
+        raise RequestError(f"task.args.ignore_index: {ignored!r}", remedy="a whole number")
+    return SampleForm(inputs, needs_target=not own and not whole, keeps_mappings=whole, ignored=ignored)
 
 
 def open_data(config: Config, moved: Moved = lambda: None) -> DataSource:
     """Load the dataset, or probe the environments, that --data names; `moved` is called as samples are read."""
     if not uses_environments(config):
-        form = choose_form(config.data.inputs, config.task.name)
+        form = choose_form(config.data.inputs, config.task.name, config.task.args)
         return load_data_source(config.data, config.reproducibility.seed, form, model_dir=config.model.dir, moved=moved)
     source: DataSource = load(next(iter(ACTORS.values())))(config)
     return source

@@ -34,6 +34,7 @@ _REMEDIES = (
     (r"no space left|disk quota", "make room on that disk, then the same command again: it goes on where it was"),
     (r"too many open files", "ulimit -n 65536, or fewer --num-workers"),
     (r"dataloader worker.*(killed|exited)", "--num-workers 0 shows the loader's own error"),
+    (r"index out of range in self", "an embedding with a row for every number in the data, or smaller numbers"),
     (r"device-side assert", "CUDA_LAUNCH_BLOCKING=1 shows where; labels out of range are the usual reason"),
 )
 
@@ -77,6 +78,17 @@ def name_unused_parameters(error: BaseException, trained: Sequence[str]) -> None
     found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     if names := [trained[int(index)] for index in found[1].split() if int(index) < len(trained)] if found else []:
         error.add_note(f"no gradient for: {', '.join(names[:8])}")
+
+
+def name_small_embedding(error: BaseException) -> None:
+    """Add to torch's bare 'index out of range' the number that an embedding was asked for, and how many rows it has."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    values = frames[-1].f_locals if frames and frames[-1].f_code.co_name == "embedding" else {}
+    if isinstance(error, IndexError) and {"input", "weight"} <= values.keys():
+        numbers, rows = values["input"], len(values["weight"])
+        error.add_note(
+            f"its inputs are {int(numbers.min())} to {int(numbers.max())}, and the embedding has {rows} rows"
+        )
 
 
 def is_library_file(file: str) -> bool:

@@ -10,7 +10,13 @@ from multigpu_cli.distributed.launch_env import PreviousAttempt, record_end
 from multigpu_cli.distributed.processes import quote_last_lines
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.faults.explain import describe_innermost_line, format_main_thread_stack, is_peer_failure, remedy_for
+from multigpu_cli.faults.explain import (
+    describe_innermost_line,
+    format_main_thread_stack,
+    is_peer_failure,
+    name_small_embedding,
+    remedy_for,
+)
 from multigpu_cli.faults.rank_exits import OwnProgress, RankExit, RankExits, RankPosition
 
 PATIENCE = 0.5  # seconds for the exits of other ranks, which are published before their connections close
@@ -73,6 +79,7 @@ class RootCauseFinder:
         if only_request or getattr(error, "shared", False) or not isinstance(error, Exception):
             return error
         error.failed_at = self._progress.steps_done()  # type: ignore[attr-defined]
+        name_small_embedding(error)
         own = self._describe_error(error)
         self._exits.publish(own)
         if own.caused_by_peer:

@@ -48,6 +48,8 @@ class NamedInputs(nn.Module):
 
     def _call_by_name(self, callee: nn.Module, inputs: Tensor | Mapping[str, Tensor], **more: Tensor) -> Any:
         named = (dict(inputs) if isinstance(inputs, Mapping) else {self._input: inputs}) | more
+        if "position_ids" not in self._call.names:  # a state-space model: place follows place; see check_packing
+            named.pop("position_ids", None)
         self._call.check_names(named)  # its **kwargs would pass over them in silence
         return callee(**named)
 
@@ -202,13 +204,15 @@ def build_pretrained(
             raise RequestError(f"model.args.{name}: {value!r}", remedy=" or ".join(known))
     folder = find_model_folder(model_dir)
     config = load_config(folder)
-    if torch.get_default_device().type == "meta":  # a rank that is sent the weights
-        return import_transformers().AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
-            config, dtype=_DTYPES[dtype], attn_implementation=_ATTENTION[attention]
-        )
-    check_weight_files(folder)
-    more = {} if quantize == "none" else {"quantization_config": _configure_4_bits()}
+    sent = torch.get_default_device().type == "meta"  # a rank that is sent the weights
+    more: dict[str, Any] = {} if quantize == "none" else {"quantization_config": _configure_4_bits()}
+    if not sent:
+        check_weight_files(folder)
     try:
+        if sent:
+            return import_transformers().AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+                config, dtype=_DTYPES[dtype], attn_implementation=_ATTENTION[attention]
+            )
         network, told = import_transformers().AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,
@@ -226,6 +230,8 @@ def build_pretrained(
         remedy = "a causal language model of transformers"
         if attention == "flash" and isinstance(error, ImportError):
             remedy = "pip install flash-attn, where there is a GPU for it; or --set model.args.attention=sdpa"
+        elif attention != "eager" and "attention" in said:
+            remedy = "--set model.args.attention=eager"
         raise RequestError(f"--model-dir {folder}: {said}", remedy=remedy) from error
     wrong = [*told["missing_keys"], *(each[0] for each in told["mismatched_keys"])]
     if wrong:

@@ -11,7 +11,7 @@ from torch.autograd.graph import _engine_run_backward
 from multigpu_cli.distributed.world import World, all_gather
 from multigpu_cli.errors import RequestError
 
-_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PrecisionChoice(NamedTuple):
@@ -64,7 +64,7 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self.device, self.keeps_casts = name, device, True
-        self._dtype = _DTYPE.get(name)
+        self._dtype = DTYPES.get(name)
         self._scaler, self._scales = torch.amp.GradScaler(device.type, enabled=name == "fp16"), name == "fp16"
         self._key: tuple[float, torch.dtype] | None = None
 

@@ -146,6 +146,10 @@ class Task(ABC):
         """Predictions and targets as columns of a table with one row per sample, in plain values; {}: the `outputs`."""
         return {}
 
+    def suggest_task(self, target: Any) -> str:
+        """What to type for a sample with a target that this task does not take; "" where that may be anything."""
+        return ""
+
     def should_evaluate(self, epoch: int) -> bool:
         """Whether to evaluate the validation split after this epoch; after the last one it always is."""
         return True

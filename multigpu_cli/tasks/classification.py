@@ -1,6 +1,6 @@
-"""Classification: one class for each sample by cross-entropy, several by their own yes or no; counts for each class."""
+"""Classification: a class for each sample or pixel by cross-entropy, several by their own yes or no; counts of each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isnan, nan
 from typing import Any
 
@@ -11,11 +11,12 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.class_weights import resolve_class_weights
-from multigpu_cli.data.collate import describe_shapes, get_sample, to_pair
+from multigpu_cli.data.collate import VOID, Collate, describe_shapes, get_sample, to_pair
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.meters import divide
+from multigpu_cli.runtime.model_call import IGNORED
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, per_class_rows
 
 
@@ -31,7 +32,7 @@ class Classification(Task):
     def __init__(self, source: DataSource, config: TaskConfig) -> None:
         super().__init__(source, config)
         if source.num_classes < 2:
-            raise _too_few_classes(source)
+            raise self._too_few_classes("classification")
         for name in ("train", "val", "test"):
             _check_labels(name, getattr(source, name), source)
         self._weights: Tensor | None = None
@@ -84,21 +85,29 @@ class Classification(Task):
         found = {"per_class": per_class_rows(self.class_names(self.source.num_classes), rows[:3].T.tolist())}
         return found | ({"confusion": rows[3:].tolist()} if len(rows) > 3 else {})
 
+    def _too_few_classes(self, task: str) -> RequestError:
+        """The error for a dataset with one class, or with none: then its targets are no class numbers."""
+        problem = f"--task {task}: the dataset has {pluralize(self.source.num_classes, 'class')}"
+        if self.source.num_classes:
+            return RequestError(problem, remedy="another --task")
+        target = to_pair(get_sample(self.source.train, 0), "sample 0", self.source.form)[1]
+        usual = "the class number of each sample as its target, a whole number () from 0 on; or another --task"
+        remedy = self.suggest_task(target) or usual
+        return RequestError(f"{problem}: the target of sample 0 is {describe_shapes(target)}", remedy=remedy)
+
+    def suggest_task(self, target: Any) -> str:
+        if not isinstance(target, Tensor):
+            own = "--task my_code:Task, a class of your own that knows what they are (docs/howto/sample-shapes.md)"
+            return own if isinstance(target, Mapping | tuple | list) else ""
+        if target.ndim > 1 and not target.is_floating_point():
+            return "--task segmentation, for a class of each pixel"
+        if target.numel() > 1 and bool(((target == 0) | (target == 1)).all()):
+            return "--task multi-label, for labels of 0 and 1"
+        return "--task regression, for numbers" if target.is_floating_point() else ""
+
     def _rows(self, counts: Tensor) -> Tensor:
         """(k, classes): what `count_classes` gave."""
         return counts.view(-1, self.source.num_classes)
-
-
-def _too_few_classes(source: DataSource) -> RequestError:
-    """The error for a dataset with one class, or with none: then its targets are no class numbers."""
-    problem = f"--task classification: the dataset has {pluralize(source.num_classes, 'class')}"
-    if source.num_classes:
-        return RequestError(problem, remedy="another --task")
-    target = to_pair(get_sample(source.train, 0), "sample 0", source.form)[1]
-    return RequestError(
-        f"{problem}: the target of sample 0 is {describe_shapes(target)}",
-        remedy="the class number of each sample as its target, a whole number () from 0 on; or another --task",
-    )
 
 
 def _check_labels(name: str, split: Any, source: DataSource) -> None:
@@ -114,6 +123,82 @@ def _check_labels(name: str, split: Any, source: DataSource) -> None:
             f"--data: {name} labels range from {int(labels.min())} to {int(labels.max())} with {classes} classes",
             remedy="labels must be 0 … classes-1",
         )
+
+
+class Segmentation(Classification):
+    """Targets (n, …) a class number for each pixel, model outputs (n, classes, …); the better has the higher mIoU.
+
+    The loss is the mean over the pixels that count. Targets may also be (n, 1, …), and outputs the entry `out` of a
+    dict, as torchvision's networks return them. An evaluation gives `accuracy` over pixels, and `miou`: intersection ÷
+    union of each class, as the mean over the classes that are in targets or predictions.
+
+    Args:
+        ignore_index: the class of pixels that do not count; nor do those of -100.
+    """
+
+    unit = "pixel"
+    expected_shapes = (
+        "targets (n, height, width) class numbers, 255 or --set task.ignore_index=N where none counts; outputs "
+        "(n, classes, height, width) logits, alone or as ['out']"
+    )
+
+    def __init__(self, source: DataSource, config: TaskConfig, ignore_index: int = VOID) -> None:
+        Task.__init__(self, source, config)
+        if source.num_classes < 2:
+            raise self._too_few_classes("segmentation")
+        self._ignored, self._weights = ignore_index, None
+        targets = Collate(source.train, source.form)([(0, get_sample(source.train, 0))]).targets
+        self.units_per_sample = max(1, getattr(targets, "numel", lambda: 1)())
+
+    def units(self, batch: Batch) -> Tensor:
+        classes = batch.targets.long()  # -100 and the class 156 are one number in 8 bits
+        return torch.count_nonzero((classes != self._ignored) & (classes != IGNORED))
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        logits, targets = self._by_pixel(model(batch.inputs), batch.targets)
+        weights, smoothing = self._class_weights_for(logits), self.config.label_smoothing
+        return cross_entropy(logits, targets, weights, reduction="sum", label_smoothing=smoothing)
+
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
+        logits, targets = self._by_pixel(model(batch.inputs), batch.targets)
+        counted = targets != IGNORED
+        logits, targets = logits[counted], targets[counted]
+        if wrong := targets[(targets < 0) | (targets >= self.source.num_classes)].tolist():  # a GPU only asserts
+            raise ValueError(f"a pixel of class {wrong[0]}, and there are {self.source.num_classes} classes")
+        loss = cross_entropy(logits, targets, reduction="none").double().sum()
+        return BatchMetrics(loss, count_classes(logits, targets, table=True).flatten())
+
+    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
+        correct, predicted, true = self._rows(counts)[:3].double()
+        union = predicted + true - correct
+        return super().metrics(counts, units) | {"miou": float((correct / union)[union > 0].mean())}
+
+    def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
+        return (metrics["miou"], -metrics["loss"])
+
+    def pair_with_targets(self, outputs: Any, batch: Batch) -> tuple[Any, Any]:
+        return super().pair_with_targets(_choose_logits(outputs), batch)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """(n, …) the likeliest class of each pixel."""
+        classes: Tensor = _choose_logits(model(batch.inputs)).argmax(1)
+        return classes
+
+    predictions, suggest_task = Task.predictions, Task.suggest_task
+
+    def _by_pixel(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(pixels, classes) logits and (pixels,) classes, IGNORED where none counts; 1-d losses are deterministic."""
+        logits, classes = _choose_logits(outputs), self.source.num_classes
+        targets = targets.squeeze(1) if targets.ndim == logits.ndim else targets
+        if targets.is_floating_point() or logits.shape != (len(targets), classes, *targets.shape[1:]):
+            raise ValueError(f"outputs {tuple(logits.shape)} for targets {describe_shapes(targets)}, {classes} classes")
+        targets = targets.flatten().long()
+        logits = at_least_float32(logits).movedim(1, -1).flatten(0, -2)
+        return logits, targets.masked_fill(targets == self._ignored, IGNORED)
+
+
+def _choose_logits(outputs: Any) -> Any:
+    return outputs["out"] if isinstance(outputs, Mapping) and "out" in outputs else outputs
 
 
 class MultiLabel(Task):

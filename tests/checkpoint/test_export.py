@@ -1,11 +1,13 @@
 import io
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from multigpu_cli.capabilities import MODELS
@@ -27,11 +29,25 @@ def test_weights_are_all_there_and_load_elsewhere(name: str, tmp_path: Path) -> 
     if name.endswith(".pt"):
         found = torch.load(tmp_path / name, weights_only=True)
     else:
-        from safetensors.torch import load_file
-
         found = load_file(tmp_path / name)
     assert found.keys() == tied.keys()
     assert all(torch.equal(found[key], tied[key]) and found[key].dtype == tied[key].dtype for key in tied)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pt"])
+def test_weights_in_half_precision(name: str, tmp_path: Path) -> None:
+    export_weights(STATE, tmp_path / name, "fp16")
+    load = partial(torch.load, weights_only=True) if name.endswith(".pt") else load_file
+    found = load(tmp_path / name)
+    assert {key: value.dtype for key, value in found.items()} == {
+        "w": torch.float16,
+        "count": torch.int64,
+        "half": torch.float16,
+    }
+    assert torch.equal(found["w"], STATE["w"].half())
+    with pytest.raises(RequestError, match=r"--dtype fp16: w has values beyond its range\n  try: --dtype bf16"):
+        export_weights({"w": torch.tensor([1.0, 7e4])}, tmp_path / f"again{name}", "fp16")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 

@@ -157,6 +157,7 @@ def test_paths_that_are_not_there_or_of_the_wrong_kind_are_refused(tmp_path: Pat
     file = tmp_path / "weights.pt"
     file.touch()
     (tmp_path / "data" / "last.pt").touch()
+    (link := tmp_path / "link").symlink_to(gone := tmp_path / "unmounted disk")
     for flags, words in (
         ({"data_dir": tmp_path / "dat"}, ["--data-dir", "did you mean", "data"]),
         ({"data_dir": file}, ["--data-dir", "not a file of a known dataset", ".csv", "--data NAME"]),
@@ -166,6 +167,8 @@ def test_paths_that_are_not_there_or_of_the_wrong_kind_are_refused(tmp_path: Pat
         ({"init_from": "google/vit-base"}, ["no such file", "nothing is downloaded", "folder", "model.safetensors"]),
         ({"save_dir": file}, ["--save-dir", "is a file"]),
         ({"save_dir": file / "run"}, ["--save-dir", f"{file} is a file"]),
+        ({"save_dir": link}, [f"--save-dir {link}", f"a symbolic link to {gone}, which", f"mkdir -p '{gone}'"]),
+        ({"save_dir": link / "run"}, [f"--save-dir {link}/run: {link} is a symbolic link to {gone}"]),
         ({"resume": tmp_path / "run-7"}, ["--resume", "no such run folder"]),
         ({"resume": "nevr"}, ["--resume nevr", "did you mean 'never'?"]),
     ):

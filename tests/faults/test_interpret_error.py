@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from multigpu_cli.faults.explain import is_peer_failure, name_unused_parameters, remedy_for
+from multigpu_cli.faults.explain import is_peer_failure, name_small_embedding, name_unused_parameters, remedy_for
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, "
 BROKEN = f"{NCCL}unhandled system error, NCCL version 2.27.3\nncclSystemError: System call (e.g. socket, malloc) or "
@@ -72,6 +72,16 @@ def test_everything_else_is_one(error: Exception) -> None:
 def test_known_causes_have_a_way_out(error: Exception, remedy: str) -> None:
     assert remedy in remedy_for(error)
     assert bool(remedy) == bool(remedy_for(error))
+
+
+def test_an_embedding_that_is_too_small_is_told_with_its_size() -> None:
+    with pytest.raises(IndexError) as raised:
+        torch.nn.Embedding(12, 2)(torch.tensor([3, 17]))
+    name_small_embedding(raised.value)
+    assert raised.value.__notes__ == ["its inputs are 3 to 17, and the embedding has 12 rows"]
+    assert "a row for every number" in remedy_for(raised.value)
+    name_small_embedding(other := IndexError("list index out of range"))
+    assert not hasattr(other, "__notes__")
 
 
 def test_indices_of_ddp_become_names() -> None:

@@ -17,6 +17,9 @@ from tests.support.tiny_language_models import SIZES, make_model_folder
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 
+TOKENS = torch.arange(18).view(2, 9)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("llama"))
@@ -40,6 +43,33 @@ def test_the_weights_of_the_folder_and_packed_texts_apart(architecture: str, att
     check_packing(model, 200, torch.device("cpu"))
     check_causal(model, 200, torch.device("cpu"))
     check_causal(model.to(torch.bfloat16), 200, torch.device("cpu"), places=1)
+
+
+def test_gemma_2_says_which_attention_it_has_and_has_it(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, "gemma2", head_dim=8)
+    with pytest.raises(RequestError, match="attention") as refused:
+        build(folder)
+    assert refused.value.remedy == "--set model.args.attention=eager"
+    model = build(folder, attention="eager")
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    torch.testing.assert_close(model(TOKENS), own(TOKENS).logits)
+    check_packing(model, 200, torch.device("cpu"))
+
+
+def test_mamba_learns_texts_that_stand_alone(tmp_path: Path) -> None:
+    """It knows no places and has no attention: what came before in a pack would be part of its state."""
+    folder = make_model_folder(tmp_path, "mamba", hidden_size=16, state_size=4, num_hidden_layers=1)
+    with pytest.raises(RequestError, match="attention") as refused:
+        build(folder)
+    assert refused.value.remedy == "--set model.args.attention=eager"
+    model = build(folder, attention="eager")
+    places = torch.arange(9).expand(2, -1)
+    own = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    torch.testing.assert_close(model({"input_ids": TOKENS, "position_ids": places}), own(TOKENS).logits)
+    check_causal(model, 200, torch.device("cpu"))
+    with pytest.raises(RequestError, match="see each other") as leaking:
+        check_packing(model, 200, torch.device("cpu"))
+    assert leaking.value.remedy.startswith("--packing off")
 
 
 class Leaking(nn.Module):

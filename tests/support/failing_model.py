@@ -96,12 +96,17 @@ def choosy(input_shape: Sequence[int], num_classes: int) -> nn.Module:
     return Choosy(prod(input_shape), num_classes)
 
 
+class _Block(nn.Sequential):
+    """A class of its own, so that it is what is wrapped."""
+
+
 class Dropping(nn.Module):
     """Leaves out one of its blocks in each training pass after the first two: which one depends on the samples."""
 
-    def __init__(self, features: int, num_classes: int) -> None:
+    def __init__(self, features: int, num_classes: int, unlike: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(features, features) for _ in range(3))
+        widths = [features + 4 * place * unlike for place in range(3)]
+        self.blocks = nn.ModuleList(_Block(nn.Linear(features, width), nn.Linear(width, features)) for width in widths)
         self.head, self.passes = nn.Linear(features, num_classes), 0
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -114,5 +119,5 @@ class Dropping(nn.Module):
         return logits
 
 
-def dropping(input_shape: Sequence[int], num_classes: int) -> nn.Module:
-    return Dropping(prod(input_shape), num_classes)
+def dropping(input_shape: Sequence[int], num_classes: int, unlike: bool = False) -> nn.Module:
+    return Dropping(prod(input_shape), num_classes, unlike)

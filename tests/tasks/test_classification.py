@@ -139,10 +139,10 @@ def test_a_dataset_without_classes_is_refused(count: int) -> None:
 @pytest.mark.parametrize(
     ("target", "named"),
     [
-        (torch.tensor([1]), r"0 classes: the target of sample 0 is int64 \(1,\)\n"),
-        (0.5, r"0 classes: the target of sample 0 is float32 \(\)\n"),
-        ("cat", r"0 classes: the target of sample 0 is str\n"),
-        (None, r"0 classes: the target of sample 0 is NoneType\n"),
+        (torch.tensor([1]), r"0 classes: the target of sample 0 is int64 \(1,\)\n  try: the class number"),
+        (0.5, r"0 classes: the target of sample 0 is float32 \(\)\n  try: --task regression"),
+        ("cat", r"0 classes: the target of sample 0 is str\n  try: the class number of each .* a whole number"),
+        (None, r"0 classes: the target of sample 0 is NoneType\n  try: the class number"),
     ],
 )
 def test_targets_that_are_no_class_numbers_are_described(target: object, named: str) -> None:
@@ -153,9 +153,8 @@ def test_targets_that_are_no_class_numbers_are_described(target: object, named: 
         def __getitem__(self, index: int) -> tuple[Tensor, object]:
             return torch.zeros(2), target
 
-    with pytest.raises(RequestError, match=named) as refused:
+    with pytest.raises(RequestError, match=named):
         Classification(source(Samples(), num_classes=0), TaskConfig())  # type: ignore[arg-type]
-    assert "a whole number" in refused.value.remedy
 
 
 def test_numpy_labels_of_a_users_dataset_are_not_read_twice() -> None:

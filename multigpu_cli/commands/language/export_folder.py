@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.files import flush_folder
-from multigpu_cli.checkpoint.weights import TrainedWeights, load_trained_weights
+from multigpu_cli.checkpoint.weights import TrainedWeights, load_trained_weights, round_weights
 from multigpu_cli.commands.inference import LoadedRun, load_run_without_data, load_text_model_of_run
 from multigpu_cli.commands.options import writing_to
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.language import hugging_face
 from multigpu_cli.language.adapter import adapter_weights, find_adapted, merge_adapter
 from multigpu_cli.language.model_folder import find_model_folder, import_transformers
+from multigpu_cli.runtime.precision import DTYPES
 
 _SHARD = "5GB"  # at most, unless one tensor alone is larger
 _TOLERANCE = 1e-5  # of the largest logit
@@ -31,10 +32,11 @@ _COPIED = (
 
 
 class WrittenFolder(NamedTuple):
-    """Where the weights come from, and the largest difference of a logit, as a share of the largest logit."""
+    """Where the weights come from; shares of the largest logit: how far one is from the network's, and was rounded."""
 
     origin: str
     difference: float
+    rounding: float
 
 
 class _Live(NamedTuple):
@@ -44,20 +46,21 @@ class _Live(NamedTuple):
     base: Path
     settings: dict[str, str]  # `model.args` of a network with the same logits
     tokens: Tensor
-    logits: Tensor  # (n, t, vocabulary) float32, for the tokens (n, t)
+    logits: Tensor  # (n, t, vocabulary) float32, for the tokens (n, t), of the weights as they were written
+    rounding: float = 0.0
 
 
 def write_model_folder(
-    checkpoint: Path, target: Path, kind: str, changes: Mapping[str, Any], *, own_code: bool
+    checkpoint: Path, target: Path, kind: str, changes: Mapping[str, Any], *, half: str | None, own_code: bool
 ) -> WrittenFolder:
     """Write a folder and check it: it is loaded again, once the network that was written is out of memory.
 
     The kind is hf (all weights), adapter (for peft), or merged (all weights, with the adapter added to them in
-    float32). RequestError: the run is of another kind; nothing was written. TrainingError: the folder computes
-    something else, and was removed.
+    float32); with `half`, bf16 or fp16, all weights are rounded to it. RequestError: the run is of another kind, or a
+    weight is beyond that range; nothing was written. TrainingError: the folder computes something else; it was removed.
     """
     with _draft_folder(target) as draft:
-        live = _write(checkpoint, draft, target, kind, changes, own_code=own_code)
+        live = _write(checkpoint, draft, target, kind, changes, half=half, own_code=own_code)
         found = _compute_logits(_load_again(draft, kind, live), live.tokens)
         difference = float((found - live.logits).abs().max() / live.logits.abs().max())
         if not difference <= _TOLERANCE:  # also where it is NaN
@@ -66,18 +69,25 @@ def write_model_folder(
                 "removed",
                 remedy="another version of transformers; or --to ….safetensors, for the weights as they are",
             )
-    return WrittenFolder(live.origin, difference)
+    return WrittenFolder(live.origin, difference, live.rounding)
 
 
 def _write(
-    checkpoint: Path, draft: Path, target: Path, kind: str, changes: Mapping[str, Any], *, own_code: bool
+    checkpoint: Path,
+    draft: Path,
+    target: Path,
+    kind: str,
+    changes: Mapping[str, Any],
+    *,
+    half: str | None,
+    own_code: bool,
 ) -> _Live:
     """Write everything; the network is gone when this returns."""
     run, origin, template = _load_run(checkpoint, kind, changes, own_code=own_code)
     network: Any = run.model.network  # of transformers or peft, which logits alone come out of in training
     base = find_model_folder(run.config.model.dir)
     settings = {"dtype": "float32"} | run.config.model.args
-    if kind != "hf" and settings["dtype"] in ("float16", "bfloat16"):  # what learned is float32 beside it
+    if (half or kind != "hf") and settings["dtype"] in ("float16", "bfloat16"):  # what learned is float32 beside it
         network.float()
         settings["dtype"] = "float32"
     samples, length = _TOKENS
@@ -85,18 +95,33 @@ def _write(
     tokens = torch.randint(run.source.num_classes, shape, generator=torch.Generator().manual_seed(0))
     live = _Live(origin, base, settings, tokens, _compute_logits(network, tokens))
     whole: Any = merge_adapter(network) if kind == "merged" else network
+    if half:
+        live = _round(whole, half, live)
     with writing_to("--to", target):
         if kind == "adapter":
             _write_adapter(network, draft, base)
         else:  # weights in shards, tied ones once, by transformers' own names
             whole.generation_config = import_transformers().GenerationConfig()  # the model's own may fail its checks
+            if half:
+                for weights in whole.parameters():
+                    weights.data = weights.data.to(DTYPES[half])
             whole.save_pretrained(draft, max_shard_size=_SHARD)
             (draft / "generation_config.json").unlink(missing_ok=True)
             config = json.loads((base / "config.json").read_bytes())  # the model's own, which other programs know
-            config["torch_dtype" if "torch_dtype" in config else "dtype"] = settings["dtype"]
+            dtype = str(DTYPES[half]).removeprefix("torch.") if half else settings["dtype"]
+            config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
             (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         _copy_text_files(base, draft, template)
     return live
+
+
+def _round(network: nn.Module, half: str, live: _Live) -> _Live:
+    """Round the weights, and compute with them as precisely as before."""
+    for name, weights in network.named_parameters():
+        weights.data = round_weights(name, weights.data, half).to(weights.dtype)
+    logits = _compute_logits(network, live.tokens)
+    moved = float((logits - live.logits).abs().max() / live.logits.abs().max())
+    return live._replace(logits=logits, rounding=moved)
 
 
 def _load_run(
@@ -106,8 +131,7 @@ def _load_run(
     weights = load_trained_weights(checkpoint)
     _check_kind(weights, kind)
     if kind == "merged":  # with the base as it is in its folder, also where the adapter learned beside 4 bits of it
-        args = {name: value for name, value in weights.settings.get("model.args", {}).items() if name != "quantize"}
-        changes = {**changes, "model.args": args}
+        changes = {**changes, "model.args": {**changes.get("model.args", {}), "quantize": "none"}}
     run = load_run_without_data(weights, own_code=own_code, changes=changes)
     load_text_model_of_run(weights, run)  # else another model's tokenizer might be copied
     return run, str(weights.origin), weights.settings.get("base", {}).get("template")

@@ -21,11 +21,10 @@ from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.planning.memory import Memory, fit_line
 from multigpu_cli.run.request.checks import forecast_state
 from multigpu_cli.run.request.spec import FromConfig
-from multigpu_cli.runtime.precision import choose_precision
+from multigpu_cli.runtime.precision import DTYPES, choose_precision
 
 FILLED = 0.9
 """Share of a device's memory: the allocator and kernels take some."""
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def estimate_training(config: Config) -> ConfigEstimate | None:
         "the model names no longest text, and there is no --max-length",
     )
     if tokens:
-        dtype = _DTYPES.get(choose_precision(config.precision.amp, place).name)
+        dtype = DTYPES.get(choose_precision(config.precision.amp, place).name)
         memory, activations = _add_activations(memory, model, tokens, dtype, pairs=config.task.name == "dpo")
     return ConfigEstimate(
         folder,

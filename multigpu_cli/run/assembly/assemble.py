@@ -30,6 +30,7 @@ from multigpu_cli.distributed.world import (
     run_on_main_rank,
 )
 from multigpu_cli.errors import RequestError
+from multigpu_cli.faults.explain import name_small_embedding, remedy_for
 from multigpu_cli.models.build import use_channels_last
 from multigpu_cli.optimizers.eval_weights import EMAModel, is_schedule_free, list_unsaved_parameters
 from multigpu_cli.run.assembly.components import Loaders, TrainComponents
@@ -169,12 +170,14 @@ def _mismatch_error(
     source, config, outputs = spec.source, spec.config, seen.outputs
     line = traceback.extract_tb(error.__traceback__)[-1]
     message = (str(error).splitlines() or [""])[0]
+    name_small_embedding(error)
     classes = source.num_classes or source.num_outputs
     built = spec.factories.describe_model(config, source)
     lines = [
         f"--model {spec.model} does not take the {which} of --data {config.data.name}, or --task {spec.task} "
         "not what it returns",
         f"  {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {message}",
+        *(f"  {note}" for note in getattr(error, "__notes__", ())),
         *([f"  {built}"] if built else []),
         f"  it was called with  {describe_shapes(batch.inputs)}",
         *([f"  that is             {seen.describe()}"] if seen.describe() else []),
@@ -182,7 +185,9 @@ def _mismatch_error(
         f"  the targets are     {'none' if batch.targets is None else describe_shapes(batch.targets)}",
         f"  the task expects    {task.expected_shapes}",
     ]
-    remedy = _suggest_model(spec, outputs, classes) if outputs else "a model for these inputs"
+    target = batch.targets[0] if isinstance(batch.targets, Tensor) and batch.targets.ndim else batch.targets
+    fits = (task.suggest_task(target) or _suggest_model(spec, outputs, classes)) if outputs else ""
+    remedy = fits or remedy_for(error) or "a model for these inputs"
     return RequestError("\n".join(lines), remedy=remedy + ("; --debug shows the traceback" if built else ""))
 
 

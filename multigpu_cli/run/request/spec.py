@@ -37,7 +37,7 @@ from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.strategies.base import Strategy, find_strategy
 from multigpu_cli.tasks.base import Task
 
-_SMOOTHED = ("classification", "multi-label", "language-model", "dpo")
+_SMOOTHED = ("classification", "segmentation", "multi-label", "language-model", "dpo")
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
-from multigpu_cli.distributed.world import World, all_gather_object, all_reduce_sum, run_in_step
+from multigpu_cli.distributed.world import World, all_gather_object, all_reduce_max, all_reduce_sum, run_in_step
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.models.blocks import describe_blocks, find_blocks_to_wrap
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
@@ -106,6 +106,7 @@ class FSDP2(Strategy):
         for number, block in enumerate([*blocks, ""]):
             hook = partial(self._note_gather, number)
             model.get_submodule(block).register_forward_pre_hook(hook, prepend=True)  # before the gathering
+        model.register_forward_hook(lambda *_: self._compare_blocks(-1))  # also who runs fewer of them comes here
 
     @classmethod
     def find_errors(cls, config: Config, workers: int) -> Iterator[RequestError]:
@@ -186,7 +187,15 @@ class FSDP2(Strategy):
 
     def _note_gather(self, block: int, *_: object) -> None:
         self._order = hash((self._order, block))
+        self._compare_blocks(block)
+
+    def _compare_blocks(self, block: int) -> None:
+        """On CPUs, where gloo ends the process if workers gather weights of unlike sizes; a GPU would have to wait."""
         self.on_gather()
+        if self._world.device.type == "cpu" and not self._probes:
+            greatest, least = all_reduce_max(self._world, [block, -block])
+            if greatest != -least:
+                raise _unlike_blocks()
 
     def _free_rest_without_backward(self, *_: object) -> None:
         """Free the weights in no block, which are kept for the backward pass, in a pass that has none."""
@@ -331,10 +340,14 @@ class FSDP2(Strategy):
 
     def check_passes(self) -> None:
         if len(set(all_gather_object(self._world, self._order))) > 1:
-            raise TrainingError(
-                "the workers ran different blocks of the model, so that one gathered the weights of another's block",
-                remedy="--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp",
-            )
+            raise _unlike_blocks()
+
+
+def _unlike_blocks() -> TrainingError:
+    return TrainingError(
+        "the workers ran different blocks of the model, so that one gathered the weights of another's block",
+        remedy="--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp",
+    )
 
 
 class WeightUsage:

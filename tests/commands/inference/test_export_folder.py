@@ -112,6 +112,30 @@ def test_half_precision_is_merged_in_float32_and_else_stays(
         assert {weight.dtype for weight in found.parameters()} == {getattr(torch, dtype)}
 
 
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+def test_a_whole_model_is_written_in_half_precision(
+    half: str, models: dict[str, Path], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sum of base and adapter is rounded, and not each of them; a dtype of the base does not matter."""
+    args: dict[str, Any] = {"model.args": {"dtype": "bfloat16"}} if half == "bf16" else {}
+    save_trained_run(here / "lora", models["qwen2"], adapter="lora", **args)
+    export("lora", "--to", "merged", "--format", "merged", capsys=capsys)
+    told = export("lora", "--to", "half", "--format", "merged", "--dtype", half, capsys=capsys)
+    assert told["difference"] == 0, "of the rounded weights, computed as before"
+    moved = float(told["checked"].partition(f"; {half} moved one by ")[2])
+    assert 1e-5 < moved < {"bf16": 0.1, "fp16": 0.01}[half]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
+    assert json.loads(Path("half/config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    whole, rounded = (
+        transformers.AutoModelForCausalLM.from_pretrained(name).state_dict() for name in ("merged", "half")
+    )
+    assert whole.keys() == rounded.keys()
+    assert all(torch.equal(weight.to(dtype), rounded[name]) for name, weight in whole.items())
+    assert sum(file.stat().st_size for file in Path("half").glob("*.safetensors")) == pytest.approx(
+        sum(file.stat().st_size for file in Path("merged").glob("*.safetensors")) / 2, rel=0.1
+    )
+
+
 def test_shards_are_written_one_by_one(
     models: dict[str, Path], here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +195,9 @@ def test_what_can_not_be_exported_is_refused_and_nothing_is_written(
         (["whole", "--to", "mine", "--format", "hf", *at], 2, "--to mine: it exists already"),
         (["whole", "--to", "out", "--format", "gguf", *at], 2, "--format must be hf or adapter or merged, not 'gguf'"),
         (["whole", "--to", "out.pt", "--format", "hf", *at], 2, "writes a folder, not a file"),
+        (["lora", "--to", "out", "--format", "adapter", "--dtype", "bf16"], 2, "--dtype bf16 together with --format"),
+        (["whole", "--to", "out.pt2", "--dtype", "fp16"], 2, "--dtype fp16 together with --to out.pt2"),
+        (["whole", "--to", "out", "--format", "hf", "--dtype", "int8"], 2, "--dtype must be bf16 or fp16, not 'int8'"),
         (["whole", "--to", "out", "--format", "merged", *at], 2, "of a run without --adapter"),
         (["lora", "--to", "out", "--format", "hf"], 2, "--format merged for a whole model"),
         (["whole", "--to", "out", "--format", "hf"], 2, "moved: no such folder"),
