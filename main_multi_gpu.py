@@ -29,7 +29,7 @@ except ModuleNotFoundError as missing:  # started with another python than the e
 
 from multigpu_cli.capabilities import COMMANDS, load
 from multigpu_cli.commands.cli import app
-from multigpu_cli.commands.options import list_given_flags, with_train_options
+from multigpu_cli.commands.options import Command, list_given_flags, with_train_options
 from multigpu_cli.distributed.launch_env import (
     AttemptRefused,
     FinalVerdict,
@@ -54,7 +54,7 @@ for _name, _code in COMMANDS.items():
 @app.callback(invoke_without_command=True)
 @with_train_options
 def _front_door(context: typer.Context, **values: Any) -> Callable[[], int] | None:
-    """Train a model on one, two or many GPUs; without a command, this trains."""
+    """Train a PyTorch model on one or more GPUs. Without a command, this trains."""
     if context.invoked_subcommand is None:
         return partial(_train, values)
     if flags := list_given_flags(values):
@@ -63,6 +63,13 @@ def _front_door(context: typer.Context, **values: Any) -> Callable[[], int] | No
             remedy=f"options of a command come after it: {context.invoked_subcommand} {flags[0]} …",
         )
     return None
+
+
+@app.command(cls=Command)
+@with_train_options
+def train(**values: Any) -> int:
+    """Train a model: the same as without a command."""
+    return _train(values)
 
 
 def _train(values: Mapping[str, Any]) -> int:

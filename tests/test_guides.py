@@ -77,7 +77,7 @@ def test_the_flag_table_has_every_setting() -> None:
     flags = re.findall(r"^\| `(--[\w-]+)", flag_table(), re.MULTILINE)
     assert len(flags) == len(set(flags))
     assert {entry.flag for entry in SETTINGS.values() if entry.flag} <= set(flags)
-    assert "| `--batch-size N\\|auto` | samples per device per micro-batch (per GPU) | 32 |  |" in flag_table()
+    assert "| `--batch-size N\\|auto` | samples per GPU in one micro-batch | 32 |  |" in flag_table()
     assert "| `--epochs N` | passes over the training data | 20 | free |" in flag_table()
 
 

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pexpect
 import pytest
+import typer
 
 import main_multi_gpu
+from multigpu_cli.commands.help import COMMON, TOPICS
 from multigpu_cli.commands.options import with_train_options
 from multigpu_cli.config.rules import OWN_RUN_ID
 from multigpu_cli.config.schema import SETTINGS, Config
@@ -147,8 +150,77 @@ def test_the_version_names_torch_without_importing_it(door: Door) -> None:
     assert re.fullmatch(r"multigpu \S.* \(torch \S+, Python 3\.\d+\.\d+\)\n", door("--version").out)
 
 
-def test_help_lists_every_flag_whole_under_its_panel(door: Door) -> None:
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_fits_a_screen_with_the_common_options_and_every_command(
+    door: Door, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     code, out, err = door("--help")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) <= 60
+    assert max(map(len, out.splitlines())) <= columns
+    assert "..." not in out, "a summary was cut"
+    assert len(COMMON) == 15
+    for name in (*COMMON, "help_all"):
+        assert f"--{name.replace('_', '-')}" in out
+    group: Any = typer.main.get_command(main_multi_gpu.app)
+    for command in set(group.commands) - {"help"}:
+        assert re.search(rf"^  {command} ", out, re.MULTILINE), command
+    assert "\x1b" not in out
+
+
+def test_help_has_colours_on_a_terminal_and_only_there() -> None:
+    def lines(**environ: str) -> str:
+        argv = [str(SCRIPT), "plan", "--help"]
+        child = pexpect.spawn(sys.executable, argv, env={"TERM": "xterm-256color"} | environ, encoding="utf-8")
+        text: str = child.read()
+        child.close()
+        return text
+
+    assert "\x1b[1;36m--workers\x1b[0m \x1b[1;33mN,N\x1b[0m" in lines()
+    assert "\x1b" not in lines(NO_COLOR="1")
+    assert "\x1b" not in lines(TERM="dumb")
+
+
+@pytest.mark.parametrize("command", ["plan", "bench", "doctor", "selftest"])
+def test_a_command_names_its_own_options_and_refers_to_those_of_a_training(door: Door, command: str) -> None:
+    code, out, err = door(command, "--help")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) < 20
+    assert "--optimizer" not in out
+    assert "--help-all" in out
+    assert "--optimizer" in door(command, "--help-all").out
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_chapter_has_its_flags_and_its_settings_without_one(door: Door, topic: str) -> None:
+    code, out, err = door("help", topic)
+    title, page = TOPICS[topic]
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{title}:\n")
+    for setting in SETTINGS.values():
+        found = re.search(rf"^  {re.escape(setting.flag or setting.key)}(?=\s)", out, re.MULTILINE)
+        assert bool(found) == (setting.panel == title), setting.key
+    assert (SCRIPT.parent / "docs" / page).exists()
+
+
+def test_help_of_a_command_is_the_commands_own_and_unknown_words_are_refused(door: Door) -> None:
+    assert door("help", "verify").out == door("verify", "-h").out
+    assert door("help").out == door("--help").out
+    assert door("help", "optimiser") == (
+        2, "", "error: help optimiser: no such chapter or command\n  try: did you mean 'optimizer'?\n",
+    )  # fmt: skip
+
+
+def test_usage_names_arguments_as_other_programs_do(door: Door) -> None:
+    assert " status [OPTIONS] [RUN...]\n" in door("status", "-h").out
+    assert " verify [OPTIONS] RUN_A RUN_B\n" in door("verify", "-h").out
+    assert "  RUN_A  run folder\n" in door("verify", "-h").out
+    assert "--no-own-code" not in door("export", "-h").out
+
+
+def test_help_all_lists_every_flag_whole_under_its_panel(door: Door) -> None:
+    code, out, err = door("--help-all")
     assert (code, err) == (0, "")
     for setting in SETTINGS.values():
         if setting.flag:
@@ -176,7 +248,7 @@ def test_train_is_the_same_as_no_command(door: Door, trainer: Trainer) -> None:
     assert named == bare
     code, _, err = door("--epochs", "3", "train")
     assert code == 2
-    assert "train before its flags" in err
+    assert "train --epochs" in err
 
 
 def test_a_later_command_gets_the_same_options() -> None:
@@ -368,6 +440,8 @@ def test_all_flags_pass_through_torchruns_own_parser() -> None:
         (["--set", "epochs=[1"], 2),
         (["--data", "no", "--config", "no"], 2),
         (["trian"], 2),
+        (["--help-all"], 0),
+        (["help", "data"], 0),
     ],
 )
 def test_nothing_heavy_is_imported_for_answers(argv: list[str], code: int) -> None:

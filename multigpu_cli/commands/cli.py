@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from multigpu_cli.commands.help import CONTEXT, format_topic
 from multigpu_cli.commands.options import (
     CHANGES,
     Command,
@@ -22,20 +23,28 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.config.types import integer
 from multigpu_cli.errors import FAILED, RequestError
 
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-_LOOK: dict[str, Any] = {"cls": Group, "rich_markup_mode": None, "context_settings": _CONTEXT}
-app = typer.Typer(pretty_exceptions_enable=False, **_LOOK)
-data_app = typer.Typer(help="Look at a dataset, or convert it.", **_LOOK)
+_LOOK: dict[str, Any] = {"cls": Group, "rich_markup_mode": None, "context_settings": CONTEXT}
+app = typer.Typer(pretty_exceptions_enable=False, subcommand_metavar="[COMMAND]", **_LOOK)
+data_app = typer.Typer(help="Preview a dataset, or convert it.", **_LOOK)
 app.add_typer(data_app, name="data")
 
-_Json = Annotated[bool, typer.Option("--json", help="as JSON")]
-_ModelDir = Annotated[str | None, typer.Option(metavar="DIR", help="where the run's pretrained model is now")]
-_OwnCode = Annotated[bool, typer.Option(help="import your own code that the run names")]
-_Run = Annotated[str, run_argument("RUN", "folder of a run")]
+_Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+_ModelDir = Annotated[str | None, typer.Option(metavar="DIR", help="new location of the pretrained model")]
+_OwnCode = Annotated[bool, typer.Option("--own-code", help="allow importing custom code referenced by the run")]
+_Run = Annotated[str, run_argument("RUN", "run folder")]
 _SortBy = Annotated[
     str | None, typer.Option("--sort-by", metavar="KEY", help="best run first: val_accuracy, val_loss, steps, …")
 ]
 _Weights = Annotated[str, run_argument("RUN", "run folder, best.pt, last.pt, or checkpoint")]
+
+
+@app.command("help", cls=Command)
+def show_help(
+    context: typer.Context,
+    topic: Annotated[str | None, typer.Argument(metavar="TOPIC", help="chapter, command")] = None,
+) -> None:
+    """Show a chapter of the help, or the help of a command."""
+    typer.echo(format_topic(topic, context.find_root()), color=context.color)
 
 
 @app.command(cls=Command)
@@ -52,10 +61,10 @@ def recipes(as_json: _Json = False) -> None:
 def selftest(
     context: typer.Context,
     *,
-    steps: Annotated[str, typer.Option(metavar="N", help="optimizer steps of the compared runs")] = "4",
+    steps: Annotated[str, typer.Option(metavar="N", help="number of optimizer steps to compare")] = "4",
     **values: Any,
 ) -> int:
-    """Check on your own model and data that 1 worker and several do the same; exit code 0 only if all checks hold."""
+    """Check that one worker and several give the same results. Exit code 0 if all checks hold."""
     config = _read_config(context, values)
     from multigpu_cli.commands.selftest.selftest import format_report, run_selftest
 
@@ -66,11 +75,11 @@ def selftest(
 
 @app.command(cls=Command)
 def verify(
-    run_a: Annotated[str, run_argument("RUN_A", "folder of a run")],
-    run_b: Annotated[str, run_argument("RUN_B", "folder of another run")],
+    run_a: Annotated[str, run_argument("RUN_A", "run folder")],
+    run_b: Annotated[str, run_argument("RUN_B", "another run folder")],
     as_json: _Json = False,
 ) -> int:
-    """Say whether two runs are the same to the last bit, and if not, at which step they first differ."""
+    """Compare two runs bit by bit. If they differ, name the first step that does."""
     from multigpu_cli.commands.verify import compare_runs, format_comparison
 
     comparison = compare_runs(run_a, run_b)
@@ -80,7 +89,7 @@ def verify(
 
 @app.command(cls=Command)
 def checkpoints(run: _Run, as_json: _Json = False) -> int:
-    """List a run's checkpoints and verify them; exit code 0 if it could go on and nothing is damaged."""
+    """List and verify the checkpoints of a run. Exit code 0 if none is damaged and the run can be resumed."""
     from multigpu_cli.checkpoint.inspect import list_checkpoints
     from multigpu_cli.commands.clean import format_checkpoints
 
@@ -95,9 +104,10 @@ def checkpoints(run: _Run, as_json: _Json = False) -> int:
 @partial(with_inference_options, options=CHANGES)
 def export(
     checkpoint: Annotated[str, run_argument("CKPT", "run folder, best.pt, last.pt, or checkpoint")],
-    to: Annotated[str, typer.Option(metavar="PATH", help="….safetensors, ….pt, ….pt2 or ….onnx; or a new folder")],
+    to: Annotated[str, typer.Option(metavar="PATH", help="a .safetensors, .pt, .pt2 or .onnx file; or a new folder")],
     kind: Annotated[
-        str | None, typer.Option("--format", metavar="hf|adapter|merged", help="a folder for transformers and peft")
+        str | None,
+        typer.Option("--format", metavar="hf|adapter|merged", help="a folder for transformers or peft"),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="bf16|fp16", help="half as large: weights alone, or --format hf and merged")
@@ -106,7 +116,7 @@ def export(
     as_json: _Json = False,
     **given: Any,
 ) -> None:
-    """Write trained weights, or the whole network, for other programs, and check what was written."""
+    """Export the weights or the whole network. The written file is loaded and checked."""
     from multigpu_cli.commands.requests import parse_changes, parse_export_target
 
     target, changes = parse_export_target(to, checkpoint, kind, dtype), parse_changes(given)
@@ -119,7 +129,7 @@ def export(
 @app.command(cls=Command)
 @with_train_options
 def doctor(context: typer.Context, **values: Any) -> int:
-    """Check this machine: versions, GPUs, connections, disk; and whether a model fits. Exit code 1: not fit."""
+    """Check versions, GPUs, network, disk, and whether a model fits. Exit code 1: something does not work."""
     config = _read_config(context, values, allow_launcher=True)
     from multigpu_cli.commands.doctor.doctor import run_doctor
     from multigpu_cli.commands.doctor.system import format_findings
@@ -135,16 +145,16 @@ def doctor(context: typer.Context, **values: Any) -> int:
 def plan(
     context: typer.Context,
     *,
-    workers: Annotated[str, typer.Option(metavar="N,N", help="numbers of workers")] = "1,2,4,8",
+    workers: Annotated[str, typer.Option(metavar="N,N", help="worker counts to forecast")] = "1,2,4,8",
     interconnect: Annotated[
-        str | None, typer.Option(metavar="WIRE", help="measured, pcie4, nvlink4, ethernet-25|100, infiniband-400")
+        str | None, typer.Option(metavar="NAME", help="measured, pcie4, nvlink4, ethernet-25|100, infiniband-400")
     ] = None,
     gpus_per_node: Annotated[str, typer.Option(metavar="N", help="workers on one machine")] = "8",
-    price_per_gpu_hour: Annotated[str | None, typer.Option(metavar="X", help="for the cost of a run")] = None,
-    noise_scale: Annotated[str | None, typer.Option(metavar="X", help="of the gradient, from a train line")] = None,
+    price_per_gpu_hour: Annotated[str | None, typer.Option(metavar="X", help="price, for the cost of a run")] = None,
+    noise_scale: Annotated[str | None, typer.Option(metavar="X", help="gradient noise scale, from the journal")] = None,
     **values: Any,
 ) -> None:
-    """Forecast memory, time and cost of a run on several workers, from what one takes here."""
+    """Forecast memory, time and cost on several workers. The forecast starts from what one worker takes here."""
     config = _read_config(context, values)
     from multigpu_cli.commands.plan.plan import format_plan, make_plan, parse_plan_request, save_plan
 
@@ -160,14 +170,14 @@ def plan(
 def bench(
     context: typer.Context,
     *,
-    workers: Annotated[str | None, typer.Option(metavar="N,N", help="default: 1, 2, 4, … devices")] = None,
-    steps: Annotated[str | None, typer.Option(metavar="N", help="of each run; default: 64, or 4 s of them")] = None,
-    repetitions: Annotated[str, typer.Option(metavar="N", help="runs on each number of workers")] = "3",
-    out: Annotated[str, typer.Option(metavar="DIR", help="for bench.json and bench.png")] = "bench",
-    data_only: Annotated[bool, typer.Option(help="loading alone, by the number of loader processes")] = False,
+    workers: Annotated[str | None, typer.Option(metavar="N,N", help="worker counts (default: 1, 2, 4, …)")] = None,
+    steps: Annotated[str | None, typer.Option(metavar="N", help="steps of each run (default: 64, or 4 s)")] = None,
+    repetitions: Annotated[str, typer.Option(metavar="N", help="runs per worker count")] = "3",
+    out: Annotated[str, typer.Option(metavar="DIR", help="folder for bench.json and bench.png")] = "bench",
+    data_only: Annotated[bool, typer.Option("--data-only", help="measure data loading only")] = False,
     **values: Any,
 ) -> None:
-    """Run the trainer on 1, 2, … workers: speed, where the time goes, and how far the forecast is off."""
+    """Measure the training speed on 1, 2, … workers. Also where the time goes, and how far the forecast is off."""
     from multigpu_cli.commands.requests import parse_option
 
     config = _read_config(context, values)
@@ -191,10 +201,10 @@ def bench(
 def preview(
     context: typer.Context,
     *,
-    samples: Annotated[str, typer.Option(metavar="N", help="how many samples are shown")] = "3",
+    samples: Annotated[str, typer.Option(metavar="N", help="number of samples")] = "3",
     **values: Any,
 ) -> None:
-    """Show the tokens of a few samples of a language model's data, and which of them are learned."""
+    """Show the tokens of a few samples. Those that are trained on are marked."""
     from multigpu_cli.commands.requests import parse_option
 
     config, count = _read_config(context, values), parse_option(integer(1), "--samples", samples)
@@ -210,7 +220,7 @@ def convert(
     to: Annotated[str, typer.Option(metavar="DIR", help="a new folder, for --data arrow")],
     as_json: _Json = False,
 ) -> None:
-    """Write Parquet, CSV or JSON lines as Arrow files once, for --data arrow; a piece at a time, in little memory."""
+    """Convert Parquet, CSV or JSON lines to Arrow files, for --data arrow. Needs little memory."""
     from multigpu_cli.data.rows.convert import convert_data, format_conversion
 
     found = convert_data(source, to)
@@ -232,12 +242,12 @@ def _read_config(context: typer.Context, values: Mapping[str, Any], *, allow_lau
 
 @app.command(cls=Command)
 def status(
-    runs: Annotated[list[str] | None, run_argument("[RUN]", "folders of runs, or of folders")] = None,
-    again: Annotated[bool, typer.Option("--watch", help="redraw until none of them is running")] = False,
+    runs: Annotated[list[str] | None, run_argument("RUN", "run folders, or folders that contain some")] = None,
+    again: Annotated[bool, typer.Option("--watch", help="repeat until no run is active")] = False,
     sort_by: _SortBy = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as JSON; with --watch one line each time")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON; with --watch one line each time")] = False,
 ) -> None:
-    """Show the progress, the speed and the problems of runs; without RUN, of those under checkpoints/."""
+    """Show progress, speed and problems of runs. Without RUN: of those under checkpoints/."""
     from multigpu_cli.commands.status import watch_runs
 
     watch_runs(runs or [], as_json=as_json, repeat=again, sort_by=sort_by)
@@ -245,12 +255,12 @@ def status(
 
 @app.command(cls=Command)
 def report(
-    runs: Annotated[list[str], run_argument("RUN", "folders of runs, or of folders")],
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="folder (default: RUN/report, ./report)")] = None,
+    runs: Annotated[list[str], run_argument("RUN", "run folders, or folders that contain some")],
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="folder (default: RUN/report or ./report)")] = None,
     sort_by: _SortBy = None,
-    as_json: Annotated[bool, typer.Option("--json", help="where the files are, as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the paths of the files as JSON")] = False,
 ) -> None:
-    """Write one HTML page about a run, or about any number to compare them, and its plots as PNG files."""
+    """Write an HTML page about one run or several. The plots are also written as PNG files."""
     from multigpu_cli.commands.report.report import format_report, write_report
 
     written = write_report(runs, out, sort_by)
@@ -263,7 +273,7 @@ def mirror(
     to: Annotated[str, typer.Option(metavar="URL", help="s3://…, gs://… or file:…")],
     as_json: _Json = False,
 ) -> None:
-    """Copy the newest checkpoint and the weights of a run to a remote folder, as --mirror does while it trains."""
+    """Copy a run to remote storage. That is its newest checkpoint and its weights; --mirror does it during training."""
     from multigpu_cli.mirror.part import format_mirrored, mirror_run
 
     found = mirror_run(run, to)
@@ -274,11 +284,11 @@ def mirror(
 def log(
     run: _Run,
     *,
-    to: Annotated[list[str], typer.Option(metavar="NAME", help="mlflow, wandb or your module:Class; may be repeated")],
-    again: Annotated[bool, typer.Option("--again", help="from the beginning, whatever has arrived")] = False,
+    to: Annotated[list[str], typer.Option(metavar="NAME", help="mlflow, wandb or module:Class; may be repeated")],
+    again: Annotated[bool, typer.Option("--again", help="send everything again")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Send a run's journal to experiment loggers: what has not arrived; twice gives the same rows."""
+    """Send the journal of a run to experiment loggers. Only lines that have not arrived yet are sent."""
     from multigpu_cli.loggers.part import format_sent, send_journal
 
     sent = send_journal(run, to, again=again)
@@ -287,11 +297,11 @@ def log(
 
 @app.command(cls=Command)
 def clean(
-    runs: Annotated[list[str], run_argument("DIR", "folders of runs, or of folders")],
-    yes: Annotated[bool, typer.Option("--yes", help="remove them; without it they are only listed")] = False,
+    runs: Annotated[list[str], run_argument("DIR", "run folders, or folders that contain some")],
+    yes: Annotated[bool, typer.Option("--yes", help="remove them; otherwise they are only listed")] = False,
     as_json: _Json = False,
 ) -> None:
-    """List the checkpoints of completed runs and what they take; --yes removes them, and leaves the best weights."""
+    """List the checkpoints of completed runs; --yes removes them. The best weights (best.pt) stay."""
     from multigpu_cli.commands.clean import clean_runs, format_cleaning
 
     found = clean_runs(runs, remove=yes)
@@ -301,7 +311,7 @@ def clean(
 @app.command(cls=Command)
 @with_inference_options
 def evaluate(run: _Weights, *, own_code: _OwnCode = False, as_json: _Json = False, **given: Any) -> None:
-    """Evaluate a run's best weights, on any number of workers; each sample counts once."""
+    """Evaluate the best weights of a run. Any number of workers gives the same result."""
     from multigpu_cli.commands.requests import parse_inference_request
 
     request = parse_inference_request(run, given, own_code=own_code)
@@ -316,11 +326,11 @@ def evaluate(run: _Weights, *, own_code: _OwnCode = False, as_json: _Json = Fals
 def predict(
     run: _Weights,
     *,
-    out: Annotated[str, typer.Option(metavar="FILE", help="….csv, ….npy, ….npz, or a new folder for images")],
+    out: Annotated[str, typer.Option(metavar="FILE", help="a .csv, .npy or .npz file, or a new folder for images")],
     own_code: _OwnCode = False,
     **given: Any,
 ) -> None:
-    """Write what a run's best weights predict of each sample, in order: a table, arrays or images."""
+    """Write the predictions for each sample. The result is a table, arrays or images."""
     from multigpu_cli.commands.requests import parse_inference_request, parse_prediction_target
 
     request, target = parse_inference_request(run, given, own_code=own_code), parse_prediction_target(out)
@@ -333,19 +343,17 @@ def predict(
 @app.command(cls=Command)
 def sample(
     run: _Weights,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="the beginning of the text, or a question")] = "\n",
-    length: Annotated[str, typer.Option(metavar="N", help="tokens to add")] = "500",
-    temperature: Annotated[str, typer.Option(metavar="X", help="lower: likelier tokens; 0: the likeliest")] = "0.8",
-    top_k: Annotated[str | None, typer.Option(metavar="N", help="draw from the N likeliest only")] = None,
-    seed: Annotated[str, typer.Option(metavar="N", help="of the draws")] = "42",
-    raw: Annotated[bool, typer.Option("--raw", help="go on from the prompt, without a chat template")] = False,
-    model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="your own network, as the run names it: allows its import")
-    ] = None,
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="beginning of the text, or a question")] = "\n",
+    length: Annotated[str, typer.Option(metavar="N", help="number of tokens to generate")] = "500",
+    temperature: Annotated[str, typer.Option(metavar="X", help="0: always the likeliest token")] = "0.8",
+    top_k: Annotated[str | None, typer.Option(metavar="N", help="sample from the N likeliest tokens only")] = None,
+    seed: Annotated[str, typer.Option(metavar="N", help="random seed")] = "42",
+    raw: Annotated[bool, typer.Option("--raw", help="continue the prompt, without a chat template")] = False,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="own model of the run: allows its import")] = None,
     model_dir: _ModelDir = None,
     own_code: _OwnCode = False,
 ) -> None:
-    """Write text with a run's language model; one with a chat template answers the prompt."""
+    """Generate text with a language model. A model with a chat template answers the prompt."""
     from multigpu_cli.commands.requests import parse_inference_request, parse_sampling
 
     request = parse_inference_request(run, {"model": model, "model_dir": model_dir}, own_code=own_code)

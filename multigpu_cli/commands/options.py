@@ -14,43 +14,37 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, LOGGERS, METRICS, MODELS, TASKS
+from multigpu_cli.commands.help import GENERAL, HelpPage, build_help_all_option, describe_setting
 from multigpu_cli.config.recipes import find_recipes
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.types import Setting
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.monitor.journal import dump_json
 
-_CALL = "This call"
 _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
-    ("config", str, "FILE|NAME", "settings from a YAML file, or a recipe by name"),
-    ("set", list[str], "KEY=VALUE", "one setting by its YAML key, e.g. model.args.depth=4; may be repeated"),
+    ("config", str, "FILE|NAME", "load settings from a YAML file or a recipe"),
+    ("set", list[str], "KEY=VALUE", "set one setting by its YAML key, e.g. model.args.depth=4; may be repeated"),
     ("no_amp", bool, "", "the same as --amp off"),
-    ("dry_run", bool, "", "show the plan, try a batch, and train nothing"),
-    ("print_config", bool, "", "print all settings as YAML and stop"),
-    ("quiet", bool, "", "only the result"),
-    ("verbose", bool, "", "also versions, sizes, every number, each checkpoint"),
-    ("json", bool, "", "only the summary, as JSON"),
-    ("debug", bool, "", "show tracebacks"),
-    ("version", bool, "", "print the version and stop"),
+    ("dry_run", bool, "", "show the plan and try one batch; train nothing"),
+    ("print_config", bool, "", "print all settings as YAML and exit"),
+    ("quiet", bool, "", "print the result only"),
+    ("verbose", bool, "", "also print versions, sizes, every number and each checkpoint"),
+    ("json", bool, "", "print the result as JSON, and nothing else"),
+    ("debug", bool, "", "show full error messages and tracebacks"),
+    ("version", bool, "", "print the version and exit"),
 )
 
 CHANGES: dict[str, Any] = {
-    "data": Annotated[str | None, typer.Option(metavar="NAME", help="other data than the run's, as for training")],
-    "data_dir": Annotated[str | None, typer.Option(metavar="PATH", help="folder or file where the data is now")],
-    "model": Annotated[
-        str | None, typer.Option(metavar="NAME", help="your own network, as the run names it: allows its import")
-    ],
-    "task": Annotated[
-        str | None, typer.Option(metavar="NAME", help="your own task, as the run names it: allows its import")
-    ],
-    "model_dir": Annotated[str | None, typer.Option(metavar="PATH", help="where the run's pretrained model is now")],
-    "set": Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument of data, model or task: data.args.…")
-    ],
+    "data": Annotated[str | None, typer.Option(metavar="NAME", help="another dataset than the run's, as in training")],
+    "data_dir": Annotated[str | None, typer.Option(metavar="PATH", help="new location of the dataset")],
+    "model": Annotated[str | None, typer.Option(metavar="NAME", help="own model of the run: allows its import")],
+    "task": Annotated[str | None, typer.Option(metavar="NAME", help="own task of the run: allows its import")],
+    "model_dir": Annotated[str | None, typer.Option(metavar="PATH", help="new location of the pretrained model")],
+    "set": Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument, as data.args.NAME=VALUE")],
 }
 _INFERENCE = CHANGES | {
-    "split": Annotated[str | None, typer.Option(metavar="train|val|test", help="which part (default: test, else val)")],
-    "batch_size": Annotated[str | None, typer.Option(metavar="N", help="samples at once (default: twice the run's)")],
+    "split": Annotated[str | None, typer.Option(metavar="train|val|test", help="split (default: test, else val)")],
+    "batch_size": Annotated[str | None, typer.Option(metavar="N", help="batch size (default: twice the run's)")],
     "nproc_per_node": Annotated[str | None, typer.Option(metavar="N", help="processes (default: one per GPU)")],
 }
 
@@ -62,8 +56,8 @@ class _RawText:
         return value
 
 
-class Command(TyperCommand):
-    """A command whose help lists its options by panel, as plain text: names are whole, and it is fast."""
+class Command(HelpPage, TyperCommand):
+    """A command: values of its options stay text."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(_skip_value_parsing(self, ctx), args)
@@ -72,12 +66,9 @@ class Command(TyperCommand):
         """Return the call for main_multi_gpu.py to make: click would handle Ctrl-C and a broken pipe itself."""
         return partial(super().invoke, ctx)
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_panels(self, ctx, formatter)
 
-
-class Group(TyperGroup):
-    """The main command: its options by panel, its sub-commands, and an error for unknown ones."""
+class Group(HelpPage, TyperGroup):
+    """The main command: its sub-commands, and an error for unknown ones."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse without Typer's own parsing of values; refuse shell completion of `python FILE`: no shell has it."""
@@ -86,26 +77,21 @@ class Group(TyperGroup):
                 f"{wish.pop()}: shells complete the installed program only",
                 remedy="pip install . and then multigpu --install-completion",
             )
-        trains = args[:1] == ["train"] and not ctx.parent  # the same as no command
-        return super().parse_args(_skip_value_parsing(self, ctx), args[trains:])
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        _write_panels(self, ctx, formatter)
-        self.format_commands(ctx, formatter)
+        return super().parse_args(_skip_value_parsing(self, ctx), args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the sub-command; RequestError where there is none of that name."""
         if args[0] not in self.commands:
-            near = did_you_mean(args[0], [*self.commands, *([] if ctx.parent else ["train"])])
-            remedy = "train before its flags" if args[0] == "train" else near
-            raise RequestError(f"{args[0]!r} is no command", remedy=f"{remedy} (a value directly follows its flag)")
+            near = did_you_mean(args[0], self.commands)
+            raise RequestError(f"{args[0]!r} is not a command", remedy=f"{near} (a value must follow its flag)")
         return super().resolve_command(ctx, args)
 
 
 def with_train_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a Typer command all train options; it gets them as keywords, those not given as None, False or empty."""
-    extra = [_build_option(name, kind, metavar, help, _CALL) for name, kind, metavar, help in _EXTRA]
-    return _with_options(command, [*extra, *(_build_setting_option(each) for each in SETTINGS.values() if each.flag)])
+    extra = [_build_option(*each, GENERAL) for each in _EXTRA]
+    settings = [_build_setting_option(each) for each in SETTINGS.values() if each.flag]
+    return _with_options(command, [*extra, *settings, build_help_all_option()])
 
 
 def with_inference_options(
@@ -139,9 +125,7 @@ def reject_idle_flags(command: str, values: Mapping[str, Any]) -> Mapping[str, A
 
 def _build_setting_option(setting: Setting) -> inspect.Parameter:
     kind: Any = bool if setting.default is False else list[str] if setting.default == () else str
-    text = f"{setting.default:g}" if isinstance(setting.default, float) else str(setting.default)
-    default = "" if setting.default in (None, False, ()) else f" [default: {text}]"
-    return _build_option(setting.key, kind, setting.kind.metavar, setting.help + default, setting.panel)
+    return _build_option(setting.key, kind, setting.kind.metavar, describe_setting(setting), setting.panel)
 
 
 def _skip_value_parsing(command: Any, ctx: Any) -> Any:
@@ -149,16 +133,6 @@ def _skip_value_parsing(command: Any, ctx: Any) -> Any:
     for option in command.get_params(ctx):
         option._runtime_param = _RawText()
     return ctx
-
-
-def _write_panels(command: Any, ctx: Any, formatter: Any) -> None:
-    panels: dict[str, list[tuple[str, str]]] = {}
-    for option in command.get_params(ctx):
-        if record := option.get_help_record(ctx):
-            panels.setdefault(getattr(option, "rich_help_panel", None) or "Options", []).append(record)
-    for panel, records in panels.items():
-        with formatter.section(panel):
-            formatter.write_dl(records)
 
 
 def _build_option(name: str, kind: Any, metavar: str, help: str, panel: str) -> inspect.Parameter:

@@ -23,20 +23,22 @@ from multigpu_cli.config.types import (
     setting,
 )
 
+_CHAT, _RL = "Chat and language models", "Reinforcement learning (PPO)"  # chapters of the help, as each PANEL
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceConfig:
     """Strategy, GPUs and processes."""
 
-    PANEL = "Devices"
+    PANEL = "Distributed training"
     FREE = True
-    multi_gpu: str = flag("auto", types.multi_gpu, "how several GPUs share the work")
-    gpu_ids: tuple[int, ...] | None = flag(None, types.gpu_ids, "which GPUs, for dp and self-launched ddp or fsdp")
-    nproc_per_node: int | None = flag(None, integer(1, 1024), "processes of a self-launched ddp (default: one per GPU)")
-    reshard: str = flag("forward", choice("forward", "step"), "fsdp: free gathered weights after each pass, or step")
-    shard_size: int | None = flag(None, integer(2), "fsdp: shard within groups of N workers, replicate between them")
+    multi_gpu: str = flag("auto", types.multi_gpu, "how GPUs share the work")
+    gpu_ids: tuple[int, ...] | None = flag(None, types.gpu_ids, "GPUs to use (torchrun: CUDA_VISIBLE_DEVICES)")
+    nproc_per_node: int | None = flag(None, integer(1, 1024), "worker processes to start (default: one per GPU)")
+    reshard: str = flag("forward", choice("forward", "step"), "fsdp: when to free gathered weights")
+    shard_size: int | None = flag(None, integer(2), "fsdp: shard within groups of N workers, replicate across")
     wrap: tuple[str, ...] = setting(
-        "strategy.wrap", (), types.patterns, "fsdp: modules gathered as one (default: blocks)"
+        "strategy.wrap", (), types.patterns, "fsdp: modules that are gathered as a unit (default: blocks)"
     )
     arrival_timeout: float = setting(
         "strategy.arrival_timeout", 120.0, number(1), "seconds for all ranks to load torch and arrive"
@@ -47,45 +49,51 @@ class DeviceConfig:
 class DataConfig:
     """The dataset."""
 
-    PANEL = "Data, model, task"
-    name: str = setting("data", "digits", types.text, "dataset: a name, a file, or your own as module:factory")
+    PANEL = "Data"
+    name: str = setting("data", "digits", types.text, "name, file or module:function")
     args: dict[str, Any] = arguments("data.args")
     inputs: int | None = setting(
-        "data.inputs", None, integer(1, 1000), "so many parts of a sample are inputs, the others targets (default: 1)"
+        "data.inputs",
+        None,
+        integer(1, 1000),
+        "the first N elements of a sample are inputs, the others targets (default: 1)",
     )
-    dir: str | None = setting("data_dir", None, types.path, "folder or file that holds the dataset", free=True)
+    dir: str | None = setting("data_dir", None, types.path, "folder or file of the dataset", free=True)
     mode: str = flag(
         "flatten", choice("flatten", "average", "first"), "several channels: all, their mean, or the first"
     )
-    num_workers: int | str = flag("auto", integer(0, 1024, word="auto"), "loader processes per worker", free=True)
+    num_workers: int | str = flag("auto", integer(0, 1024, word="auto"), "data loading processes per worker", free=True)
     on_device: str = setting(
-        "data_on_device", "auto", choice("auto", "on", "off"), "keep the dataset in GPU memory", free=True
+        "data_on_device", "auto", choice("auto", "on", "off"), "keep the whole dataset in GPU memory", free=True
     )
     mixup: float | None = setting(
-        "data.mixup", None, number(0, above=True), "mix training samples with others: X of Beta(X, X), e.g. 0.2"
+        "data.mixup", None, number(0, above=True), "MixUp of training samples: X of Beta(X, X), e.g. 0.2"
     )
     cutmix: float | None = setting(
-        "data.cutmix", None, number(0, above=True), "paste boxes of other training images: X of Beta(X, X), e.g. 1"
+        "data.cutmix", None, number(0, above=True), "CutMix of training images: X of Beta(X, X), e.g. 1"
     )
     random_resized_crop: float | None = setting(
-        "data.random_resized_crop", None, number(0, 1, above=True), "cut out X to 1 of a training image's area, resized"
+        "data.random_resized_crop",
+        None,
+        number(0, 1, above=True),
+        "RandomResizedCrop of X to 1 of a training image's area",
     )
     rand_augment: int | None = setting(
-        "data.rand_augment", None, integer(0, 30), "torchvision's RandAugment of training images: its magnitude, e.g. 9"
+        "data.rand_augment", None, integer(0, 30), "RandAugment for training images: its magnitude, e.g. 9"
     )
-    max_length: int | None = flag(None, integer(2), "chat: tokens of a sample or pack (default: the model's places)")
+    max_length: int | None = flag(None, integer(2), "maximum number of tokens (default: the model's)", panel=_CHAT)
     packing: str = flag(
-        "on", choice("on", "off"), "chat: several samples in a row; pairs of preferences never share one"
+        "on", choice("on", "off"), "pack several samples (never preference pairs) into one sequence", panel=_CHAT
     )
     shuffle_block: int | None = setting(
-        "data.shuffle_block", None, integer(1), "neighbours shuffled as a block (default: 1; of 2^24 rows or more 4096)"
+        "data.shuffle_block", None, integer(1), "rows shuffled as a block (default: 1; from 2^24 rows on 4096)"
     )
-    shuffle_window: int = setting("data.shuffle_window", 64, integer(1), "so many such blocks are mixed at a time")
+    shuffle_window: int = setting("data.shuffle_window", 64, integer(1), "number of blocks that are mixed")
     mix: tuple[dict[str, Any], ...] = setting(
-        "data.mix", (), types.sources, "several datasets: [{data: NAME, data_dir: …, args: {…}, weight: 2}, …]"
+        "data.mix", (), types.sources, "mixture of datasets: [{data: NAME, data_dir: …, args: {…}, weight: 2}, …]"
     )
     sample_weights: ClassWeights | None = setting(
-        "data.sample_weights", None, types.class_weights, "training samples are drawn by the weights of their classes"
+        "data.sample_weights", None, types.class_weights, "weights of the classes when training samples are drawn"
     )
 
 
@@ -93,20 +101,18 @@ class DataConfig:
 class ModelConfig:
     """The model."""
 
-    PANEL = "Data, model, task"
-    name: str | None = setting(
-        "model", None, types.text, "network: a name, timm/NAME, or module:factory (default: the dataset's)"
-    )
-    dir: str | None = setting("model_dir", None, types.path, "folder of a pretrained model of transformers", free=True)
+    PANEL = "Model and task"
+    name: str | None = setting("model", None, types.text, "name, timm/NAME or module:function (default: the dataset's)")
+    dir: str | None = setting("model_dir", None, types.path, "folder of a pretrained Hugging Face model", free=True)
     args: dict[str, Any] = arguments("model.args")
-    sync_bn: bool = flag(False, types.switch, "BatchNorm statistics over all GPUs (SyncBatchNorm)")
-    grad_checkpointing: bool = flag(False, types.switch, "recompute activations in backward: less memory, more time")
-    freeze: tuple[str, ...] = flag((), types.patterns, "parameters kept as they are, e.g. 'features.*'")
+    sync_bn: bool = flag(False, types.switch, "use SyncBatchNorm: batch statistics over all GPUs")
+    grad_checkpointing: bool = flag(False, types.switch, "recompute activations: less memory, more time")
+    freeze: tuple[str, ...] = flag((), types.patterns, "parameters not to train, e.g. 'features.*'; repeatable")
     unfreeze_at: int | None = setting(
-        "model.unfreeze_at", None, integer(2, 10**9), "what --freeze kept learns from this epoch on, counted from 1"
+        "model.unfreeze_at", None, integer(2, 10**9), "first epoch (from 1) that trains the --freeze parameters"
     )
-    init_from: str | None = flag(None, types.path, "start from the weights in this file or folder")
-    init_partial: bool = flag(False, types.switch, "what --init-from lacks stays as initialised")
+    init_from: str | None = flag(None, types.path, "load initial weights from this file or folder")
+    init_partial: bool = flag(False, types.switch, "load matching weights only; leave the rest at their initial values")
     compile: str = flag("off", choice("off", "default", "reduce-overhead"), "torch.compile")
 
 
@@ -114,18 +120,16 @@ class ModelConfig:
 class AdapterConfig:
     """Small weights that learn in place of a pretrained model's, through peft."""
 
-    PANEL = "Data, model, task"
-    kind: str = setting(
-        "adapter", "none", choice("none", "lora", "rslora", "dora"), "learn small weights beside a pretrained model's"
-    )
-    r: int = setting("adapter.r", 16, integer(1), "rank of the adapter's matrices")
-    alpha: int = setting("adapter.alpha", 32, integer(1), "their product counts times alpha / r")
-    dropout: float = setting("adapter.dropout", 0.0, number(0, 1, below=True), "of the adapter's inputs")
+    PANEL = _CHAT
+    kind: str = setting("adapter", "none", choice("none", "lora", "rslora", "dora"), "fine-tune with an adapter")
+    r: int = setting("adapter.r", 16, integer(1), "rank of the adapter matrices")
+    alpha: int = setting("adapter.alpha", 32, integer(1), "scale of the adapter: its output is multiplied by alpha / r")
+    dropout: float = setting("adapter.dropout", 0.0, number(0, 1, below=True), "dropout of the adapter's inputs")
     targets: tuple[str, ...] = setting(
         "adapter.targets", (), types.modules, "layers with an adapter, e.g. q_proj,v_proj (default: all but the head)"
     )
     modules_to_save: tuple[str, ...] = setting(
-        "adapter.modules_to_save", (), types.modules, "modules that learn as a whole, e.g. lm_head"
+        "adapter.modules_to_save", (), types.modules, "modules that are trained in full, e.g. lm_head"
     )
 
 
@@ -133,31 +137,29 @@ class AdapterConfig:
 class TaskConfig:
     """The task and its loss."""
 
-    PANEL = "Data, model, task"
-    name: str | None = setting("task", None, types.text, "task: a name, or module:Class (default: the dataset's)")
+    PANEL = "Model and task"
+    name: str | None = setting("task", None, types.text, "name or module:Class (default: the dataset's)")
     args: dict[str, Any] = arguments("task.args")
-    label_smoothing: float = flag(0.0, number(0, 1, below=True), "softens one-hot targets")
+    label_smoothing: float = flag(0.0, number(0, 1, below=True), "label smoothing, from 0 to 1")
     class_weights: ClassWeights | None = setting(
-        "task.class_weights", None, types.class_weights, "a training sample's loss is multiplied by that of its class"
+        "task.class_weights", None, types.class_weights, "weights of the classes in the training loss"
     )
-    num_envs: int | None = flag(None, integer(1), "PPO: environments in total")
-    env_group: int | None = flag(None, integer(1), "PPO: environments that are stepped as one batch")
-    env_steps: int | None = flag(None, integer(1), "PPO: length in environment steps", free=True)
-    episodes: int | None = flag(None, integer(1), "PPO: length in episodes", free=True)
+    num_envs: int | None = flag(None, integer(1), "number of environments, over all workers", panel=_RL)
+    env_group: int | None = flag(None, integer(1), "environments that are stepped as one batch", panel=_RL)
+    env_steps: int | None = flag(None, integer(1), "length of training in environment steps", free=True, panel=_RL)
+    episodes: int | None = flag(None, integer(1), "length of training in episodes", free=True, panel=_RL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricConfig:
     """Further metrics of an evaluation, and which number makes weights the best."""
 
-    PANEL = "Data, model, task"
+    PANEL = "Model and task"
     names: tuple[str, ...] = setting(
-        "metric", (), types.named_code, "a further metric: a name, or your own as module:function; may be repeated"
+        "metric", (), types.named_code, "additional metric: name or module:function; repeatable"
     )
     args: dict[str, Any] = arguments("metric.args")
-    best: str | None = flag(
-        None, types.best, "what makes weights the best, e.g. val_macro_f1:max (default: the task's)"
-    )
+    best: str | None = flag(None, types.best, "metric of the best weights, e.g. val_macro_f1:max (default: the task's)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +168,8 @@ class HookConfig:
 
     PANEL = "Logging"
     FREE = True
-    names: tuple[str, ...] = setting(
-        "hook", (), types.named_code, "your own class as module:Class follows the training; repeatable"
-    )
-    args: dict[str, Any] = setting("hook.args", {}, types.args, "arguments")
+    names: tuple[str, ...] = setting("hook", (), types.named_code, "hook class (callback) as module:Class; repeatable")
+    args: dict[str, Any] = setting("hook.args", {}, types.args, "arguments, as hook.args.NAME=VALUE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,9 +177,9 @@ class LengthConfig:
     """The length of the run: the limit that is reached first ends it."""
 
     PANEL = "Length and batch"
-    epochs: int = flag(20, integer(1, 10**9), "passes over the training data", free=True)
-    max_steps: int | None = flag(None, integer(1), "optimizer steps at most", free=True)
-    early_stopping_patience: int | None = flag(None, integer(1), "stop after N epochs without gain")
+    epochs: int = flag(20, integer(1, 10**9), "number of epochs", free=True)
+    max_steps: int | None = flag(None, integer(1), "maximum number of optimizer steps", free=True)
+    early_stopping_patience: int | None = flag(None, integer(1), "stop after N epochs without improvement")
     pause_at: int | None = setting("tune.pause_at", None, integer(1), "a trial of tune: stop after this epoch, no test")
 
 
@@ -188,16 +188,14 @@ class BatchConfig:
     """The number of samples in an optimizer step."""
 
     PANEL = "Length and batch"
-    size: int | str = setting(
-        "batch_size", 32, integer(1, 2**31, word="auto"), "samples per device per micro-batch (per GPU)"
-    )
+    size: int | str = setting("batch_size", 32, integer(1, 2**31, word="auto"), "samples per GPU in one micro-batch")
     grad_accum_steps: int | None = flag(
-        None, integer(1, 2**31), "micro-batches per optimizer step on each device (default: 1)"
+        None, integer(1, 2**31), "micro-batches per optimizer step on each GPU (default: 1)"
     )
     global_size: int | None = setting(
-        "global_batch_size", None, integer(1, 2**31), "fixes the global batch; accumulation is derived"
+        "global_batch_size", None, integer(1, 2**31), "samples per optimizer step over all GPUs"
     )
-    drop_last: bool = flag(False, types.switch, "leave out an epoch's last short global batch")
+    drop_last: bool = flag(False, types.switch, "drop the last global batch of an epoch if it is incomplete")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,16 +203,18 @@ class RateConfig:
     """The learning rate and its schedule."""
 
     PANEL = "Learning rate and optimizer"
-    lr: float | None = flag(None, number(0, above=True), "the learning rate, used exactly as given")
+    lr: float | None = flag(None, number(0, above=True), "learning rate, used as given")
     base_lr: float | None = flag(
-        None, number(0, above=True), "rate that suits the base batch, scaled (1e-3 adamw, 0.1 sgd, …)"
+        None, number(0, above=True), "learning rate for --base-batch-size, scaled (1e-3 adamw, 0.1 sgd, …)"
     )
-    base_batch_size: int = flag(32, integer(1), "the batch that --base-lr was made for")
+    base_batch_size: int = flag(32, integer(1), "batch size that --base-lr is meant for")
     lr_scaling: str = flag(
-        "auto", choice("auto", "linear", "sqrt", "none"), "auto: linear for sgd, sqrt for Adam's kind"
+        "auto",
+        choice("auto", "linear", "sqrt", "none"),
+        "how --base-lr scales; auto: linear for SGD, sqrt for Adam variants",
     )
-    warmup_epochs: float | None = flag(None, number(0), "warm-up from near zero (default: 2 epochs or 10 % of the run)")
-    schedule: str = flag("cosine", types.schedule, "how the rate falls after warm-up")
+    warmup_epochs: float | None = flag(None, number(0), "length of the warm-up (default: 2, or 10 % of the run)")
+    schedule: str = flag("cosine", types.schedule, "learning rate schedule after the warm-up")
     args: dict[str, Any] = arguments("schedule.args")
 
 
@@ -223,23 +223,26 @@ class OptimizerConfig:
     """The optimizer."""
 
     PANEL = "Learning rate and optimizer"
-    name: str = setting("optimizer", "adamw", types.optimizer, "optimizer (fused where the device has it)")
+    name: str = setting("optimizer", "adamw", types.optimizer, "optimizer; its fused version where the device has one")
     args: dict[str, Any] = arguments("optimizer.args")
     rates: dict[str, float] = setting(
-        "optimizer.rates", {}, types.rates, "what the learning rate is multiplied by, e.g. {head.*: 10}"
+        "optimizer.rates", {}, types.rates, "factors of the learning rate by parameter pattern, e.g. {head.*: 10}"
     )
     layer_decay: float | None = setting(
-        "optimizer.layer_decay", None, number(0, 1, above=True), "a block's share of the next block's learning rate"
+        "optimizer.layer_decay",
+        None,
+        number(0, 1, above=True),
+        "a block's learning rate, as a factor of the next block's",
     )
     groups: tuple[ParameterGroup, ...] = setting(
-        "optimizer.groups", (), types.groups, "weight_decay and lr_factor of the parameters that patterns match"
+        "optimizer.groups", (), types.groups, "weight_decay and lr_factor of parameters that match patterns"
     )
-    weight_decay: float = flag(1e-4, number(0), "on matrices and kernels, not on biases and norms")
+    weight_decay: float = flag(1e-4, number(0), "weight decay; not applied to biases and normalization layers")
     max_grad_norm: float | str = flag(
-        1.0, number(0, above=True, word="off"), "clip the global batch's gradient to this norm"
+        1.0, number(0, above=True, word="off"), "clip the gradient of the global batch to this norm"
     )
     ema: float | str = flag(
-        "off", number(0, 1, above=True, below=True, word="off"), "evaluate averaged weights with this decay"
+        "off", number(0, 1, above=True, below=True, word="off"), "decay of averaged weights (EMA), which are evaluated"
     )
 
 
@@ -248,9 +251,7 @@ class PrecisionConfig:
     """Number formats."""
 
     PANEL = "Precision and reproducibility"
-    amp: str = flag(
-        "auto", choice("auto", "bf16", "fp16", "off"), "mixed precision; auto: bf16 or fp16 on CUDA, off on CPU"
-    )
+    amp: str = flag("auto", choice("auto", "bf16", "fp16", "off"), "mixed precision; auto: on for CUDA")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,24 +259,21 @@ class ReproducibilityConfig:
     """Random seed and exactness."""
 
     PANEL = "Precision and reproducibility"
-    seed: int = flag(42, integer(0), "of the split, the order, the weights and all randomness")
-    exact: bool = flag(False, types.switch, "the same bits on any number of workers")
+    seed: int = flag(42, integer(0), "random seed")
+    exact: bool = flag(False, types.switch, "bit-identical results on any number of workers")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationConfig:
     """How workers exchange gradients."""
 
-    PANEL = "Communication"
-    find_unused_parameters: bool = flag(False, types.switch, "for models that skip some parameters in a step")
-    bucket_cap_mb: int | str = flag("auto", integer(1, 4096, word="auto"), "size of DDP's gradient buckets")
+    PANEL = "Distributed training"
+    find_unused_parameters: bool = flag(False, types.switch, "for models that do not use all parameters in every step")
+    bucket_cap_mb: int | str = flag("auto", integer(1, 4096, word="auto"), "size of DDP's gradient buckets in MB")
     param_dtype: str = setting(
-        "strategy.param_dtype",
-        "auto",
-        choice("auto", "bf16", "fp32"),
-        "fsdp: gather weights in this format (auto: bf16 on GPUs with --amp bf16)",
+        "strategy.param_dtype", "auto", choice("auto", "bf16", "fp32"), "fsdp: format of gathered weights, e.g. bf16"
     )
-    grad_compression: str = flag("none", choice("none", "fp16", "bf16", "powersgd"), "compress gradients on the wire")
+    grad_compression: str = flag("none", choice("none", "fp16", "bf16", "powersgd"), "compress exchanged gradients")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,15 +282,15 @@ class CheckpointConfig:
 
     PANEL = "Saving and resuming"
     save_dir: str | None = flag(None, types.path, "run folder (default: checkpoints/NAME/RUN-ID)")
-    resume: str = flag("auto", types.path, "auto, never, or the run folder or checkpoint to go on from")
+    resume: str = flag("auto", types.path, "auto, never, a run folder or a checkpoint")
     every: str | None = setting(
-        "checkpoint_every", None, types.every, "optimizer steps or minutes (default: each epoch)", free=True
+        "checkpoint_every", None, types.every, "optimizer steps or minutes (default: every epoch)", free=True
     )
-    keep: int = flag(3, integer(1, 10**6), "how many of the newest checkpoints stay", free=True)
+    keep: int = flag(3, integer(1, 10**6), "number of checkpoints to keep", free=True)
     mirror: str | None = flag(
-        None, types.url, "copy of the checkpoints in s3://…, gs://… or file:…, to go on from too", free=True
+        None, types.url, "copy checkpoints to s3://…, gs://… or file:…; resume from there", free=True
     )
-    own_code: bool = flag(False, types.switch, "import code that only a run folder names", free=True)
+    own_code: bool = flag(False, types.switch, "allow importing custom code referenced by a run folder", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,16 +299,16 @@ class LogConfig:
 
     PANEL = "Logging"
     FREE = True
-    interval: int = setting("log_interval", 50, integer(1), "optimizer steps between journal lines")
-    prompts: str | None = flag(None, types.path, "chat: file of prompts that the model completes after an epoch")
-    sample_every: int = flag(1, integer(1), "chat: epochs between completions of --prompts")
+    interval: int = setting("log_interval", 50, integer(1), "optimizer steps between log lines")
+    prompts: str | None = flag(None, types.path, "file of prompts that the model answers after each epoch", panel=_CHAT)
+    sample_every: int = flag(1, integer(1), "epochs between answers to --prompts", panel=_CHAT)
     loggers: tuple[str, ...] = setting(
-        "logger", (), types.loggers, "send the journal to mlflow, wandb or your module:Class; several"
+        "logger", (), types.loggers, "also log to mlflow, wandb or module:Class; repeatable"
     )
     logger_wait: float = setting(
-        "logger.wait", 60.0, number(0, 3600), "seconds that loggers may still send when the run has ended"
+        "logger.wait", 60.0, number(0, 3600), "seconds that loggers may keep sending after the run"
     )
-    trace_samples: bool = flag(False, types.switch, "write sample numbers to a file")
+    trace_samples: bool = flag(False, types.switch, "record the sample indices of each step in samples.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,10 +317,10 @@ class FaultConfig:
 
     PANEL = "Faults"
     FREE = True
-    nonfinite: str = flag("skip", choice("skip", "stop"), "a NaN or infinite gradient")
-    on_oom: str = flag("shrink", choice("shrink", "stop"), "out of memory")
-    hang_timeout: float = flag(600.0, number(1), "seconds without progress until a rank counts as stuck")
-    max_restarts: int = flag(0, integer(0, 10**6), "restarts after a crash when self-launched")
+    nonfinite: str = flag("skip", choice("skip", "stop"), "on a NaN or infinite gradient: skip the step, or stop")
+    on_oom: str = flag("shrink", choice("shrink", "stop"), "on out of memory: smaller batches, or stop")
+    hang_timeout: float = flag(600.0, number(1), "seconds without progress until a rank counts as hung")
+    max_restarts: int = flag(0, integer(0, 10**6), "restarts after a crash (not under torchrun)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,8 +371,8 @@ def _list_settings() -> Iterator[Setting]:
         for entry in fields(kind):
             key, free = entry.metadata["key"] or entry.name, entry.metadata["free"] or getattr(kind, "FREE", False)
             default = {} if entry.default is MISSING else entry.default
-            meta = {**entry.metadata, "key": key, "free": free}
-            yield Setting(**meta, section=section, attribute=entry.name, panel=kind.PANEL, default=default)
+            meta = {**entry.metadata, "key": key, "free": free, "panel": entry.metadata["panel"] or kind.PANEL}
+            yield Setting(**meta, section=section, attribute=entry.name, default=default)
 
 
 SETTINGS = {entry.key: entry for entry in _list_settings()}

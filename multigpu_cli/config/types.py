@@ -317,22 +317,22 @@ class Setting(NamedTuple):
         return None if "." in self.key else "--" + self.key.replace("_", "-")
 
 
-def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = False) -> Any:
-    """Declare a dataclass field; a setting whose key has a dot has no flag."""
-    metadata = {"key": key, "kind": kind, "help": help, "free": free}
+def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = False, panel: str = "") -> Any:
+    """Declare a dataclass field; a setting whose key has a dot has no flag. Without `panel` it is its section's."""
+    metadata = {"key": key, "kind": kind, "help": help, "free": free, "panel": panel}
     if default == {}:
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def flag(default: Any, kind: ValueType, help: str, *, free: bool = False) -> Any:
+def flag(default: Any, kind: ValueType, help: str, *, free: bool = False, panel: str = "") -> Any:
     """Declare a dataclass field whose own name is the key of the setting."""
-    return setting("", default, kind, help, free=free)
+    return setting("", default, kind, help, free=free, panel=panel)
 
 
 def arguments(key: str) -> Any:
     """Declare the free-form arguments of a part."""
-    return setting(key, {}, args, "arguments")
+    return setting(key, {}, args, f"arguments, as {key}.NAME=VALUE")
 
 
 class SettingEntry(NamedTuple):

@@ -18,6 +18,7 @@ import typer
 
 import main_multi_gpu
 from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, MODELS, TASKS
+from multigpu_cli.commands.help import COMMON, TOPICS
 from multigpu_cli.config.schema import SETTINGS
 from tests.support.golden_masks import tabulate_templates
 from tests.test_house_rules import FLOOR, module_of, room_of
@@ -47,12 +48,6 @@ ARGUMENTS_OF = {
 OFFERED = {"data_dir", "mode", "seed", "model_dir", "max_length", "packing", "mix"}
 """What the program gives a factory by itself, from settings of their own."""
 
-COMMON = (
-    *("config", "data", "data_dir", "model", "multi_gpu", "gpu_ids", "epochs", "batch_size", "global_batch_size", "lr"),
-    *("amp", "save_dir", "resume", "exact", "dry_run"),
-)
-"""The flags of the quick reference, by their names as parameters of the front door."""
-
 
 # --- The code map ----------------------------------------------------------------------------------------------------
 
@@ -76,7 +71,7 @@ def code_map() -> str:
 
 
 def flag_table() -> str:
-    """Every option of the front door, panel by panel, as the help has them."""
+    """Every option of the front door, chapter by chapter, as the help has them."""
     lines, panel = ["| flag | what it means | default | resume |", "|-|-|-|-|"], ""
     for option in _train_options():
         if option.rich_help_panel != panel:
@@ -118,7 +113,7 @@ def command_list() -> str:
     for name, command in sorted(group.commands.items()):
         below = [(f"{name} {sub}", each) for sub, each in getattr(command, "commands", {}).items()]
         for path, each in [*([(name, command)] if command.callback or not below else []), *below]:
-            own = [option for option in each.params if option.name not in shared and option.name != "help"]
+            own = [option for option in each.params if option.name not in {*shared, "help", "help_all"}]
             also = "Also takes the training flags." if len(own) < len(each.params) - len(shared) / 2 else ""
             usage = " ".join(option.name.upper() for option in own if option.param_type_name == "argument")
             help_text = " ".join((each.help or "").split())
@@ -131,7 +126,9 @@ def command_list() -> str:
 
 def _train_options() -> list[Any]:
     command = typer.main.get_command(main_multi_gpu.app)
-    return [option for option in command.params if getattr(option, "rich_help_panel", None)]
+    chapters = [title for title, _ in TOPICS.values()]
+    options = [option for option in command.params if getattr(option, "rich_help_panel", None)]
+    return sorted(options, key=lambda option: chapters.index(option.rich_help_panel))
 
 
 def _flag(option: Any) -> str:
