@@ -185,7 +185,7 @@ class Watching(Console):
 
     def progress(self, total_steps: int, initial: int = 0) -> ProgressDisplay:
         bar = ProgressDisplay(total_steps)
-        bar.update = lambda step, facts=(): self._kernels.at(step)  # type: ignore[method-assign]
+        bar.update = lambda step, fields=None: self._kernels.at(step)  # type: ignore[method-assign]
         return bar
 
 

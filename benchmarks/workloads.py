@@ -1,7 +1,7 @@
 """The jobs that the benchmarks run: the same networks and batches for us, the hand-written loop and the peers."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -163,7 +163,7 @@ class Rivals(ProgressDisplay):
         self.rivals, self._seconds = rivals, seconds
         self._last, self._position = 0.0, 0
 
-    def update(self, step: int, facts: Sequence[str] = ()) -> None:
+    def update(self, step: int, fields: Mapping[str, Any] | None = None) -> None:
         if self._position:
             self._seconds.add("ours", self._seconds.clock() - self._last)
         self._position = (self._position + 1) % STRETCH

@@ -18,11 +18,14 @@ _NARROWEST = 3  # columns of the bar itself
 class ProgressDisplay:
     """Shows nothing; the base of displays that do."""
 
+    read_newest: Callable[[], Mapping[str, Any]] = dict
+    """Reads epoch, loss and rate between two `train` events; called five times a second at most."""
+
     def __init__(self, total_steps: int) -> None:
         self.total = total_steps
 
-    def update(self, step: int, facts: Sequence[str] = ()) -> None:
-        """Show the number of steps done, and new facts beside it, the most important first."""
+    def update(self, step: int, fields: Mapping[str, Any] | None = None) -> None:
+        """Show the number of steps done, and the numbers of a `train` event."""
 
     def close(self) -> None:
         """Remove the bar from the screen."""
@@ -34,18 +37,26 @@ class ProgressDisplay:
 
 
 class TqdmDisplay(ProgressDisplay):
-    """A tqdm bar, after a delay (seconds): steps, time left, and as many facts as fit, five times a second at most."""
+    """A tqdm bar, after a delay (seconds): epoch, steps, time left, and as many numbers as fit."""
 
     def __init__(
         self, total_steps: int, initial: int, stream: TextIO, *, unit: str = "step", delay: float = 0.0
     ) -> None:
         super().__init__(total_steps)
+        self._stream = stream
         from threading import RLock
 
         from tqdm import tqdm
 
+        self._fields: Mapping[str, Any] = {}
+        describe = self._describe
+
         class Quiet(tqdm):  # type: ignore[type-arg]  # generic in its stubs alone
             monitor_interval = 0  # no thread of its own
+
+            def display(self, *args: Any, **named: Any) -> Any:
+                self.desc, self.postfix = describe()
+                return super().display(*args, **named)
 
         Quiet.set_lock(RLock())  # tqdm's default makes a semaphore for bars in several processes
         self._bar = Quiet(
@@ -56,21 +67,27 @@ class TqdmDisplay(ProgressDisplay):
             dynamic_ncols=True,
             leave=False,
             delay=delay,
-            bar_format=f"|{{bar}}| {unit} " + "{n_fmt}/{total_fmt}, {remaining} left{postfix}",
+            bar_format=f"{{desc}}|{{bar}}| {unit} " + "{n_fmt}/{total_fmt}, {remaining} left{postfix}",
         )
 
-    def update(self, step: int, facts: Sequence[str] = ()) -> None:
-        if facts:
-            room = self._columns() - len(f"|{'#' * _NARROWEST}| step , 0:00:00 left") - 2 * len(str(self.total))
-            shown = list(facts)
-            while shown and len(", ".join(shown)) + 2 > room:
-                shown.pop()
-            self._bar.set_postfix_str(", ".join(shown), refresh=False)
+    def update(self, step: int, fields: Mapping[str, Any] | None = None) -> None:
+        self._fields = fields or self._fields
         self._bar.update(step - self._bar.n)
+
+    def _describe(self) -> tuple[str, str]:
+        """What stands before the bar and after the time left: the latest loss, and the rates of the last event."""
+        newest = self.read_newest()
+        fields = {**newest, **self._fields} | ({"loss": newest["loss"]} if newest.get("loss") is not None else {})
+        epoch = f"epoch {newest['epoch']}/{newest['epochs']} " if newest else ""
+        room = self._columns() - len(f"{epoch}|{'#' * _NARROWEST}| step , 0:00:00 left") - 2 * len(str(self.total))
+        shown = format.format_bar_facts(fields)
+        while shown and len(", ".join(shown)) + 2 > room:
+            shown.pop()
+        return epoch, ", ".join(shown)
 
     def _columns(self) -> int:
         try:
-            return os.get_terminal_size(self._bar.fp.fileno()).columns
+            return os.get_terminal_size(self._stream.fileno()).columns
         except (OSError, ValueError):  # the stream is no terminal of the operating system
             return sys.maxsize
 
@@ -113,6 +130,7 @@ class Console:
         self._json = json
         self.rank_output = rank_output
         self._progress = ProgressDisplay(0)
+        self._widths: dict[str, int] = {}  # columns of the epochs, by label
 
     def plan(self, rows: Sequence[tuple[str, str]], title: str = "") -> None:
         """A table of label → value, wrapped to the width of a terminal."""
@@ -144,7 +162,7 @@ class Console:
         """The numbers of a `train` event: into the bar where there is one, else as a line."""
         if not self._shows("normal"):
             return
-        self._progress.update(fields["step"], format.format_bar_facts(fields))
+        self._progress.update(fields["step"], fields)
         if self._shows("verbose") or not isinstance(self._progress, TqdmDisplay):
             self._line(format.format_train_line(fields, self._progress.total))
         self.detail(f"  {format.format_other_numbers(fields)}")
@@ -153,6 +171,19 @@ class Console:
         """The numbers of an `eval` event, as a line."""
         if self._shows("normal"):
             self._line(format.format_eval_line(fields))
+
+    def epoch(self, cells: Sequence[tuple[str, str]], *, best: bool) -> None:
+        """The numbers of an epoch, as label and text, in the columns of the epochs before it."""
+        if not self._shows("normal"):
+            return
+        tabular, labels = self._is_terminal(), [label for label, _ in cells]
+        if labels != list(self._widths):
+            self._widths = {label: max(len(label), 8) if tabular else 8 for label in labels}
+            if tabular:
+                self._line("  ".join(label.rjust(width) for label, width in self._widths.items()))
+        aligned = [(label, text.rjust(self._widths[label])) for label, text in cells]
+        row = [text if tabular else f"{label} {text}" for label, text in aligned]
+        self._line("  ".join([*row, *(["best"] if best else [])]))
 
     def note(self, text: str) -> None:
         """A line about an event, such as a checkpoint found or a step skipped."""

@@ -10,6 +10,8 @@ _SHOWN = ("epoch", "episode_reward", "episode_length", "mean_loss", "lr")
 _RATES = {*(f"{unit}_per_second" for unit in UNITS), "all_tokens_per_second", "padding_share"}
 _SHORT = {"event", "time", "samples", "step", *_SHOWN, *_RATES}
 _WIDEST_NAME = 32  # letters
+Cells = list[tuple[str, str]]
+"""Label and text of each."""
 
 
 def format_train_line(fields: Mapping[str, Any], total_steps: int) -> str:
@@ -31,7 +33,7 @@ def format_other_numbers(fields: Mapping[str, Any]) -> str:
 
 def format_bar_facts(fields: Mapping[str, Any]) -> list[str]:
     """The facts beside the progress bar, the most important first; with the memory of the fullest GPU."""
-    facts = [f"mean loss {format_number(fields['mean_loss'])}"] if fields.get("mean_loss") is not None else []
+    facts = [f"loss {format_number(fields['loss'])}"] if fields.get("loss") is not None else []
     facts += _rate(fields)
     if fields.get("memory_reserved"):
         facts.append(f"GPU {_readable('memory', max(list_values(fields['memory'])))}")
@@ -55,6 +57,13 @@ def format_eval_line(fields: Mapping[str, Any]) -> str:
         f"{format_label(name)} {format_metric(name, value):<8}" for name, value in measures.items() if value is not None
     ]
     return "  ".join([*parts, f"({samples:,} samples)" if samples is not None else ""]).rstrip()
+
+
+def format_epoch(epoch: int, epochs: int, metrics: Mapping[str, Any], rate: float, seconds: float) -> Cells:
+    """The numbers of an epoch as label and text; metrics without a value are left out."""
+    numbers = {name: value for name, value in metrics.items() if value is not None}
+    cells = [(format_label(name), format_metric(name, value, decimals=4)) for name, value in numbers.items()]
+    return [("epoch", f"{epoch}/{epochs}"), *cells, ("samples/s", f"{rate:,.0f}"), ("seconds", f"{seconds:.1f}")]
 
 
 def format_result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -125,9 +134,12 @@ def format_label(name: str) -> str:
     return name.replace("_", " ")
 
 
-def format_metric(name: str, value: Any) -> str:
-    """A metric as text: accuracies in per cent, everything else as a number."""
-    return f"{100 * float(value):.2f} %" if "accuracy" in name else format_number(value)
+def format_metric(name: str, value: Any, *, decimals: int | None = None) -> str:
+    """A metric as text: accuracies in per cent, everything else as a number, with decimals where they suffice."""
+    if "accuracy" in name:
+        return f"{100 * float(value):.2f} %"
+    enough = decimals is not None and isinstance(value, float) and 1e-2 <= abs(value) < 1e4
+    return f"{value:.{decimals}f}" if enough else format_number(value)
 
 
 def format_number(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Evaluations: exact passes over a split, at the end of an epoch and of the run; and which was the best."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from math import isnan
 
@@ -9,13 +9,14 @@ from torch import nn
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.distributed.world import free_memory, is_out_of_memory
 from multigpu_cli.errors import OutOfMemory
+from multigpu_cli.monitor.format import format_epoch
 from multigpu_cli.run.batch_size import end_evaluation_without_memory, halve_eval_batch
 from multigpu_cli.run.run import Run, use_published_weights
 from multigpu_cli.run.train_log import report_skipped_steps
-from multigpu_cli.tasks.base import Evaluation
+from multigpu_cli.tasks.base import Evaluation, divide
 
 
-def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
+def evaluate(run: Run, split: str, loader: Loader, *, show: bool = True) -> Evaluation:
     """One exact pass over a split with the weights that are published (the average, with --ema); journalled.
 
     The caller puts those of a schedule-free optimizer into the model, see `use_published_weights`.
@@ -28,7 +29,8 @@ def evaluate(run: Run, split: str, loader: Loader) -> Evaluation:
         entry = run.log.journal.write(
             "eval", epoch=run.epoch, step=progress.step, split=split, samples=result.samples, **result.metrics
         )
-        run.log.console.eval(entry)
+        if show:
+            run.log.console.eval(entry)
         run.progress.last |= {f"{split}_{name}": value for name, value in result.metrics.items()}
         for tell in run.moments.evaluated:
             tell(run, split, result.metrics)
@@ -74,11 +76,27 @@ def evaluate_epoch(run: Run) -> None:
         progress.stopped_early = True
         run.log.console.note(f"ending early: {reached}")
     last = progress.stopped_early or progress.step == run.plan.schedule.total_steps
-    if run.loaders.val is not None and (last or run.task.should_evaluate(run.epoch)):
-        with use_published_weights(run):
-            track_best(run, evaluate(run, "val", run.loaders.val))
+    if last or run.task.should_evaluate(run.epoch):
+        metrics: dict[str, float] = {}
+        if run.loaders.val is not None:
+            with use_published_weights(run):
+                result = evaluate(run, "val", run.loaders.val, show=False)  # in the epoch's line
+                track_best(run, result)
+            metrics = {f"val_{name}": value for name, value in result.metrics.items()}
+        show_epoch(run, metrics)
     for tell in run.moments.epoch_end:
         tell(run)
+
+
+def show_epoch(run: Run, metrics: Mapping[str, float]) -> None:
+    """Show the line of an epoch: its losses, metrics, rate and seconds, evaluations left out."""
+    timer, progress = run.observer.timer, run.progress
+    with timer.pause():
+        samples, seconds = timer.samples - run.log.at_last_epoch[0], timer.seconds - run.log.at_last_epoch[1]
+        run.log.at_last_epoch = timer.samples, timer.seconds
+        numbers = {"train_loss": progress.last.get("train_loss"), **metrics}
+        cells = format_epoch(run.epoch, run.epochs, numbers, divide(samples, seconds), seconds)
+        run.log.console.epoch(cells, best=bool(metrics) and progress.best.get("step") == progress.step)
 
 
 def track_best(run: Run, result: Evaluation) -> None:

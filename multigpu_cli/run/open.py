@@ -225,7 +225,7 @@ def assemble_run(
     gpu = None
     if world.device.type == "cuda":
         gpu = stack.enter_context(closing(Sampler(str(torch.cuda.get_device_properties(world.device).uuid))))
-    return Run(
+    run = Run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
         observer=StepObserver(
             watchdog,
@@ -240,6 +240,8 @@ def assemble_run(
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
         moments=bind_moments(parts),
     )
+    progress_bar.read_newest = run.read_newest_numbers
+    return run
 
 
 def _count_flops(components: TrainComponents) -> float | None:

@@ -49,6 +49,8 @@ class LossMeter:
     def __init__(self, world: World, progress: Progress, steps_per_epoch: int) -> None:
         self._world, self._progress, self._steps_per_epoch = world, progress, steps_per_epoch
         self.last = math.nan
+        self._copy: tuple[Tensor, torch.cuda.Event | None] | None = None  # of a loss, on its way from the device
+        self._copied = -math.inf
         self._reset()
 
     def _reset(self) -> None:
@@ -58,9 +60,12 @@ class LossMeter:
         self._unpacked: list[Tensor] = []  # () each
         self._packed: list[Tensor] = []  # (n,) each
         self._count = 0
+        self._newest: tuple[Mapping[int, Tensor], int, Tensor | int] = ({}, 0, 0)  # losses, micro-batches, units
+        self._shown: float | None = None
 
     def add(self, step: int, micro_batches: int, losses: Mapping[int, Tensor], units: Tensor | int) -> None:
         """Add a step (from 0): micro-batches and units of all workers, this worker's loss sums () by micro-batch."""
+        self._newest = losses, micro_batches, units
         self._steps.append((step, micro_batches))
         self._units.append(units)
         self._places += [self._count + number for number in losses]
@@ -69,10 +74,28 @@ class LossMeter:
         if len(self._unpacked) > _MAX_UNPACKED:
             self._pack()
 
+    def peek(self) -> float | None:
+        """This worker's mean loss in a recent step, a new one each second, without a wait for the device.
+
+        None where none has arrived since the losses were reduced.
+        """
+        losses, micro_batches, units = self._newest
+        if losses and self._copy is None and time.monotonic() - self._copied >= 1:
+            mean = (
+                torch.stack([loss.reshape(()) for loss in losses.values()]).sum() * micro_batches / len(losses) / units
+            )
+            self._copy = mean.to("cpu", non_blocking=True), torch.cuda.Event() if mean.is_cuda else None
+            self._copied = time.monotonic()
+            if self._copy[1]:
+                self._copy[1].record()
+        if self._copy and (self._copy[1] is None or self._copy[1].query()):
+            self._shown, self._copy = float(self._copy[0]), None
+        return self._shown
+
     def _pack(self) -> None:
         if self._unpacked:
             self._packed.append(torch.stack([loss.reshape(()) for loss in self._unpacked]).double())
-            self._unpacked = []
+            self._unpacked, self._newest = [], ({}, 0, 0)
 
     def all_reduce_pending(self) -> None:
         """Reduce the steps since the last call; all workers call it together, and wait for their devices."""
@@ -212,6 +235,7 @@ class RunLog:
     flops_per_sample: float | None  # where the device's peak rate is known
     allocator_retries: int = 0  # of all ranks, at the last log line
     unknown_gpu_fields: frozenset[tuple[str, int]] = frozenset()  # by rank: the user knows that they are missing
+    at_last_epoch: tuple[int, float] = (0, 0.0)  # samples and seconds of this attempt, when the last epoch ended
 
 
 @dataclass
@@ -277,6 +301,17 @@ class Run(TrainComponents):
     def epoch(self) -> int:
         """The epoch of the last step that is done, counted from 1; 0 before the first."""
         return -(-self.progress.step // self.plan.batches.steps_per_epoch)
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs of the plan, the last of which may be cut short."""
+        return -(-self.plan.schedule.total_steps // self.plan.batches.steps_per_epoch)
+
+    def read_newest_numbers(self) -> dict[str, Any]:
+        """What the progress bar shows between two `train` lines."""
+        rate = self.observer.timer.samples_per_second
+        loss = self.observer.loss.peek()
+        return {"epoch": max(1, self.epoch), "epochs": self.epochs, "loss": loss, "samples_per_second": rate or None}
 
     def log_fault(self, kind: str, action: str, **more: Any) -> None:
         """Journal a fault, and warn the user."""

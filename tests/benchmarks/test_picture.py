@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from benchmarks.picture import drawn, screen
-from multigpu_cli.monitor.format import format_eval_line
+from multigpu_cli.monitor.format import format_epoch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +30,10 @@ def test_the_picture_in_the_readme_has_todays_words() -> None:
     said = words((ROOT / "docs/run.svg").read_text())
     for label in ("what", "where", "batch", "learning rate", "length", "warm-up", "precision", "starts", "saves to"):
         assert re.search(rf"^ {label}", said, re.MULTILINE), label
-    fields = {"epoch": 2, "split": "val", "loss": 0.3, "accuracy": 0.9, "samples": 180}
-    shape = re.escape(format_eval_line(fields)).replace("0\\.3000", r"[\d.]+").replace("90\\.00", r"[\d.]+")
-    assert re.search(shape, said)
-    assert re.search(r"^\|█+[▉-▏]? *\| step \d+/\d+, [\d:]+ left, loss [\d.]+, [\d,]+ samples/s$", said, re.MULTILINE)
+    labels = [
+        label for label, _ in format_epoch(1, 20, {"train_loss": 1.0, "val_loss": 1.0, "val_accuracy": 1.0}, 1, 1)
+    ]
+    assert re.search(" +".join(labels), said)
+    assert re.search(r"^ +1/20 +[\d.]+ +[\d.]+ +[\d.]+ % +[\d,]+ +[\d.]+  best$", said, re.MULTILINE)
+    bar = r"^epoch \d+/20 \|█+[▉-▏]? *\| step \d+/\d+, [\d:]+ left, loss [\d.]+, [\d,]+ samples/s$"
+    assert re.search(bar, said, re.MULTILINE)

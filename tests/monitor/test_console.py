@@ -11,22 +11,18 @@ import pexpect
 import pytest
 
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.format import format_epoch
 
 ROWS = [
     ("device", "2 × CPU, because torchrun started 2 processes and no GPU is visible to any of them"),
     ("batch", "64"),
 ]
 TRAIN = {"event": "train", "time": 1.0, "step": 50, "epoch": 1, "mean_loss": 0.5, "lr": 1e-3, "grad_norm": 2.0}
-EVAL = {
-    "event": "eval",
-    "time": 1.0,
-    "step": 50,
-    "epoch": 1,
-    "split": "val",
-    "loss": 0.5,
-    "accuracy": 0.9,
-    "samples": 7,
-}
+EVAL = {"event": "eval", "time": 1.0, "step": 50, "epoch": 1, "split": "test", "loss": 0.5, "samples": 7}
+EPOCHS = [
+    (format_epoch(9, 10, {"train_loss": 0.6543, "val_loss": 0.5, "val_accuracy": 0.9}, 980.4, 9.87), True),
+    (format_epoch(10, 10, {"train_loss": 0.05123, "val_loss": 1.5, "val_accuracy": 1.0}, 12_345.6, 10.12), False),
+]
 SUMMARY: dict[str, Any] = {
     "status": "completed", "steps": 50, "final": {"test_accuracy": 0.975, "test_loss": float("nan")},
     "fingerprint": "ab" * 32, "save_dir": "runs/x",
@@ -39,6 +35,8 @@ def run_through(console: Console) -> None:
     progress = console.progress(200, initial=10)
     progress.update(50)
     console.train(TRAIN)
+    for cells, best in EPOCHS:
+        console.epoch(cells, best=best)
     console.eval(EVAL)
     console.note("noted")
     console.detail("detailed")
@@ -61,7 +59,15 @@ def test_where_there_is_no_terminal_lines_are_plain() -> None:
     lines = text.splitlines()
     assert lines[:3] == ["Plan", f" device  {ROWS[0][1]}", " batch   64"]  # never wrapped: people grep in it
     assert "step 50/200  epoch 1  mean loss 0.5000  lr 0.001000" in lines
-    assert "epoch 1    val   loss 0.5000    accuracy 90.00 %   (7 samples)" in lines
+    at = lines.index(
+        "epoch     9/10  train loss   0.6543  val loss   0.5000  val accuracy  90.00 %  samples/s      980"
+        "  seconds      9.9  best"
+    )
+    assert lines[at + 1] == (
+        "epoch    10/10  train loss   0.0512  val loss   1.5000  val accuracy 100.00 %  samples/s   12,346"
+        "  seconds     10.1"
+    )
+    assert "epoch 1    test  loss 0.5000    (7 samples)" in lines
     assert "noted" in lines
     assert "detailed" not in lines
     assert "Details" not in lines
@@ -112,6 +118,7 @@ def test_a_reader_that_leaves_does_not_stop_a_run() -> None:
     code = """
         import sys
         from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.format import format_epoch
         console = Console()
         for step in range(20_000):
             console.note("x" * 100)
@@ -135,12 +142,13 @@ def on_terminal(columns: int, environment: dict[str, str]) -> str:
     code = f"import sys; sys.path[:0] = [{str(here.parents[2])!r}, {str(here.parent)!r}]\n" + textwrap.dedent("""
         import time, test_console
         from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.format import format_epoch
         console = Console()
         test_console.run_through(console)
         progress = console.progress(200)
         for step in range(1, 5):
             time.sleep(0.11)
-            progress.update(step, ["loss 0.2500", "1,234 samples/s"])
+            progress.update(step, {"loss": 0.25, "samples_per_second": 1234.0})
         console.note("in between")
         progress.close()
         console.note("the end")
@@ -166,6 +174,11 @@ def test_a_terminal_gets_a_bar_and_tables_that_fit_it(columns: int) -> None:
     assert any(re.search(r"\| step 4/200, 00:\d\d left, loss 0.2500, 1,234 samples/s$", piece) for piece in pieces)
     assert "step 50/200" not in plain.replace("| step", "")  # no plain line beside the bar
     assert "ab" * 32 in plain
+    assert [piece.rstrip() for piece in pieces if re.match(r" +(?:epoch|\d+/10) ", piece)] == [
+        "   epoch  train loss  val loss  val accuracy  samples/s   seconds",
+        "    9/10      0.6543    0.5000       90.00 %        980       9.9  best",
+        "   10/10      0.0512    1.5000      100.00 %     12,346      10.1",
+    ]
     label, *_ = [line for line in plain.splitlines() if "2 × CPU" in line]
     assert label.startswith(" device")
     screen = [piece for piece in pieces if piece.strip()]

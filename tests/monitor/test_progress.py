@@ -2,6 +2,7 @@ import io
 import sys
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,14 @@ class Screen(io.StringIO):
 
 def test_the_base_shows_nothing_but_knows_the_total() -> None:
     progress = ProgressDisplay(40)
-    progress.update(3, ["loss 1.0"])
+    progress.update(3, {"loss": 1.0})
     with progress.hidden():
         pass
     progress.close()
     assert progress.total == 40
 
 
+FIELDS = {"loss": 0.5123, "samples_per_second": 5230.0, "memory": [13_207_024_435], "memory_reserved": [1]}
 FACTS = ["loss 0.5123", "5,230 samples/s", "GPU 12.3 GiB"]
 
 
@@ -35,12 +37,33 @@ def test_the_bar_shows_what_fits_and_goes_away(
     screen = Screen()
     bar = TqdmDisplay(total, 40, screen)
     time.sleep(0.25)
-    bar.update(60, FACTS)
+    bar.update(60, FIELDS)
     shown = screen.getvalue().split("\r")[-1]
     bar.close()
     assert f"| step 60/{total}, " in shown
     assert shown.endswith(" left" + "".join(f", {fact}" for fact in FACTS[:known]))
     assert screen.getvalue().split("\r")[-2].strip() == ""
+
+
+def test_epoch_loss_and_rate_are_there_before_the_first_train_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TqdmDisplay, "_columns", lambda bar: 80)
+    screen = Screen()
+    bar = TqdmDisplay(400, 0, screen)
+    newest: dict[str, Any] = {"epoch": 1, "epochs": 20, "loss": 2.25, "samples_per_second": 980.0}
+    bar.read_newest = lambda: newest
+    time.sleep(0.25)
+    bar.update(3)
+    shown = screen.getvalue().split("\r")[-1]
+    assert shown.startswith("epoch 1/20 |")
+    assert shown.endswith(" left, loss 2.250, 980 samples/s")
+    assert len(shown) <= 80
+    bar.update(4, {"loss": 2.0, "tokens_per_second": 700.0})
+    newest["loss"] = 1.5
+    time.sleep(0.25)
+    bar.update(5)
+    shown = screen.getvalue().split("\r")[-1]
+    assert shown.endswith(" left, loss 1.500, 700 tokens/s"), "the newest loss, and the rate as the event has it"
+    bar.close()
 
 
 def test_many_steps_cost_few_redraws() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,24 @@ def test_many_losses_are_packed_into_one_tensor(monkeypatch: pytest.MonkeyPatch)
     assert first() is None, "small tensors hold whole blocks of a GPU's memory"
     losses.all_reduce_pending()
     assert losses.last == 1
+
+
+def test_a_recent_loss_is_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    losses = LossMeter(ALONE, Progress(), 3)
+    assert losses.peek() is None
+    losses.add(0, 4, {0: torch.tensor(3.0), 1: torch.tensor([5.0])}, 32)
+    assert losses.peek() == 8 * 2 / 32, "half of the micro-batches are this worker's"
+    losses.add(1, 4, {0: torch.tensor(1.0), 1: torch.tensor(1.0)}, torch.tensor(8))
+    assert losses.peek() == 0.5
+    now[0] += 1
+    assert losses.peek() == 0.5
+    losses.add(2, 1, {0: torch.tensor(3.0)}, torch.tensor(2))
+    now[0] += 1
+    assert losses.peek() == 1.5
+    losses.all_reduce_pending()
+    assert losses.peek() is None, "the reduced loss is the better one"
 
 
 @pytest.mark.parametrize("loose", [1000, 2])
