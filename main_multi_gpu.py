@@ -80,7 +80,7 @@ def _train(values: Mapping[str, Any]) -> int:
 
     if values["verbose"] and (values["quiet"] or values["json"]):
         other = "--quiet" if values["quiet"] else "--json"
-        raise RequestError(f"--verbose together with {other}", remedy="one of them")
+        raise RequestError(f"--verbose can't be used with {other}", remedy="one of them")
     screen = next((name for name in ("json", "quiet", "verbose") if values[name]), "normal")
     config = build_config(values, os.environ)
     if values["print_config"]:
@@ -142,7 +142,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
         code = error.exit_code if isinstance(error, TrainingError) else FAILED
         return _report_error(code, describe_error(error), error, argv)
     if code == STOPPED:
-        write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to go on")
+        write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to resume")
     return code, "stopped by a signal" if code == STOPPED else ""
 
 

@@ -39,7 +39,7 @@ class Unfreeze(Part):
         numbers = {"tensors": len(tensors), "parameters": sum(tensor.numel() for tensor in tensors)}
         run.log.journal.write("unfreeze", step=run.progress.step, **numbers)
         epoch, what = run.config.model.unfreeze_at, pluralize(len(tensors), "tensor")
-        run.log.console.note(f"epoch {epoch}: {what} that --freeze kept learn from here on")
+        run.log.console.note(f"epoch {epoch}: {what} of --freeze are trained from here on")
 
     def _set_learning(self, components: TrainComponents, *, learns: bool) -> None:
         """DDP and the exact reduction know the parameters that learn when they are built, and from then on."""

@@ -40,7 +40,7 @@ class WorkersFailed(TrainingError):
     """A worker ended with a non-zero exit code and told the user why; not so a rank that a signal `killed`."""
 
     def __init__(self, exit_code: int, problem: str = "", killed: int | None = None) -> None:
-        again = "the same command again: it goes on from the last checkpoint"
+        again = "run the same command again: it resumes from the last checkpoint"
         super().__init__(problem, remedy="" if killed is None else again)
         self.exit_code = exit_code
         self.killed = killed

@@ -101,7 +101,7 @@ def test_the_commands_that_call_a_model_know_its_inputs(capsys: pytest.CaptureFi
     for command, named in (
         ("predict run11 --out x.csv", "has no tensor with a row for each sample"),
         ("export run11 --to x.onnx", "from-model"),
-        ("sample run6 --prompt 1", "its network needs attention_mask beside the tokens"),
+        ("sample run6 --prompt 1", "its network also needs attention_mask"),
     ):
         assert main_multi_gpu.run([*command.split(), "--own-code"]) == 2
         assert named in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_the_flag_table_has_every_setting() -> None:
     assert len(flags) == len(set(flags))
     assert {entry.flag for entry in SETTINGS.values() if entry.flag} <= set(flags)
     assert "| `--batch-size N\\|auto` | samples per GPU in one micro-batch | 32 |  |" in flag_table()
-    assert "| `--epochs N` | passes over the training data | 20 | free |" in flag_table()
+    assert "| `--epochs N` | number of epochs | 20 | free |" in flag_table()
 
 
 def test_the_code_map_has_every_module_with_its_floor_and_purpose() -> None:

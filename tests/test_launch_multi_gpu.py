@@ -56,7 +56,7 @@ if "--dry-run" in argv:
         "batch_size": batch, "grad_accum_steps": 1, "global_batch_size": workers * batch, "learning_rate": 0.00777,
         "base_lr": 0.001, "base_batch_size": 32, "lr_rule": "sqrt", "warmup_steps": 24, "steps_per_epoch": 12,
         "total_steps": 240, "precision": "bf16", "save_dir": folder,
-        "resume": "goes on from step 120" if os.path.exists(folder + "/config.yaml") else "a new run"})))
+        "resume": "resumes from step 120" if os.path.exists(folder + "/config.yaml") else "a new run"})))
 environment = {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "DATA_"))}
 with open("runs.jsonl", "a") as file:
     print(json.dumps({"through": os.environ.get("THROUGH", ""), "argv": argv, "cuda": environment}), file=file)
@@ -424,7 +424,7 @@ def test_a_run_that_is_there_is_continued_or_left_alone(desk: Desk, answer: str,
     run.mkdir(parents=True)
     (run / "config.yaml").touch()
     child = desk.ask("--mode", "single", "--gpus", "1", "--config", "digits", *flags)
-    child.expect_exact("goes on from step 120")
+    child.expect_exact("resumes from step 120")
     answer_questions(child, ("Continue it?", answer), *(ENTER[2:] if answer else ENTER[3:]))
     assert wait_for_exit(child) == 0
     assert desk.run["argv"][4:] == ["--save-dir", f"checkpoints/digits/{folder}"]

@@ -128,13 +128,13 @@ def test_the_screen_is_chosen(door: Door, trainer: Trainer, argv: list[str], scr
 
 
 def test_screens_that_contradict_are_refused(door: Door) -> None:
-    assert door("--quiet", "--verbose")[::2] == (2, "error: --verbose together with --quiet\n  try: one of them\n")
+    assert door("--quiet", "--verbose")[::2] == (2, "error: --verbose can't be used with --quiet\n  try: one of them\n")
 
 
 def test_no_amp_is_amp_off(door: Door, trainer: Trainer) -> None:
     door("--no-amp")
     assert trainer.asked[0][0].precision.amp == "off"
-    assert "--no-amp together with --amp bf16" in door("--no-amp", "--amp", "bf16").err
+    assert "--no-amp can't be used with --amp bf16" in door("--no-amp", "--amp", "bf16").err
 
 
 def test_print_config_prints_yaml_that_config_takes(door: Door, trainer: Trainer, tmp_path: Path) -> None:

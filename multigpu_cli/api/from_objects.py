@@ -153,7 +153,7 @@ class FromObjects(FromConfig):
         if self.scheduler and (end := _find_length(self.scheduler, ())) != self._end:
             raise RequestError(
                 f"scheduler: this {type(self.scheduler).__name__} ends after {self._end} steps, and that of the "
-                f"checkpoint, which would go on, after {end}",
+                f"checkpoint, from which the run would resume, after {end}",
                 remedy=f"make it for {end} steps; or init_from and another save_dir, for a schedule from the beginning",
             )
         if not isinstance(self.scheduler, OneCycleLR):

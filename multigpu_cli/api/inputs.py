@@ -100,13 +100,13 @@ class UserInputs:
         if self.optimizer is not None:
             if TrainingMode.named(config.training_mode) is TrainingMode.FULLY_SHARDED_DATA_PARALLEL:
                 raise RequestError(
-                    "an optimizer of your own together with fsdp: it has whole weights, and each process some rows",
+                    "your own optimizer can't be used with fsdp: it has full weights, and each process only some rows",
                     remedy="settings={'optimizer': 'adamw'} or 'sgd', without an optimizer; or strategy='ddp'",
                 )
             own = {"base_lr", "optimizer", "optimizer.args", "weight_decay", "schedule", "warmup_epochs"} & more.keys()
             if own or config.learning_rate is not None:
                 raise RequestError(
-                    f"{min(own) if own else 'learning_rate'} together with an optimizer of your own",
+                    f"{min(own) if own else 'learning_rate'} can't be used with your own optimizer",
                     remedy="set it in the optimizer, or in the scheduler",
                 )
             group = self.optimizer.param_groups[0]
@@ -147,7 +147,7 @@ def refuse_forgotten_scheduler(optimizer: Any, scheduler: LRScheduler | None) ->
     groups, step = getattr(optimizer, "param_groups", []), getattr(optimizer, "step", None)
     if scheduler is None and hasattr(step, "_wrapped_by_lr_sched") and any("initial_lr" in each for each in groups):
         raise RequestError(
-            f"optimizer: a scheduler was made for it and not passed: the rate would stay at {groups[0]['lr']:.4g}",
+            f"optimizer: a scheduler was made for it but not passed: the rate would stay at {groups[0]['lr']:.4g}",
             remedy="scheduler=…; or, for that rate, group.pop('initial_lr') of each group in optimizer.param_groups",
         )
 
@@ -184,7 +184,7 @@ def _check(inputs: UserInputs) -> None:
     if any(hasattr(p, "device_mesh") for p in inputs.model.parameters()):
         raise RequestError(
             "model: its weights are divided over processes, as fully_shard leaves them",
-            remedy="a model made anew, with the whole weights, such as those of best.pt",
+            remedy="a new model, with full weights, such as those of best.pt",
         )
     if not any(p.requires_grad for p in inputs.model.parameters()):
         raise RequestError("model: no parameter requires a gradient")

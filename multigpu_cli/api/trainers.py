@@ -142,7 +142,7 @@ class MultiGPUTrainer(Functions):
         if wanted > now:
             raise RequestError(f"epoch {wanted}: the next one is {now}", remedy="train the epochs in order, from 0")
         if wanted == now and run.progress.step >= run.plan.schedule.total_steps:
-            raise RequestError(f"num_epochs={self.config.num_epochs} are done", remedy="a greater num_epochs")
+            raise RequestError(f"num_epochs={self.config.num_epochs} are done", remedy="a larger num_epochs")
         if wanted == now:
             with _working(run):
                 status = engine.fit(run, until=(now + 1) * per_epoch)

@@ -63,7 +63,7 @@ def load_initial_weights(model: nn.Module, path: Path, *, partial: bool) -> Weig
         partly = "--init-partial, which leaves those as they are initialised; or " if match.loaded else ""
         raise RequestError(
             f"--init-from {path} does not fit the model:\n{format_differences(match.differences)}",
-            remedy=f"{partly}the --model that the weights are of",
+            remedy=f"{partly}the --model that the weights belong to",
         )
     model.load_state_dict({name: found[source] for name, source in match.loaded.items()}, strict=False)
     for part, of in copies.items():
@@ -79,7 +79,7 @@ def read_initial_weights(path: Path) -> dict[str, Any]:
     """
     file = find_weight_file(path) if path.is_dir() else path
     if file is None:
-        raise RequestError(f"--init-from {path}: no weights in this folder, or several", remedy="name the file")
+        raise RequestError(f"--init-from {path}: this folder has no weights file, or several", remedy="name the file")
     return _read_parts(file) if file.name.endswith(".index.json") else _read_file(file)
 
 
@@ -162,7 +162,7 @@ def _read_safetensors(file: Path) -> dict[str, Any]:
         return dict(safetensors.load_file(file))
     except (SafetensorError, OSError, ValueError) as error:
         raise RequestError(
-            f"--init-from {file} is no .safetensors file: {error}", remedy="a whole copy of it"
+            f"--init-from {file} is not a valid .safetensors file: {error}", remedy="copy the file again"
         ) from error
 
 
@@ -173,15 +173,15 @@ def _read_parts(index: Path) -> dict[str, Any]:
         files = sorted({str(file) for file in places.values()})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(
-            f"--init-from {index}: no list of weights ({type(error).__name__})", remedy="a file with a weight_map"
+            f"--init-from {index}: not a list of weights ({type(error).__name__})", remedy="a file with a weight_map"
         ) from error
     if strange := [file for file in files if Path(file).name != file or file.endswith(".json")]:
-        raise RequestError(f"--init-from {index} names {strange[0]!r}, which is no file beside it")
+        raise RequestError(f"--init-from {index} names {strange[0]!r}, which is not a file in the same folder")
     if gone := [file for file in files if not (index.parent / file).is_file()]:
-        raise RequestError(f"--init-from {index}: {', '.join(gone)} is missing", remedy="all files that it lists")
+        raise RequestError(f"--init-from {index}: {', '.join(gone)} is missing", remedy="copy all files that it lists")
     parts = {file: _read_file(index.parent / file) for file in files}
     if lost := [name for name, file in places.items() if name not in parts[file]]:
-        raise RequestError(f"--init-from {index}: {lost[0]} is not in {places[lost[0]]}", remedy="whole copies of all")
+        raise RequestError(f"--init-from {index}: {lost[0]} is not in {places[lost[0]]}", remedy="copy both again")
     return {name: parts[file][name] for name, file in places.items()}
 
 

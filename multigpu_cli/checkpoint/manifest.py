@@ -66,7 +66,7 @@ def find_quick_damage(folder: Path, moved: Moved = ignore_progress) -> str | Non
     for name, listed in manifest["files"].items():
         file = folder / name
         if Path(name).name != name:
-            return f"{MANIFEST} lists {name}, which is no file of its folder"
+            return f"{MANIFEST} lists {name}, which is not a file of its folder"
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != listed["size"]:

@@ -164,7 +164,7 @@ def _no_intact_error(folder: Path, damages: Sequence[str]) -> NoIntactCheckpoint
 
 
 def _resume_from(folder: Path, found: Checkpoint, summary: dict[str, Any] | None, notes: list[str]) -> ResumePoint:
-    reason = f"goes on from step {found.step} ({found.folder})"
+    reason = f"resumes from step {found.step} ({found.folder})"
     return ResumePoint(str(folder), str(found.folder), found.manifest, summary, notes, reason)
 
 

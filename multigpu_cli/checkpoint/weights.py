@@ -109,8 +109,8 @@ def check_extra_state(model: nn.Module, name: str) -> None:
         model.load_state_dict(state)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
         raise RequestError(
-            f"--model {name} does not take its own state back: {type(error).__name__}: {error}",
-            remedy="a set_extra_state that takes what get_extra_state returns",
+            f"--model {name} cannot load its own state: {type(error).__name__}: {error}",
+            remedy="make set_extra_state accept what get_extra_state returns",
         ) from error
 
 
@@ -132,7 +132,7 @@ def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
     message begins with the flag that named it.
     """
     if not path.is_file():
-        raise RequestError(f"{flag} {path}: there is no such file".lstrip(), remedy="best.pt of a run folder, say")
+        raise RequestError(f"{flag} {path}: there is no such file".lstrip(), remedy="best.pt of a run folder")
     found = deserialize(path, f"{flag} {path}".lstrip())
     places = [found, *(found.get(key) for key in _PLACES)] if isinstance(found, dict) else []
     state: dict[str, Any] | None = next((place for place in places if is_state_dict(place)), None)
@@ -143,7 +143,7 @@ def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
         )
     if any(value.is_meta for value in state.values() if isinstance(value, Tensor)):
         raise RequestError(
-            f"{flag} {path} only outlines weights whose rows are in other files of its checkpoint".lstrip(),
+            f"{flag} {path} is only one part of a sharded checkpoint".lstrip(),
             remedy="name the folder of the checkpoint, or best.pt of the run",
         )
     return state
@@ -161,7 +161,8 @@ def check_fit(model: nn.Module, state: dict[str, Any], origin: str) -> None:
     ]
     if wrong:
         raise RequestError(
-            f"{origin} does not fit the model:\n{format_differences(wrong)}", remedy="the --model that it came from"
+            f"{origin} does not fit the model:\n{format_differences(wrong)}",
+            remedy="the --model that the weights belong to",
         )
 
 

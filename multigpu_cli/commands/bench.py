@@ -35,7 +35,7 @@ from multigpu_cli.planning.speedup import ForecastRow, Interconnect
 _STEPS, _SECONDS = 64, 4.0  # the least of a run without --steps
 _KNOBS = {
     "data": "data: more --num-workers, a TensorDataset, or --data-on-device on",
-    "wire": "the wire: a larger --batch-size, --grad-accum-steps, --grad-compression bf16, or faster links",
+    "wire": "communication: a larger --batch-size, --grad-accum-steps, --grad-compression bf16, or faster links",
     "stragglers": "slow workers: equal GPUs, no other users on them, and even shares (--batch-size)",
     "compute": "the device itself: --amp, --compile, a larger --batch-size",
     "compute and wire": "a larger --batch-size, --reshard step, --amp, or faster links",

@@ -72,7 +72,7 @@ def format_cleaning(found: Sequence[Cleaning]) -> Iterator[str]:
 def _find_obstacle(run: Path) -> str:
     """Why the checkpoints of a run must stay; empty where they may go."""
     if load_summary(run).get("status") != "completed":
-        return "not completed, its checkpoints are needed to go on"
+        return "not completed: its checkpoints are needed to resume"
     try:
         with ZipFile(run / "best.pt") as file:  # as torch.save writes them, with checksums
             intact = file.testzip() is None
@@ -93,7 +93,7 @@ def _remove(found: Cleaning) -> Cleaning:
             for folder in found.checkpoints:
                 shutil.rmtree(folder)
     except OSError as error:
-        raise RequestError(f"{run}: {error}", remedy="the permission to remove it, and clean once more") from error
+        raise RequestError(f"{run}: {error}", remedy="change its permissions, and run clean again") from error
     return replace(found, removed=True)
 
 
@@ -109,11 +109,11 @@ def format_checkpoints(run: str, entries: list[CheckpointEntry]) -> Iterator[str
         workers = "" if entry.world_size is None else pluralize(entry.world_size, "worker")
         verdict = ": ".join(filter(None, (entry.state, entry.reason)))
         if entry.resumes:
-            verdict = "whole, a run goes on from here"
+            verdict = "valid; a run resumes from here"
         size, age = format_size(entry.bytes), _format_age(now - entry.written)
         yield f"{entry.name:<{width}}  {size:>9}  {age:>12}  {workers:<10}  {verdict}"
     if not any(entry.resumes for entry in entries):
-        yield f"{run} has no checkpoint that a run could go on from"
+        yield f"{run} has no checkpoint to resume from"
 
 
 def _format_age(seconds: float) -> str:

@@ -64,9 +64,7 @@ def export_weights(state: dict[str, Any], target: Path, half: str | None = None)
             publish(draft, serialize(own))
             found = deserialize(draft.read_bytes(), str(draft))
         if found.keys() != own.keys() or any(_bits(found[name]) != _bits(own[name]) for name in own):
-            raise TrainingError(
-                f"{target}: reading the file back gives other content than was written", remedy="use another disk"
-            )
+            raise TrainingError(f"{target}: the file differs from what was written", remedy="use another disk")
     return list(left_out)
 
 
@@ -292,7 +290,7 @@ def _rebuild_run(weights: TrainedWeights, changes: Mapping[str, Any], *, own_cod
     with closing(loader):
         inputs = first_batch(loader, min(_SAMPLES, loader.size)).inputs
     if not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == _count(inputs) for leaf in tree_leaves(inputs)):
-        raise RequestError("the model's input is no batch of tensors", remedy=weights_alone)
+        raise RequestError("the model's input is not a batch of tensors", remedy=weights_alone)
     return run, inputs
 
 

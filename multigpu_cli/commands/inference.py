@@ -69,7 +69,7 @@ def load_run(
     before = weights.settings.get("learned")
     if before is not None and before != source.signature():
         raise RequestError(
-            f"--data {config.data.name}: its training split has other classes, scales or tokens than those that "
+            f"--data {config.data.name}: its training split has other classes, scales or tokens than "
             f"{weights.origin} was trained with",
             remedy="the run's own training data, together with other test data"
             + ("; other rows: --set data.test_file=FILE or data.new=FILE" if config.data.name == "csv" else ""),

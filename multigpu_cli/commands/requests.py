@@ -46,7 +46,7 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
     wrong = []
     if values.get("no_amp"):
         if flags.get("amp", "off") != "off":
-            wrong.append(RequestError(f"--no-amp together with --amp {flags['amp']}", remedy="only one of them"))
+            wrong.append(RequestError(f"--no-amp can't be used with --amp {flags['amp']}", remedy="only one of them"))
         flags["amp"] = "off"
     file, in_worker = values.get("config"), is_self_launched(environ)
     config, faults, broken, filed, command, readable = gather(flags, values.get("set") or (), file, in_worker=in_worker)
@@ -158,6 +158,6 @@ def _check_run_exists(run: str) -> None:
 
 def _check_new_file(flag: str, target: Path) -> None:
     if target.exists():
-        raise RequestError(f"{flag} {target}: it exists already", remedy="another name, or remove it")
+        raise RequestError(f"{flag} {target}: it already exists", remedy="another name, or remove it")
     if not target.parent.is_dir():
         raise RequestError(f"{flag} {target}: there is no folder {target.parent}", remedy="create it first")

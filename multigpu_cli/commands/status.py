@@ -63,7 +63,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
         here = find_run_folders(Path(name))
         if not here:
             raise RequestError(
-                f"{name} has no run: there is no journal.jsonl in it or up to two levels below",
+                f"{name} has no run: there is no journal.jsonl in it, nor two levels below",
                 remedy="the --save-dir of a run, or a folder of runs",
             )
         runs |= dict.fromkeys(here)
@@ -234,8 +234,8 @@ def _list_alarms(history: History, attempt: Attempt, state: str, silent: float) 
             yield f"stalled: no line written for {format_duration(silent)}; {usual}"
     if state == "died":
         at = history.checkpoints[-1]["step"] if history.checkpoints else None
-        again = f"goes on from step {at}" if at is not None else "starts from the beginning: there is no checkpoint"
-        yield f"died: no process owns the folder and the journal has no end; the same command {again}"
+        again = f"resumes from step {at}" if at is not None else "starts from the beginning: there is no checkpoint"
+        yield f"died: no process uses the folder, and the journal has no end; the same command {again}"
     if state == "failed":
         yield "failed: summary.json says why"
     kinds: dict[str, list[dict[str, Any]]] = {}
@@ -282,7 +282,7 @@ def order_runs(figures: Sequence[Figures], key: str) -> list[int]:
     known = {name for each in figures for name in each}
     if key not in known:
         remedy = did_you_mean(key, known) if known else "runs that have an evaluation or a summary"
-        raise RequestError(f"--sort-by {key}: no run has such a number", remedy=remedy)
+        raise RequestError(f"--sort-by {key}: no run has this metric", remedy=remedy)
     sign = 1 if is_less_better(key) else -1
 
     def place(number: int) -> tuple[bool, float]:

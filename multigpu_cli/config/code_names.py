@@ -42,10 +42,10 @@ def find_entry_errors(part: str, entries: list[NamedCode], config: Config, kind:
                 f"--{part} {code}: must be module:{kind}", remedy=f"--{part} my_file:{kind} for {kind} in my_file.py"
             )
         elif not name.isidentifier():
-            yield RequestError(f"--{part} {name}={code}: {name!r} is no name", remedy="letters, digits and _")
+            yield RequestError(f"--{part} {name}={code}: {name!r} is not a valid name", remedy="letters, digits and _")
         elif name in names[:at]:
             yield RequestError(
-                f"--{part} {code}: {name!r} is given twice", remedy=f"a name of its own: --{part} NAME={code}"
+                f"--{part} {code}: {name!r} is given twice", remedy=f"give it a name: --{part} NAME={code}"
             )
     for name, args in config.get(f"{part}.args").items():
         if name not in names:
@@ -86,7 +86,7 @@ def check_code(config: Config, command: Config, where: str, parts: Collection[st
     if unnamed := [name for name in _code(config, parts) if name not in named]:
         raise RequestError(
             f"{where} names code that this command does not name: {', '.join(unnamed)}",
-            remedy="give --own-code if you trust that code, or name it in this command as well",
+            remedy="add --own-code if you trust this code",
         )
 
 

@@ -73,7 +73,7 @@ def _init_from(path: Path) -> Iterator[RequestError]:
     if path.is_dir():
         if find_weight_file(path) is None:
             yield RequestError(
-                f"--init-from {path}: is a folder without weights, or with several",
+                f"--init-from {path}: is a folder with no weights file, or several",
                 remedy="name the file, for instance best.pt of a run folder",
             )
     elif not path.exists():
@@ -165,7 +165,7 @@ def parse_data_path(given: Mapping[str, Any], label: str) -> dict[str, Any]:
     except ValueError as error:
         raise RequestError(f"{label} {error}") from error
     if "data_dir" in given:
-        raise RequestError(f"{label} {place} together with --data-dir {given['data_dir']}", remedy="only one of them")
+        raise RequestError(f"{label} {place} can't be used with --data-dir {given['data_dir']}", remedy="one of them")
     if not os.access(place, os.F_OK):
         near = suggest_path(Path(place), folders=False) or f"give a path relative to {Path.cwd()}, or an absolute one"
         raise RequestError(

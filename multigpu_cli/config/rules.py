@@ -82,13 +82,13 @@ def _rates(config: Config) -> Iterator[RequestError]:
             if key in config.explicit and config.get(key) not in plain:
                 flag = "--" + key.replace("_", "-")
                 yield RequestError(
-                    f"--lr together with {flag}: --lr is used exactly as given, so {flag} has nothing to scale",
+                    f"--lr can't be used with {flag}: --lr is used exactly as given, so {flag} has nothing to scale",
                     remedy=f"leave out {flag}, or give --base-lr {rate.lr:g} in place of --lr",
                 )
     if rate.warmup_epochs and ":" in rate.schedule:
         yield RequestError(
-            f"--warmup-epochs {rate.warmup_epochs:g} together with --schedule {rate.schedule}: a schedule of your own "
-            "has its own warm-up",
+            f"--warmup-epochs {rate.warmup_epochs:g} can't be used with --schedule {rate.schedule}: that schedule has "
+            "its own warm-up",
             remedy="leave out --warmup-epochs",
         )
     if rate.warmup_epochs is not None and rate.warmup_epochs >= config.last_epoch:
@@ -126,7 +126,7 @@ def _exact(config: Config) -> Iterator[RequestError]:
     )
     for flag, given, reason in rivals:
         if given:
-            yield RequestError(f"--exact together with {flag}: {reason}", remedy=f"leave out --exact or {flag}")
+            yield RequestError(f"--exact can't be used with {flag}: {reason}", remedy=f"leave out --exact or {flag}")
 
 
 def _starting_weights(config: Config) -> Iterator[RequestError]:
@@ -137,19 +137,19 @@ def _starting_weights(config: Config) -> Iterator[RequestError]:
 def _mixture(config: Config) -> Iterator[RequestError]:
     data = config.data
     if data.mix and data.name != "mixture":
-        yield RequestError(f"data.mix together with --data {data.name}", remedy="only one of them")
+        yield RequestError(f"data.mix can't be used with --data {data.name}", remedy="only one of them")
     if data.mix and data.dir is not None:
-        yield RequestError("data.mix together with --data-dir", remedy="data_dir: … of each dataset in data.mix")
+        yield RequestError("data.mix can't be used with --data-dir", remedy="data_dir: … of each dataset in data.mix")
     for name in [str(entry["data"]) for entry in data.mix if ":" not in entry["data"]]:
         if name not in DATASETS:
             yield RequestError(f"data.mix: {name}: unknown name", remedy=did_you_mean(name, DATASETS))
     if data.shuffle_block is not None and data.sample_weights is not None:
         yield RequestError(
-            "data.shuffle_block together with data.sample_weights: these are drawn from all samples",
+            "data.shuffle_block can't be used with data.sample_weights: these are drawn from all samples",
             remedy="only one of them",
         )
     if data.mix and data.sample_weights is not None:
-        yield RequestError("data.mix together with data.sample_weights", remedy="weight: … of each dataset in data.mix")
+        yield RequestError("data.mix can't be used with data.sample_weights", remedy="weight: … of each dataset")
 
 
 def _unfreezing(config: Config) -> Iterator[RequestError]:
@@ -157,10 +157,10 @@ def _unfreezing(config: Config) -> Iterator[RequestError]:
     if epoch is None:
         return
     if not config.model.freeze:
-        yield RequestError("model.unfreeze_at without --freeze: nothing is frozen", remedy="--freeze 'features.*', say")
+        yield RequestError("model.unfreeze_at without --freeze: nothing is frozen", remedy="--freeze 'features.*'")
     if config.task.episodes is None and epoch > config.last_epoch:
         yield RequestError(
-            f"model.unfreeze_at {epoch}: that epoch never comes within --epochs {length}", remedy="more --epochs"
+            f"model.unfreeze_at {epoch}: that is after the last epoch (--epochs {length})", remedy="more --epochs"
         )
 
 
@@ -168,7 +168,7 @@ def _devices(config: Config) -> Iterator[RequestError]:
     device = config.device
     if device.nproc_per_node is not None and device.multi_gpu in ("dp", "none"):
         yield RequestError(
-            f"--nproc-per-node together with --multi-gpu {device.multi_gpu}: that mode uses one process",
+            f"--nproc-per-node can't be used with --multi-gpu {device.multi_gpu}: that mode uses one process",
             remedy="use --multi-gpu ddp, or leave out --nproc-per-node",
         )
     if device.gpu_ids is None:
@@ -176,7 +176,7 @@ def _devices(config: Config) -> Iterator[RequestError]:
     ids = ",".join(map(str, device.gpu_ids))
     if device.multi_gpu == "none" and len(device.gpu_ids) > 1:
         yield RequestError(
-            f"--gpu-ids {ids} together with --multi-gpu none: that mode uses one device",
+            f"--gpu-ids {ids} can't be used with --multi-gpu none: that mode uses one device",
             remedy="give one id, or use --multi-gpu ddp",
         )
     if device.nproc_per_node not in (None, len(device.gpu_ids)) and device.multi_gpu not in ("dp", "none"):
@@ -190,11 +190,11 @@ def _devices(config: Config) -> Iterator[RequestError]:
 def _data_parallel(config: Config) -> Iterator[RequestError]:
     if config.device.multi_gpu == "dp" and config.model.sync_bn:
         yield RequestError(
-            "--sync-bn together with --multi-gpu dp: SyncBatchNorm needs ddp", remedy="use --multi-gpu ddp"
+            "--sync-bn can't be used with --multi-gpu dp: SyncBatchNorm needs ddp", remedy="use --multi-gpu ddp"
         )
     if config.device.multi_gpu in ("dp", "none") and config.fault.max_restarts:
         yield RequestError(
-            f"--max-restarts together with --multi-gpu {config.device.multi_gpu}: only self-launched runs restart",
+            f"--max-restarts can't be used with --multi-gpu {config.device.multi_gpu}: only self-launched runs restart",
             remedy="use --multi-gpu ddp --nproc-per-node 1, or leave out --max-restarts",
         )
 
@@ -242,7 +242,7 @@ def find_environment_errors(environ: Mapping[str, str]) -> Iterator[RequestError
     if missing:
         present = [name for name in _NEEDED if name not in missing]
         yield RequestError(
-            f"the environment of ddp is incomplete: {', '.join(present)} without {', '.join(missing)}",
+            f"the environment variables of DDP are incomplete: {', '.join(present)} without {', '.join(missing)}",
             remedy=f"start with torchrun, which sets all of them, or unset {' '.join(present)}",
         )
         return

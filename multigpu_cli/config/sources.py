@@ -110,7 +110,7 @@ def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken:
     if values.get("lr") is not None and values.get("base_lr") is not None:
         faults.append(
             RequestError(
-                f"{labels['lr']} together with {labels['base_lr']}: the first is used as given, the second is scaled",
+                f"{labels['lr']} can't be used with {labels['base_lr']}: only the second one is scaled",
                 remedy="give only one of them",
             )
         )

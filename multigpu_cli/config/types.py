@@ -177,8 +177,7 @@ def _loggers(value: Any) -> tuple[str, ...]:
     names = tuple(str(part).strip() for part in (value if _is_list(value) else [value]))
     if any("/" in name or "@" in name for name in names):
         raise ValueError(
-            "must be a name, not an address: where a logger sends to stands in the environment "
-            "(MLFLOW_TRACKING_URI, WANDB_BASE_URL)"
+            "must be a name, not an address: set the address in the environment (MLFLOW_TRACKING_URI, WANDB_BASE_URL)"
         )
     if names in ((), ("none",)):
         return ()
@@ -217,7 +216,7 @@ def _parse_group(value: Any) -> ParameterGroup:
     if unknown := sorted(str(key) for key in value if key not in known):
         raise ValueError(f"has no {unknown[0]!r} in a group; {did_you_mean(unknown[0], known)}")
     if len(value) == 1:
-        raise ValueError(f"says nothing of the parameters that match {value['match']!r}: weight_decay or lr_factor")
+        raise ValueError(f"sets neither weight_decay nor lr_factor for {value['match']!r}")
     group: ParameterGroup = {"match": value["match"]}
     for name, kind in (("weight_decay", number(0)), ("lr_factor", number(0, above=True))):
         if name in value:

@@ -39,7 +39,7 @@ def _weigh_classes(wanted: ClassWeights, source: DataSource, key: str) -> Tensor
     if isinstance(wanted, Mapping):
         names = list(source.class_names or map(str, range(classes)))
         if unknown := [name for name in wanted if name not in names]:
-            raise RequestError(f"{key}: {unknown[0]!r} is no class of the data", remedy=did_you_mean(unknown[0], names))
+            raise RequestError(f"{key}: the data has no class {unknown[0]!r}", remedy=did_you_mean(unknown[0], names))
         return torch.tensor([wanted.get(name, 1.0) for name in names], dtype=torch.float64)
     if len(wanted) != classes:
         raise RequestError(

@@ -86,7 +86,7 @@ def to_pair(item: Any, what: str, form: SampleForm = PAIR) -> tuple[Any, Any]:
     """
     if isinstance(item, Mapping):
         if form.inputs:
-            raise RequestError(f"data.inputs={form.inputs}: {what} is a dict, and goes by names", remedy="leave it out")
+            raise RequestError(f"data.inputs={form.inputs}: {what} is a dict of named entries", remedy="leave it out")
         return (to_tensors(item), None) if form.keeps_mappings else _from_mapping(dict(item), what, form)
     parts = tuple(item) if isinstance(item, tuple | list) else (item,)
     inputs = form.inputs or 1
@@ -188,7 +188,8 @@ class Collate:
                 f"sample {number}: {describe_shapes(pair)}" for (number, _), pair in zip(numbered, pairs, strict=True)
             ]
             raise RequestError(
-                f"--data: these samples make no batch ({str(error).splitlines()[0]})\n    " + "\n    ".join(named[:3]),
+                f"--data: these samples can't be stacked into a batch ({str(error).splitlines()[0]})\n    "
+                + "\n    ".join(named[:3]),
                 remedy="samples of one shape, or a method collate_fn(samples) of the dataset: it returns the batch's "
                 "(inputs, targets), padded as the model wants them",
             ) from error

@@ -69,7 +69,7 @@ def find_part_files(
             return {"train": files}
         if "" in found:
             raise RequestError(
-                f"--data {name}: {found[''][0]}: train, validation or test?",
+                f"--data {name}: {found[''][0]}: can't tell train, validation and test apart",
                 remedy="a part's name in that of each file, or in none; or folders train/, validation/, test/",
             )
     if "train" not in found:
@@ -84,7 +84,7 @@ def locate_single_file(name: str, data_dir: str | None, file: str | None, layout
         return locate_other_file(name, place, file) if file else _locate_only_file(name, place, layout)
     if file not in (None, place.name):
         raise RequestError(
-            f"--data-dir {data_dir} together with data.file={file}: two different files",
+            f"--data-dir {data_dir} can't be used with data.file={file}: two different files",
             remedy=f"the folder as --data-dir, or --set data.file={place.name}",
         )
     return place
@@ -164,7 +164,7 @@ class DatasetFiles:
 
 
 _MOST = 64
-UNCHANGED = "files that are whole and stay as they are while they are read; the next run indexes them anew"
+UNCHANGED = "complete files that do not change while they are read; the next run indexes them anew"
 
 
 class OpenFiles:
@@ -236,7 +236,7 @@ class JsonLines:
                 json.dumps(record, ensure_ascii=False).encode()
         except UnicodeError as error:
             raise RequestError(
-                f"{self.describe(index)}: no text in UTF-8 ({error})", remedy=f"{_REMEDY}; as UTF-8"
+                f"{self.describe(index)}: not UTF-8 text ({error})", remedy=f"{_REMEDY}; as UTF-8"
             ) from error
         except ValueError as error:
             fault = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error

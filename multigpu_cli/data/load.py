@@ -193,7 +193,7 @@ def _load_mixed(config: DataConfig, entry: Mapping[str, Any], load: Callable[[Da
     """One dataset of data.mix, loaded as it would be alone."""
     own = replace(config, name=entry["data"], dir=entry["data_dir"], args=entry["args"], mix=())
     if own.name == "mixture":
-        raise RequestError("data.mix: a mixture within a mixture", remedy="one list of all datasets")
+        raise RequestError("data.mix: mixtures can't be nested", remedy="one list of all datasets")
     label = f"{own.name} {own.dir}" if own.dir else own.name
     return MixedSource(label, load(own), entry["weight"])
 
@@ -314,7 +314,7 @@ def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
         return TensorDataset(inputs, targets if targets.is_floating_point() else targets.long())
     if not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
         raise RequestError(
-            f"--data {name}: the factory returned something of type {type(found).__name__}",
+            f"--data {name}: the factory returned an object of type {type(found).__name__}",
             remedy="return a map-style dataset: an object with __len__ and __getitem__(index) → (input, target), "
             "or an IterableDataset that ends",
         )

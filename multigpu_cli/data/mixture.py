@@ -188,7 +188,7 @@ def _describe_shares(mix: Sequence[MixedSource], order: MixtureOrder) -> str:
     for each, count, least, size in zip(mix, order.counts, order.of_period, order.sizes, strict=True):
         if not count or not least:
             raise RequestError(
-                f"data.mix: {each.name} has no place in an epoch of {len(order):,} samples with its weight of "
+                f"data.mix: {each.name} gets no sample in an epoch of {len(order):,} samples with its weight of "
                 f"{each.weight:g}",
                 remedy="a larger weight, or leave it out; a weight counts in parts of 1/65,536",
             )
@@ -217,7 +217,7 @@ def _check_alike(first: MixedSource, other: MixedSource) -> None:
     for each in (first, other):
         if each.source.order is not None or each.source.noun != "samples":
             raise RequestError(
-                f"data.mix: {each.name} has an order, packs or pairs of its own, and can't be mixed",
+                f"data.mix: {each.name} has its own order, packs or pairs, so it can't be mixed",
                 remedy="one dataset of all its samples",
             )
 

@@ -170,9 +170,7 @@ def decode_image(file: Path | bytes, shorter: int, where: str) -> np.ndarray:
             opened.draft("RGB", (shorter, shorter))  # a JPEG is then decoded at a fraction of its size
             image = ImageOps.exif_transpose(opened).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise RequestError(
-            f"{where} is no image that can be read ({error})", remedy="mend it, or take it away"
-        ) from error
+        raise RequestError(f"{where} is not a readable image ({error})", remedy="repair or remove it") from error
     scale = shorter / min(image.size)
     width, height = (max(shorter, round(side * scale)) for side in image.size)
     return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))

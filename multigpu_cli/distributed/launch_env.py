@@ -102,7 +102,7 @@ def refuse_srun_copies(environ: Mapping[str, str] = os.environ) -> None:
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if not is_launched(environ) and tasks.isdecimal() and int(tasks) > 1:
         raise RequestError(
-            f"srun started {tasks} tasks of this command (SLURM_STEP_NUM_TASKS), and each would do all of it alone",
+            f"srun started {tasks} tasks of this command (SLURM_STEP_NUM_TASKS), and each would run all of it alone",
             remedy="sbatch deploy/slurm.sbatch …, or srun --ntasks-per-node=1 torchrun …, which make ranks of them; or "
             "env -u SLURM_STEP_NUM_TASKS … where each is a run of its own",
         )

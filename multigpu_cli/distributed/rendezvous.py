@@ -128,7 +128,7 @@ def _give_up(store: dist.Store, own: RankInfo, generation: str) -> NoReturn:
     missing = silent or [rank for rank in ranks if not store.check([f"{generation}/here-{rank}"])]
     who = f"rank {', '.join(map(str, missing[:8]))}{' …' if missing[8:] else ''}" if own.rank == 0 else "rank 0"
     raise TrainingError(
-        f"{who} of {own.size} did not arrive: its node may have failed while it started",
+        f"{who} of {own.size} did not join: its node may have failed at the start",
         remedy="use multigpu doctor under the same torchrun to test the connections; torchrun --max-restarts=… tries "
         "again",
         caused_by_peer=True,

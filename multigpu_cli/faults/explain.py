@@ -31,7 +31,7 @@ _REMEDIES = (
     (r"duplicate gpu", "one GPU for each process; the MIG slices of one card count as one"),
     (r"cublas_workspace_config", "CUBLAS_WORKSPACE_CONFIG=:4096:8 python …, since a product came before this import"),
     (r"peer access|p2p|nccl.*(unhandled|system|internal) error", "NCCL_P2P_DISABLE=1 torchrun … (no peer access?)"),
-    (r"no space left|disk quota", "make room on that disk, then the same command again: it goes on where it was"),
+    (r"no space left|disk quota", "free space on that disk, then run the same command again: it resumes"),
     (r"too many open files", "ulimit -n 65536, or fewer --num-workers"),
     (r"dataloader worker.*(killed|exited)", "--num-workers 0 shows the loader's own error"),
     (r"index out of range in self", "an embedding with a row for every number in the data, or smaller numbers"),

@@ -110,7 +110,7 @@ def _check_signature(found: type, name: str, flag: str) -> None:
     given = ("numbers", "tensors") if name in TENSORS else ("numbers",)
     if inspect.iscoroutinefunction(getattr(found, name)) or inspect.isgeneratorfunction(getattr(found, name)):
         raise RequestError(
-            f"{flag}: a call of {name} would run nothing of it", remedy="a plain method, without async and yield"
+            f"{flag}: calling {name} would not run its body", remedy="a plain method, without async and yield"
         )
     bound = isinstance(inspect.getattr_static(found, name), staticmethod | classmethod)
     problem = f"{flag}: {name} does not take {pluralize(len(given), 'argument')}"

@@ -165,7 +165,7 @@ def check_freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         names = match_names(learning, pattern, f"--freeze {pattern!r}", "parameter that --adapter lets learn")
         if saved := next((name for name in names if ".modules_to_save." in name), None):
             raise RequestError(
-                f"--freeze {pattern!r} keeps {saved} as it is, and adapter.modules_to_save says that it learns",
+                f"--freeze {pattern!r} freezes {saved}, but adapter.modules_to_save trains it",
                 remedy="leave out one of them",
             )
 
@@ -182,7 +182,7 @@ def _choose_modules(network: nn.Module, config: AdapterConfig) -> dict[str, Any]
     saved = _find_modules(whole, config.modules_to_save, "adapter.modules_to_save", "module with weights")
     if both := next((name for name in targets for other in saved if f"{name}.".startswith(f"{other}.")), None):
         raise RequestError(
-            f"adapter.modules_to_save: {both} learns as a whole, and has an adapter too",
+            f"adapter.modules_to_save: {both} is trained in full, and has an adapter as well",
             remedy="name it in one of adapter.targets and adapter.modules_to_save",
         )
     tied = head is not None and embedding.weight is head.weight
@@ -190,8 +190,8 @@ def _choose_modules(network: nn.Module, config: AdapterConfig) -> dict[str, Any]
         parts = [each for name in names for each in modules[name].modules()]
         if tied and any(part is embedding or part is head for part in parts):
             raise RequestError(
-                f"{key}: the embedding and the head of this model share their weights (tie_word_embeddings), of which "
-                "one would learn without the other",
+                f"{key}: the embedding and the head of this model share their weights (tie_word_embeddings), "
+                "so they can't be trained separately",
                 remedy="other layers, or full fine-tuning without --adapter",
             )
     return {"target_modules": targets, "modules_to_save": saved or None}
@@ -244,7 +244,7 @@ class Adapter(Part):
             counts[parameter.requires_grad] += parameter.numel()
         config, compared = self._config.adapter, "; the reference is that of --init-from" * self._has_reference
         words = f"{config.kind}, r {config.r}, alpha {config.alpha}"
-        self._note = f"{words}: {counts[True]:,} parameters learn, {counts[False]:,} stay{compared}"
+        self._note = f"{words}: {counts[True]:,} trainable parameters, {counts[False]:,} frozen{compared}"
 
     def plan_notes(self) -> dict[str, str | list[str]]:
         return {"adapter": self._note}

@@ -237,7 +237,7 @@ def build_pretrained(
     if wrong:
         raise RequestError(
             f"--model-dir {folder}: its weights are not those of its config.json; {pluralize(len(wrong), 'tensor')} "
-            f"would be as initialised: {', '.join(sorted(wrong)[:_LISTED])}",
+            f"would stay at their initial values: {', '.join(sorted(wrong)[:_LISTED])}",
             remedy="the config.json and the weights of one model, with its language-model head",
         )
     model: nn.Module = network

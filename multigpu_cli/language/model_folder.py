@@ -19,7 +19,7 @@ _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 def find_model_folder(name: str | None) -> Path:
     """The folder that --model-dir names: a folder, or a model of that name in Hugging Face's cache on this machine."""
     if name is None:
-        raise RequestError("--model-dir is missing", remedy="the folder of a model of transformers")
+        raise RequestError("--model-dir is missing", remedy="the folder of a Hugging Face model")
     folder = Path(name)
     if not folder.is_dir():
         folder = _find_cached(name)
@@ -31,7 +31,7 @@ def find_model_folder(name: str | None) -> Path:
 def _suggest_model(folder: Path) -> str:
     """What may have been meant by a folder without a model."""
     if (folder / "adapter_config.json").is_file():
-        return f"an adapter's folder is for --init-from {folder}; --model-dir is the model that it learned beside"
+        return f"an adapter's folder is for --init-from {folder}; --model-dir is its base model"
     if (folder / "journal.jsonl").is_file():
         return f"a run becomes a model by: multigpu export {folder} --to DIR --format hf (or merged, of an adapter)"
     if len(found := sorted(folder.glob("*/config.json"))) == 1:
@@ -173,7 +173,7 @@ def _check_whole(folder: Path, name: str) -> None:
             pass
     except SafetensorError as error:
         raise RequestError(
-            f"--model-dir {folder}: {name} is not whole ({error})",
+            f"--model-dir {folder}: {name} is incomplete ({error})",
             remedy="download that file again; where git-lfs left a pointer, git lfs pull",
         ) from error
 

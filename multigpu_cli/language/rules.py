@@ -20,11 +20,11 @@ def _adapter(config: Config) -> Iterator[RequestError]:
     if kind == "none":
         for key in [key for key in _OWN if config.get(key) != SETTINGS[key].default]:
             yield RequestError(
-                f"{key}: there is no adapter that reads it", remedy=f"--adapter lora, or leave out {key}"
+                f"{key}: it has no effect without --adapter", remedy=f"--adapter lora, or leave out {key}"
             )
     elif not pretrained:
         yield RequestError(
-            f"--adapter {kind} without --model pretrained: an adapter learns beside weights that have been trained",
+            f"--adapter {kind} without --model pretrained: an adapter needs pretrained weights",
             remedy="--model pretrained --model-dir DIR; or --freeze for parts of another network",
         )
 
@@ -36,9 +36,9 @@ def is_pretrained(config: Config) -> bool:
 
 def _find_quantization_errors(config: Config) -> Iterator[RequestError]:
     if config.adapter.kind == "none":
-        yield RequestError("model.args.quantize: weights in 4 bits can't learn", remedy="--adapter lora beside them")
+        yield RequestError("model.args.quantize: 4-bit weights can't be trained", remedy="add --adapter lora")
     if config.device.multi_gpu == "fsdp":
-        yield RequestError("model.args.quantize: not with --multi-gpu fsdp yet", remedy="--multi-gpu ddp")
+        yield RequestError("model.args.quantize can't be used with --multi-gpu fsdp yet", remedy="--multi-gpu ddp")
 
 
 def _pretrained(config: Config) -> Iterator[RequestError]:
@@ -55,18 +55,18 @@ def _pretrained(config: Config) -> Iterator[RequestError]:
             "for a language model, and needs --model-dir"
             if found
             else f"{what} without --model-dir",
-            remedy="--model-dir with the folder of a model of transformers"
+            remedy="--model-dir with the folder of a Hugging Face model"
             + (f"; for plain records {plain.get(place.suffix.lower(), '--data jsonl')}" if found else ""),
         )
     if config.model.dir is not None and not (chat or pretrained):
         yield RequestError(
-            f"--model-dir {config.model.dir}: neither --model pretrained nor --data chat reads it",
+            f"--model-dir {config.model.dir}: only --model pretrained and --data chat use it",
             remedy="--model pretrained; or --init-from for weights alone",
         )
     for key in ("max_length", "packing", "prompts", "sample_every"):
         if config.get(key) not in (SETTINGS[key].default, "on") and not chat:  # "on" was a default
             flag = "--" + key.replace("_", "-")
-            yield RequestError(f"{flag}: only --data chat reads it", remedy=f"leave out {flag}")
+            yield RequestError(f"{flag}: only --data chat uses it", remedy=f"leave out {flag}")
 
 
 def _mixture(config: Config) -> Iterator[RequestError]:

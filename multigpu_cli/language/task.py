@@ -178,7 +178,7 @@ class DPO(Task):
         if config.label_smoothing >= 0.5:
             raise RequestError(
                 f"--label-smoothing {config.label_smoothing:g}: with --task dpo it is the share of pairs whose answers "
-                "were mixed up, and nothing could be learned of so many",
+                "were mixed up, and must be below one half",
                 remedy="a number below 0.5",
             )
         self._beta, self._in_chunks = beta, False

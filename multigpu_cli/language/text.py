@@ -276,4 +276,4 @@ def _check(tokens: Any, block: Any, val: Any, windows: Any, vocabulary: Any) -> 
     ]
     for name, value, holds, right in rules:
         if not holds:
-            raise RequestError(f"data.args.{name}: {value!r} makes no dataset", remedy=right)
+            raise RequestError(f"data.args.{name}: {value!r} is not valid", remedy=right)

@@ -60,19 +60,20 @@ def send_journal(run: str, to: Sequence[str], *, again: bool) -> dict[str, Any]:
     """
     folder, names = Path(run), _parse_names(to)
     if not (folder / JOURNAL).is_file():
-        raise RequestError(f"{run}: no run, for it has no {JOURNAL}", remedy="the --save-dir of a run")
+        raise RequestError(f"{run}: not a run folder, since it has no {JOURNAL}", remedy="the --save-dir of a run")
     refuse_links(folder)
     for name in names:
         with hold_lock(folder, name, lambda: True) as held:
             if not held:
                 raise RequestError(
-                    f"{run} is being sent to {name} just now", remedy="wait for the end of the run, and try again"
+                    f"{run} is already being sent to {name} by another process",
+                    remedy="wait for the end of the run, and try again",
                 )
     notes: list[str] = []
     LoggerProcess(folder, names, _PATIENCE, notes.append, again=again, replay=True).close()
     if unsent := list_unsent(folder, names):
         lines = [f"{each.logger}: {pluralize(n, 'line')} not sent ({each.error or 'no answer'})" for each, n in unsent]
-        raise TrainingError("\n".join(lines), remedy="the same command again: it goes on from there")
+        raise TrainingError("\n".join(lines), remedy="run the same command again: it continues from there")
     if notes:
         raise TrainingError("\n".join(notes), remedy="the same command again")
     return {"run": run, "sent_bytes": {name: read_position(folder, name).sent for name in names}}

@@ -54,7 +54,7 @@ class LoggerProcess:
         self._companion.relay()
         if not self._lost and not self._companion.running:
             self._lost = True
-            self._warn("the process of the loggers has ended; the training goes on, and the journal has everything")
+            self._warn("the process of the loggers has ended; training continues, and the journal has everything")
 
     def close(self) -> None:
         """End the process: give it time after a completed run, less after a stop, none after a failure."""
@@ -72,7 +72,7 @@ class LoggerProcess:
                 self._warn(explain_unsent(self._run, position, lines))
 
     def _hear(self, line: str) -> None:
-        self._warn(line + ("" if self._replay else "; the training goes on"))
+        self._warn(line + ("" if self._replay else "; training continues"))
 
 
 def list_unsent(run: Path, loggers: Sequence[str]) -> list[tuple[Position, int]]:

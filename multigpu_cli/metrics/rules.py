@@ -18,7 +18,7 @@ def _metrics(config: Config) -> Iterator[RequestError]:
             remedy = f"{did_you_mean(code, METRICS)} (or your own as module:function)"
             yield RequestError(f"--metric {code}: unknown name", remedy=remedy)
         elif name in _TAKEN:
-            yield RequestError(f"--metric {code}: {name!r} is taken", remedy=f"--metric NAME={code}")
+            yield RequestError(f"--metric {code}: {name!r} is already in use", remedy=f"--metric NAME={code}")
     yield from find_entry_errors("metric", entries, config, "function")
 
 

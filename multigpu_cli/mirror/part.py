@@ -45,9 +45,9 @@ class MirrorProcess:
         self._companion.relay()
         error = self._find_cause() if self._hangs or read_state(self._run).error else ""
         if not self._companion.running:
-            error = f"training goes on, but {self._explain_missing()}"
+            error = f"training continues, but {self._explain_missing()}"
         elif error:
-            error += "; training goes on, and it is tried again"
+            error += "; training continues, and the copy is tried again"
         new, self._reported = error if error != self._reported else "", error
         return new
 
@@ -82,7 +82,7 @@ class MirrorProcess:
 
         self._companion.end(waits)
         if self._companion.running and time.monotonic() >= until:
-            return f"{self.url} is not complete yet: process {self._companion.process.pid} goes on sending"
+            return f"{self.url} is not complete yet: process {self._companion.process.pid} is still sending"
         return "" if self._companion.process.returncode == 0 else self._explain_missing()
 
     def _hear(self, note: str) -> None:
@@ -146,12 +146,12 @@ def mirror_run(run: str, url: str) -> dict[str, Any]:
     folder = Path(run)
     raise_all(find_url_errors(url, "--to"))
     if not holds_run(folder):
-        raise RequestError(f"{run}: is no run folder", remedy="name the folder that holds its config.yaml")
+        raise RequestError(f"{run}: is not a run folder", remedy="name the folder that holds its config.yaml")
     refuse_links(folder)
     if not list_checkpoint_folders(folder / "checkpoints"):
         raise RequestError(f"{run}: has no checkpoint to send", remedy="train it until its first one")
     if is_locked(folder):
-        raise RequestError(f"{run}: the run is at work", remedy="wait for its end; with --mirror it sends them itself")
+        raise RequestError(f"{run}: the run is active", remedy="wait for its end; with --mirror it sends them itself")
     ended = threading.Event()
     ended.set()
     try:

@@ -98,7 +98,7 @@ def _check_owner(config: Config, mirror: Mirror, folder: Path, owner: str) -> No
     if owner and owner != known and (known or has_own or elsewhere):
         raise RequestError(
             f"--mirror {mirror.url}: holds the checkpoints of another run than {folder}",
-            remedy="use another --mirror; a run goes on from its mirror with --resume auto and a --save-dir that is "
+            remedy="use another --mirror; a run resumes from its mirror with --resume auto and a --save-dir that is "
             "new or its own",
         )
 
@@ -156,5 +156,5 @@ def _check_settings(config: Config, mirror: Mirror, step: int) -> None:
         differing = "; ".join(line for line in error.problem.splitlines() if not line.startswith("  try: "))
         raise RequestError(
             f"--mirror holds another run: {differing}",
-            remedy="a new run needs another --mirror; to go on with that one, repeat its settings",
+            remedy="a new run needs another --mirror; to resume that run, repeat its settings",
         ) from error

@@ -222,8 +222,8 @@ def _find_in_library(library: str, network: str) -> Callable[..., Any]:
 
 def _no_download(what: str, name: str) -> RequestError:
     return RequestError(
-        f"{what} names weights to download, and --model {name} starts with fresh ones",
-        remedy=f"--model {name} --init-from FILE, with weights that lie on this machine",
+        f"{what} names weights to download, and nothing is downloaded",
+        remedy=f"--model {name} --init-from FILE, with weights on this machine",
     )
 
 

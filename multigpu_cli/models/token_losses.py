@@ -144,7 +144,7 @@ def check_causal(model: nn.Module, vocabulary: int, device: torch.device, places
     leak = float(moved[:-1].max() / moved[-1].max()) if len(moved) > 1 else 0.0
     if leak > max(_AHEAD, 2 * torch.finfo(logits.dtype).eps):
         raise RequestError(
-            f"--model: this network sees the tokens that it is to foretell: where the last one changes, the logits "
+            f"--model: this network sees the tokens that it has to predict: where the last one changes, the logits "
             f"before it move by {leak:.2g} of what its own do, as in an encoder (BERT)",
             remedy="a model made to write text, whose architecture ends in ForCausalLM, such as Llama, Qwen or GPT-2",
         )
@@ -171,7 +171,7 @@ def check_packing(model: nn.Module, vocabulary: int, device: torch.device) -> No
     ]
     if not max(leaks) < _LEAK:  # also where it is NaN
         raise RequestError(
-            f"--packing on: this network lets packed texts see each other: where one changes, the logits of another "
+            f"--packing on: in this network packed samples see each other: where one changes, the logits of another "
             f"move by {max(leaks):.2g} of what its own do",
             remedy="--packing off, or another model.args.attention",
         )

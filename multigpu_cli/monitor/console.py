@@ -49,6 +49,7 @@ class TqdmDisplay(ProgressDisplay):
         from tqdm import tqdm
 
         self._fields: Mapping[str, Any] = {}
+        self._newest, self._stepping = self._fields, False
         describe = self._describe
 
         class Quiet(tqdm):  # type: ignore[type-arg]  # generic in its stubs alone
@@ -71,12 +72,15 @@ class TqdmDisplay(ProgressDisplay):
         )
 
     def update(self, step: int, fields: Mapping[str, Any] | None = None) -> None:
-        self._fields = fields or self._fields
+        self._fields, self._stepping = fields or self._fields, True
         self._bar.update(step - self._bar.n)
+        self._stepping = False
 
     def _describe(self) -> tuple[str, str]:
         """What stands before the bar and after the time left: the latest loss, and the rates of the last event."""
-        newest = self.read_newest()
+        if self._stepping:  # any other time may be that of a watchdog's message, which no device may delay
+            self._newest = self.read_newest()
+        newest = self._newest
         fields = {**newest, **self._fields} | ({"loss": newest["loss"]} if newest.get("loss") is not None else {})
         epoch = f"epoch {newest['epoch']}/{newest['epochs']} " if newest else ""
         room = self._columns() - len(f"{epoch}|{'#' * _NARROWEST}| step , 0:00:00 left") - 2 * len(str(self.total))

@@ -175,7 +175,7 @@ def _status(summary: Mapping[str, Any]) -> str:
     steps = f"{summary['steps']:,} steps" if summary.get("steps") is not None else ""
     seconds = f"in {summary['train_seconds']:.1f} s" if summary.get("train_seconds") is not None else ""
     how = " ".join(part for part in (str(summary.get("status", "")), steps, seconds) if part)
-    return f"{how}; the same command goes on" if summary.get("status") == "stopped" else how
+    return f"{how}; run the same command again to resume" if summary.get("status") == "stopped" else how
 
 
 def _name_class(class_names: Sequence[str], at: int) -> str:

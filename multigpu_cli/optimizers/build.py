@@ -86,7 +86,7 @@ def _find_kind(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     kind = factories.find_factory(name, {}, flag="--optimizer")
     if isinstance(kind, type) and issubclass(kind, torch.optim.LBFGS):
         raise RequestError(
-            f"--optimizer {name}: LBFGS evaluates the loss several times in a step (a closure), which has one here",
+            f"--optimizer {name}: LBFGS evaluates the loss several times per step (a closure), which is not supported",
             remedy="another optimizer, or a training loop of your own around setup_multi_gpu_training(model)",
         )
     return kind, {}
@@ -100,7 +100,7 @@ def _check_is_usable(optimizer: Any, config: OptimizerConfig) -> None:
         raise RequestError(f"{flag}: a {type(optimizer).__name__} is not a torch.optim.Optimizer", remedy=several)
     if not all("lr" in group for group in optimizer.param_groups):
         raise RequestError(
-            f"{flag}: its parameter groups have no 'lr', so that no schedule reaches it",
+            f"{flag}: its parameter groups have no 'lr', so no schedule can set it",
             remedy='pass {"lr": lr} among the defaults to super().__init__(params, defaults)',
         )
     decays = any(group.get("weight_decay") for group in config.groups) or config.weight_decay not in (0, _DEFAULT_DECAY)

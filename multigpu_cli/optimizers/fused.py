@@ -190,7 +190,7 @@ def find_hidden_matrices(model: nn.Module, spared: Collection[str] = ()) -> set[
         hidden -= set(match_names(list(matrices), pattern, f"optimizer.args.adamw {pattern!r}", "matrix that learns"))
     if not hidden:
         raise RequestError(
-            "--optimizer muon: no hidden matrix learns, only embeddings, the head, kernels or vectors",
+            "--optimizer muon: there is no hidden matrix to train, only embeddings, the head, kernels or vectors",
             remedy="--optimizer adamw",
         )
     return hidden

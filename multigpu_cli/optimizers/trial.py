@@ -72,7 +72,7 @@ def _check(optimizer: torch.optim.Optimizer, construct: Construct, name: str, *,
     if not repeats and (exact or workers > 1):
         where, way_out = ("--exact: ", "leave out --exact") if exact else ("", "one worker")
         raise RequestError(
-            f"{where}--optimizer {name} is not deterministic: two steps from the same state differ in their bits",
+            f"{where}--optimizer {name} is not deterministic: two steps from the same state give different bits",
             remedy=f"random numbers from torch's own generators, and no clock; or {way_out}",
         )
     loaded = make_trial(optimizer, construct)
@@ -88,9 +88,9 @@ def _check(optimizer: torch.optim.Optimizer, construct: Construct, name: str, *,
     if repeats and one.bits() != loaded.bits():
         between = ", or eval() and train() between" if is_schedule_free(optimizer) else ""
         raise RequestError(
-            f"--optimizer {name}: a step after its state was saved and loaded{between} has other bits, so that no run "
+            f"--optimizer {name}: a step after its state was saved and loaded{between} gives other bits, so no run "
             "could be resumed",
-            remedy="keep all that it remembers in self.state and self.param_groups, as tensors and plain values",
+            remedy="keep all its state in self.state and self.param_groups, as tensors and plain values",
         )
 
 

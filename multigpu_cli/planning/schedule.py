@@ -41,7 +41,7 @@ root by Malladi et al. 2022, who derive it for Adam and RMSprop; none where no r
 REFUSED = {
     "lbfgs": "it evaluates the loss several times in a step (a closure), and a step here has one gradient",
     "sparseadam": "it takes sparse gradients only, and gradients here are dense",
-    "rprop": "it takes the learning rate in its first step only, so that no schedule reaches it; try rmsprop",
+    "rprop": "it takes the learning rate in its first step only, so no schedule can set it; try rmsprop",
     "asgd": "torch evaluates nothing with its averaged weights; try sgd with --ema",
 }
 """Names of torch.optim that are no choice here, each with the reason."""
@@ -82,7 +82,7 @@ def resolve_learning_rate(
     base = find_rate(optimizer) if base is None else base
     if base is None:
         raise RequestError(
-            f"--optimizer {optimizer}: no learning rate is known to suit it",
+            f"--optimizer {optimizer}: no default learning rate is known for it",
             remedy="give --lr, or --base-lr with --lr-scaling linear, sqrt or none",
         )
     asked = rule
@@ -156,8 +156,8 @@ class Schedule:
         for step in reversed(steps):
             if self.rate_at(step) != rates[step]:
                 raise RequestError(
-                    f"--schedule {self.shape}: its factor of step {step} is another when it is called again",
-                    remedy="return a function of step and total alone: a resumed run calls it from where it goes on",
+                    f"--schedule {self.shape}: it returned two different factors for step {step}",
+                    remedy="use step and total only: a resumed run calls it from where it continues",
                 )
 
 

@@ -13,7 +13,7 @@ def _reinforcement(config: Config) -> Iterator[RequestError]:
     acts = names_environments(config)
     if acts and task.name not in (None, "ppo") and ":" not in task.name:
         yield RequestError(
-            f"--task {task.name} together with --data {config.data.name}: this names environments, not a dataset",
+            f"--task {task.name} can't be used with --data {config.data.name}: this names environments, not a dataset",
             remedy="use --task ppo, or leave out --task",
         )
     if acts or task.name == "ppo" or (task.name is not None and ":" in task.name):

@@ -322,5 +322,5 @@ def _end_attempt(run: Run, where: str, smaller: dict[str, int], text: str) -> No
     who = f"rank {run.world.rank} ran out of memory" if run.world.size > 1 else "out of memory"
     raise TrainingError(
         f"{who} {where}at step {run.progress.step}",
-        remedy=f"run the same command again: it goes on from the last checkpoint with {text.split(': ')[1]}",
+        remedy=f"run the same command again: it resumes from the last checkpoint with {text.split(': ')[1]}",
     )

@@ -296,7 +296,7 @@ class DataParallel(Strategy):
 def find_strategy(name: str, *, exact: bool = False) -> type[Strategy]:
     """The class of a placement's strategy, or of the one that --multi-gpu names; a RequestError without its room."""
     if name not in (*STRATEGIES, "auto", "none"):
-        raise RequestError(f"--multi-gpu {name}: this program comes without it", remedy="--multi-gpu ddp")
+        raise RequestError(f"--multi-gpu {name}: it is not part of this installation", remedy="--multi-gpu ddp")
     table = EXACT_STRATEGIES if exact else STRATEGIES
     strategy: type[Strategy] = load(table.get(name, table["single"]))
     return strategy

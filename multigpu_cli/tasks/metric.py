@@ -107,7 +107,7 @@ class MetricMeter:
             metric.add(number, outputs, targets, samples)
             if changed := versions.find_changed():
                 raise TrainingError(
-                    f"{metric.label}: it changed its {changed}, which others are still to see", remedy="clone() first"
+                    f"{metric.label}: it changed its {changed}, which other metrics still read", remedy="clone() first"
                 )
 
     def reduce(self, world: World, moved: Moved) -> dict[str, float]:

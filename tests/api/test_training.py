@@ -256,7 +256,7 @@ def test_a_scheduler_that_was_made_and_not_passed_is_noticed(tmp_path: Path) -> 
     OneCycleLR(optimizer, 0.1, total_steps=12)
     loaded.load_state_dict(optimizer.state_dict())
     with pytest.raises(
-        RequestError, match=r"made for it and not passed: the rate would stay at 0.004(?s:.)*initial_lr"
+        RequestError, match=r"made for it but not passed: the rate would stay at 0.004(?s:.)*initial_lr"
     ):
         train_with_multi_gpu(model, loader(), optimizer, save_dir=str(tmp_path / "run"), **QUIET)
     assert not (tmp_path / "run").exists()
@@ -308,14 +308,14 @@ def wrong(**more: Any) -> Callable[[Path], Any]:
     [
         (wrong(device_ids=[0, 1]), r"device_ids 0,1: there is no GPU 0,1 \(no GPU is visible\)"),
         (wrong(strategy="horovod"), "strategy 'horovod'"),
-        (wrong(strategy="fsdp", world_size=2), "an optimizer of your own together with fsdp"),
+        (wrong(strategy="fsdp", world_size=2), "your own optimizer can't be used with fsdp"),
         (wrong(criterion=nn.CrossEntropyLoss(reduction="sum")), "reduction='sum'"),
         (wrong(criterion=nn.Linear(3, 1)), "parameters of its own"),
         (wrong(optimizer=torch.optim.SGD(network().parameters(), lr=1)), "optimizer: it does not move 0.weight"),
-        (wrong(learning_rate=1.0), "learning_rate together with an optimizer"),
+        (wrong(learning_rate=1.0), "learning_rate can't be used with your own optimizer"),
         (wrong(settings={"label_smoothing": 0.1}), "label_smoothing does not reach the criterion"),
         (wrong(settings={"task.class_weights": "balanced"}), "^task.class_weights does not reach the criterion"),
-        (wrong(settings={"schedule": "cosine"}), "schedule together with an optimizer"),
+        (wrong(settings={"schedule": "cosine"}), "schedule can't be used with your own optimizer"),
         (wrong(scheduler=StepLR(torch.optim.SGD(network().parameters(), lr=1), 1)), "scheduler: it belongs to another"),
         (
             wrong(train_loader=DataLoader(Points(), batch_sampler=BatchSampler(SequentialSampler(Points()), 8, False))),

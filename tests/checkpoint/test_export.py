@@ -53,7 +53,7 @@ def test_weights_in_half_precision(name: str, tmp_path: Path) -> None:
 
 def test_weights_that_come_back_changed_are_not_left_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "serialize", lambda state: _bytes(state | {"w": state["w"] + 1}))
-    with pytest.raises(TrainingError, match="reading the file back gives other content"):
+    with pytest.raises(TrainingError, match="the file differs from what was written"):
         export_weights(STATE, tmp_path / "w.pt")
     assert list(tmp_path.iterdir()) == []
 

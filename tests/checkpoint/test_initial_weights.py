@@ -204,7 +204,7 @@ def test_any_file_of_a_checkpoint_in_pieces_means_all_of_its_weights(tmp_path: P
 def test_state_pt_without_its_pieces_is_refused(tmp_path: Path) -> None:
     folder = save_in_pieces(Store(tmp_path / "checkpoints", 3), 10, {"model": network().state_dict()})
     (folder / "state.pt").rename(tmp_path / "state.pt")
-    with pytest.raises(RequestError, match="only outlines weights whose rows are in other files"):
+    with pytest.raises(RequestError, match="is only one part of a sharded checkpoint"):
         read_initial_weights(tmp_path / "state.pt")
 
 
@@ -215,10 +215,10 @@ def spoil(kind: str, folder: Path) -> str:
     match kind:
         case "torn":
             file.write_bytes(file.read_bytes()[:-10])
-            return r"is no \.safetensors file"
+            return r"is not a valid \.safetensors file"
         case "no safetensors":
             file.write_text("nonsense" * 100)
-            return r"is no \.safetensors file"
+            return r"is not a valid \.safetensors file"
         case "a Python object":
             file = folder / "file.pt"
             torch.save({"state_dict": network().state_dict(), "args": Note()}, file)
@@ -241,10 +241,10 @@ def spoil(kind: str, folder: Path) -> str:
             expected = "is not in model-1-of-2.safetensors"
         case "a file elsewhere":
             index["weight_map"]["head.bias"] = "../file.safetensors"
-            expected = "no file beside it"
+            expected = "not a file in the same folder"
         case "no map":
             del index["weight_map"]
-            expected = "no list of weights"
+            expected = "not a list of weights"
     file.write_text(json.dumps(index))
     file.replace(folder / "file.index.json")
     return expected

@@ -185,7 +185,7 @@ def test_a_manifest_that_lists_a_file_elsewhere_is_damaged(tmp_path: Path) -> No
     mirror.upload_checkpoint(folder, ignore_progress)
     manifest: dict[str, Any] = {"step": 5, "files": {"../../run.json": {"size": 1, "sha256": ""}}}
     (tmp_path / "mirror" / "checkpoints" / folder.name / MANIFEST).write_bytes(sign_manifest(manifest))
-    with pytest.raises(MirrorError, match="no file of its folder"):
+    with pytest.raises(MirrorError, match="not a file of its folder"):
         mirror.download_checkpoint(5, tmp_path / "other")
 
 

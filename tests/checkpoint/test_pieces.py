@@ -137,7 +137,7 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     flip: "rank_1.safetensors does not match its checksum",
     remove_piece: "rank_2.safetensors is missing",
     swap_pieces: "rank_0.safetensors ",
-    name_a_file_elsewhere: "lists ../rank_9.safetensors, which is no file of its folder",
+    name_a_file_elsewhere: "lists ../rank_9.safetensors, which is not a file of its folder",
 }
 
 

@@ -101,7 +101,7 @@ def test_the_newest_unfinished_run_of_the_same_configuration_goes_on() -> None:
     assert start.checkpoint == str(home / "newest/checkpoints/step_00000020")
     assert start.manifest is not None
     assert start.manifest["step"] == 20
-    assert "goes on from step 20" in start.reason
+    assert "resumes from step 20" in start.reason
 
 
 def test_what_may_not_go_on_is_passed_over() -> None:

@@ -171,8 +171,8 @@ class Picky(Telling):
     [
         (Telling(3, 2, Note()), "get_extra_state of the model returns what could not be read back"),
         (nn.Sequential(nn.ReLU(), Telling(3, 2, lambda: 1)), "get_extra_state of 1 returns what could not be"),
-        (Forgetful(3, 2, "a"), 'does not take its own state back: RuntimeError: .*Unexpected key.*"_extra_state"'),
-        (Picky(3, 2, "a"), "does not take its own state back: ValueError: too old"),
+        (Forgetful(3, 2, "a"), 'cannot load its own state: RuntimeError: .*Unexpected key.*"_extra_state"'),
+        (Picky(3, 2, "a"), "cannot load its own state: ValueError: too old"),
     ],
 )
 def test_state_that_would_not_come_back_is_found_before_it_is_written(model: nn.Module, said: str) -> None:

@@ -26,21 +26,21 @@ def test_the_newest_whole_one_is_pointed_out(run: Path, capsys: pytest.CaptureFi
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("checkpoints/step_00000010 ")
     assert first.endswith("just now  1 worker    whole")
-    assert second.endswith("whole, a run goes on from here")
+    assert second.endswith("valid; a run resumes from here")
 
 
 def test_damage_is_named_and_decides_the_exit_code(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints/step_00000020/state.pt").write_bytes(b"torn")
     assert main_multi_gpu.run(["checkpoints", str(run)]) == 1
     first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith("a run goes on from here")
+    assert first.endswith("a run resumes from here")
     assert "damaged: state.pt has 4 bytes instead of" in second
 
 
 def test_where_none_is_left_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.yaml").write_text("")
     assert main_multi_gpu.run(["checkpoints", str(tmp_path)]) == 1
-    assert capsys.readouterr().out == f"{tmp_path} has no checkpoint that a run could go on from\n"
+    assert capsys.readouterr().out == f"{tmp_path} has no checkpoint to resume from\n"
 
 
 def test_a_wrong_folder_is_a_wrong_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def test_it_sends_all_once_says_what_fails_and_sends_all_again_if_asked(
     assert run("run", "--to", OWN) == 1
     told = capfd.readouterr().err
     assert f"{OWN}: 60 lines not sent (OSError: no answer from https://…@host/api)" in told
-    assert "the same command again: it goes on from there" in told
+    assert "run the same command again: it continues from there" in told
     Path("refuse").unlink()
     for _ in range(2):
         assert run("run", "--to", OWN) == 0

@@ -45,7 +45,7 @@ def test_what_the_mirror_refuses_is_told(run: Path, tmp_path: Path, monkeypatch:
 
 
 def test_a_wrong_request_is_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="is no run folder"):
+    with pytest.raises(RequestError, match="is not a run folder"):
         mirror_run(str(tmp_path), "file:mirror")
     with pytest.raises(RequestError, match="--to mirror: is not the URL of a folder"):
         mirror_run(str(run), "mirror")
@@ -55,6 +55,6 @@ def test_a_wrong_request_is_refused(run: Path, tmp_path: Path) -> None:
         mirror_run(str(tmp_path / "empty"), f"file:{tmp_path}/mirror")
     with lock_mirror(run), pytest.raises(RequestError, match=f"run: process {os.getpid()} on .* still sends this run"):
         mirror_run(str(run), f"file:{tmp_path}/mirror")
-    with lock_folder(run), pytest.raises(RequestError, match="the run is at work"):
+    with lock_folder(run), pytest.raises(RequestError, match="the run is active"):
         mirror_run(str(run), f"file:{tmp_path}/mirror")
     assert not (tmp_path / "mirror").exists()

@@ -62,7 +62,7 @@ def test_the_name_says_what_is_better(key: str, order: list[int], words: str) ->
 
 
 def test_an_unknown_key_names_a_near_one() -> None:
-    with pytest.raises(RequestError, match=r"--sort-by val_acuracy: no run has such a number\n.*'val_accuracy'"):
+    with pytest.raises(RequestError, match=r"--sort-by val_acuracy: no run has this metric\n.*'val_accuracy'"):
         order_runs([{"val_accuracy": 1.0, "val_loss": 1.0}], "val_acuracy")
     with pytest.raises(RequestError, match="runs that have an evaluation"):
         order_runs([{}], "val_loss")

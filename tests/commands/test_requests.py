@@ -24,7 +24,7 @@ from tests.test_house_rules import ROOT
     [
         ("weights", r"must end in \.safetensors, \.pt, \.pt2, \.onnx\n.*--format hf or adapter or merged"),
         ("weights.pth", "must end in"),
-        ("there.pt", "it exists already"),
+        ("there.pt", "it already exists"),
         ("nowhere/weights.pt", "there is no folder nowhere"),
     ],
 )

@@ -74,7 +74,7 @@ def test_silence_is_an_alarm_when_it_is_longer_than_usual(tmp_path: Path) -> Non
 def test_a_run_that_died_says_where_it_would_go_on(tmp_path: Path) -> None:
     found = read_status(run(tmp_path / "a", [*BEGUN, line(1032, "checkpoint", step=15)]), now=9999)
     assert (found.state, found.eta_seconds, len(found.alarms)) == ("died", None, 1)
-    assert "goes on from step 15" in found.alarms[0]
+    assert "resumes from step 15" in found.alarms[0]
     assert "starts from the beginning" in read_status(run(tmp_path / "b", BEGUN), now=9999).alarms[0]
 
 

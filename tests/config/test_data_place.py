@@ -91,7 +91,7 @@ def test_a_worker_recognizes_the_same(tmp_path: Path) -> None:
 
 def test_a_path_given_twice_is_refused(tmp_path: Path) -> None:
     file = str(touch_files(tmp_path, "t.csv") / "t.csv")
-    with pytest.raises(RequestError, match="together with --data-dir"):
+    with pytest.raises(RequestError, match="can't be used with --data-dir"):
         resolve({"data": file, "data_dir": file}, [], None)
 
 

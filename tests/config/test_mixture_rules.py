@@ -14,12 +14,12 @@ MIX = "data.mix=[{data: digits}, {data: %s}]"
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        ([MIX % "har", "data=har"], "data.mix together with --data har"),
-        ([MIX % "har", "data_dir=."], "data.mix together with --data-dir"),
+        ([MIX % "har", "data=har"], "data.mix can't be used with --data har"),
+        ([MIX % "har", "data_dir=."], "data.mix can't be used with --data-dir"),
         ([MIX % "harr"], "data.mix: harr: unknown name"),
         ([MIX % "chat"], "data.mix: chat can't be mixed"),
-        ([MIX % "har", "data.sample_weights=balanced"], "data.mix together with data.sample_weights"),
-        (["data.shuffle_block=8", "data.sample_weights=balanced"], "data.shuffle_block together with"),
+        ([MIX % "har", "data.sample_weights=balanced"], "data.mix can't be used with data.sample_weights"),
+        (["data.shuffle_block=8", "data.sample_weights=balanced"], "data.shuffle_block can't be used with"),
         ([MIX % "har"], ""),
         (["data.shuffle_block=8"], ""),
     ],

@@ -115,9 +115,9 @@ def test_names_of_classes_and_parameters_are_text(recipe: Write, text: str) -> N
 
 
 def test_lr_and_base_lr_in_one_layer_are_refused(recipe: Write) -> None:
-    assert "--lr together with --base-lr" in read_refusal({"lr": "1", "base_lr": "2"})
-    assert "--lr together with --set base_lr" in read_refusal({"lr": "1"}, ("base_lr=2",))
-    assert "mine.yaml:1: lr together with" in read_refusal(file=recipe("lr: 1\nbase_lr: 2\n"))
+    assert "--lr can't be used with --base-lr" in read_refusal({"lr": "1", "base_lr": "2"})
+    assert "--lr can't be used with --set base_lr" in read_refusal({"lr": "1"}, ("base_lr=2",))
+    assert "mine.yaml:1: lr can't be used with" in read_refusal(file=recipe("lr: 1\nbase_lr: 2\n"))
 
 
 def test_lr_and_base_lr_of_different_layers_replace_each_other(recipe: Write) -> None:

@@ -179,7 +179,7 @@ def test_a_model_that_names_no_longest_text_takes_max_length(tmp_path: Path) -> 
     tokenizer, path = make_tokenizer(), write(tmp_path / "a.jsonl", TALKS)
     tokenizer.save_pretrained(tmp_path)
     transformers.BloomConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    with pytest.raises(RequestError, match="names no longest text"):
+    with pytest.raises(RequestError, match="states no context length"):
         open_chat(path, tmp_path)
     assert open_chat(path, tmp_path, 2048).input_shape == (2048,)
 
@@ -213,7 +213,7 @@ def test_the_template_is_given_values_of_the_user(tmp_path: Path, model_dir: Pat
     question = model.tokenizer.decode(loud).split("!")[1].split("<|im_end|>")[0]
     asked = PromptReader(model, template, 64, {"shout": True}).read_text(question)
     assert loud[: len(asked.tokens)].tolist() == asked.tokens
-    for values, message in (("on", "is no mapping"), ({"tools": []}, "tools is no"), ({"messages": []}, "messages")):
+    for values, message in (("on", "is not a mapping"), ({"tools": []}, "tools is no"), ({"messages": []}, "messages")):
         with pytest.raises(RequestError, match=rf"template_args: .*{message}"):
             open_chat(path, model_dir, template_args=values)
 

@@ -103,7 +103,7 @@ def test_weights_as_given() -> None:
         ((1.0, 2.0), SOURCE, "task.class_weights: 2 weights for 3 classes"),
         ((0.0, 0.0, 0.0), SOURCE, "task.class_weights: no class has a weight above 0"),
         ({"dog": 0.0, "cat": 0.0, "owl": 0.0}, NAMED, "task.class_weights: no class has a weight above 0"),
-        ({"dgo": 2.0}, NAMED, "'dgo' is no class of the data\n  try: did you mean 'dog'"),
+        ({"dgo": 2.0}, NAMED, "the data has no class 'dgo'\n  try: did you mean 'dog'"),
         ("balanced", replace(SOURCE, train=Unlisted()), "loaded\n  try: give the dataset an attribute `targ"),
     ],
 )

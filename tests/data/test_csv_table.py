@@ -127,7 +127,7 @@ def test_what_makes_no_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"table\.csv:3: 1 cells for 2 columns"):
         open_table(tmp_path, target="b")
     (tmp_path / "table.csv").write_text("a,a\n1,2\n")
-    with pytest.raises(RequestError, match="two columns have one name"):
+    with pytest.raises(RequestError, match="two columns have the same name"):
         open_table(tmp_path, target="a")
     (tmp_path / "other.csv").write_text("")
     with pytest.raises(RequestError, match=r"must hold one \.csv file, and it holds other.csv, table.csv"):

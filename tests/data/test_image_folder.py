@@ -103,7 +103,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"data": "image-folder", "data_dir": str(tmp_path), "save_dir": str(tmp_path / "run")}
     ended = run_training(1, model="convnet", epochs=1, sets=["data.args.size=16"], num_workers=1, **flags)
     assert ended.kind == "RequestError"
-    assert "red/1.JPG is no image that can be read" in ended.error
+    assert "red/1.JPG is not a readable image" in ended.error
     assert "Traceback" not in ended.error
 
 

@@ -35,9 +35,9 @@ def test_a_mark_at_the_beginning_and_both_halves_of_a_character_are_read(tmp_pat
     [
         (b"{", r"not JSON \(Expecting [^()]* at character 2\)\n"),
         (b"[1]", "a list, not an object"),
-        (b'{"text": "caf\xe9"}', "no text in UTF-8"),
-        (b'{"text": "\\uD83D"}', "no text in UTF-8"),  # a half of a character, at which tokenizers stop
-        (b'{"text": "\xed\xa0\xbd"}', "no text in UTF-8"),  # the same, as it is
+        (b'{"text": "caf\xe9"}', "not UTF-8 text"),
+        (b'{"text": "\\uD83D"}', "not UTF-8 text"),  # a half of a character, at which tokenizers stop
+        (b'{"text": "\xed\xa0\xbd"}', "not UTF-8 text"),  # the same, as it is
     ],
 )
 def test_what_is_no_record_is_named(line: bytes, said: str, tmp_path: Path) -> None:

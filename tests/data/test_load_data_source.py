@@ -162,8 +162,8 @@ def test_a_factory_with_splits_is_called_once_for_each() -> None:
 @pytest.mark.parametrize(
     ("factory", "named"),
     [
-        ("nothing", "the factory returned something of type NoneType"),
-        ("number", "the factory returned something of type int"),
+        ("nothing", "the factory returned an object of type NoneType"),
+        ("number", "the factory returned an object of type int"),
         ("pairless", r"sample 0 must be \(input, target\), not tuple of 1"),
         ("without_training", "returned None for split='train'"),
         ("empty", "split train: the dataset is empty"),

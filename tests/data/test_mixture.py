@@ -79,10 +79,10 @@ def test_in_memory_and_on_disk(tmp_path: Path) -> None:
             {},
             "of digits and synthet",
         ),
-        ([{"data": "digits"}, {"data": "digits", "weight": 1e-7}], {}, "has no place in an epoch"),
+        ([{"data": "digits"}, {"data": "digits", "weight": 1e-7}], {}, "gets no sample in an epoch"),
         ([{"data": "digits"}, {"data": "digits"}], {"samples": 1}, "data.samples: 1"),
         ([], {}, "needs data.mix"),
-        ([{"data": "mixture"}, {"data": "digits"}], {}, "a mixture within a mixture"),
+        ([{"data": "mixture"}, {"data": "digits"}], {}, "mixtures can't be nested"),
     ],
 )
 def test_what_can_not_be_mixed_is_refused(entries: list[dict[str, Any]], args: dict[str, Any], message: str) -> None:

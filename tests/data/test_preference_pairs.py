@@ -125,7 +125,7 @@ def test_pairs_of_which_nothing_is_learned_are_refused_or_told(tmp_path: Path, m
         ([begins_alike], {"length": 45, "overlong": "truncate"}, "are the same in each"),
         ([*ROWS, late], {"length": 45, "overlong": "truncate"}, r"of 2 answers nothing .*a\.jsonl:21, chosen\) is cut"),
         ([{**same, "rejected": "user"}, {"chosen": "x"}], {}, r"a\.jsonl:2 has no 'rejected'"),
-        (ROWS, {"loss_on": "all"}, "loss_on=all: of preferences"),
+        (ROWS, {"loss_on": "all"}, "loss_on=all: preferences"),
     ]
     for records, settings, message in cases:
         with pytest.raises(RequestError, match=message):

@@ -46,8 +46,8 @@ def test_columns_and_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([{**SAMPLES[0], "cls": b"cat"}], "no whole number"),
-        ([{**SAMPLES[0], "cls": b"9" * 30}], "no whole number"),
+        ([{**SAMPLES[0], "cls": b"cat"}], "not a 64-bit integer"),
+        ([{**SAMPLES[0], "cls": b"9" * 30}], "not a 64-bit integer"),
         ([*SAMPLES[:2], {"jpg": b"x"}], r"the first sample has no \.jpg"),
     ],
 )

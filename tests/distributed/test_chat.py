@@ -153,7 +153,7 @@ def test_the_gradient_is_that_of_the_full_batch_in_float64(
 @pytest.mark.parametrize(
     ("architecture", "settings", "packing", "said"),
     [
-        ("bert", {}, "off", "sees the tokens that it is to foretell"),
+        ("bert", {}, "off", "sees the tokens that it has to predict"),
         ("bert", {}, "on", "a model made to write text"),
         ("mixtral", {"num_local_experts": 2, "output_router_logits": True}, "on", '"output_router_logits": false'),
     ],

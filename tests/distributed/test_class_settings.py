@@ -59,7 +59,7 @@ def test_a_run_shows_them_and_keeps_them(tmp_path: Path) -> None:
     ("data", "sets", "message"),
     [
         ("uneven_classes:tensors", ["data.sample_weights=[1, 2]"], "data.sample_weights: 2 weights for 3 classes"),
-        ("uneven_classes:tensors", ["task.class_weights={3: 1}"], "task.class_weights: '3' is no class of the data"),
+        ("uneven_classes:tensors", ["task.class_weights={3: 1}"], "task.class_weights: the data has no class '3'"),
         ("uneven_classes:tensors", ["task.class_weights=[0, 0, 0]"], "task.class_weights: no class has a weight above"),
         ("uneven_classes:tensors", ["task.name=regression", "data.mixup=1"], "data.mixup is for --task classification"),
         (

@@ -32,7 +32,7 @@ def test_a_file_trains_resumes_elsewhere_and_predicts(capsys: pytest.CaptureFixt
     again = ["--data-dir", "moved/toys.csv", "--save-dir", "run", "--max-steps", "8"]
     assert main_multi_gpu.run([*again, "--dry-run"]) == 0
     plan = capsys.readouterr().out
-    assert "goes on from step 4" in plan
+    assert "resumes from step 4" in plan
     assert "csv (toys.csv is a .csv file: 48" in plan
     for words in (["evaluate", "run"], ["predict", "run", "--out", "predicted.csv"]):
         assert main_multi_gpu.run([*words, "--data-dir", "moved/toys.csv"]) == 0

@@ -80,7 +80,7 @@ def test_what_is_frozen_learns_from_its_epoch_on(flags: dict[str, Any], capfd: p
     assert (told["step"], told["tensors"], told["parameters"]) == (6, 3, 128)
     shown = capfd.readouterr().out
     assert "\n frozen until epoch 3  3 tensors, 128 parameters: 2.weight, 3.weight, 3.bias\n" in shown
-    said = shown.index("epoch 3: 3 tensors that --freeze kept learn from here on")
+    said = shown.index("epoch 3: 3 tensors of --freeze are trained from here on")
     assert shown.index("step 6/12") < said < shown.index("step 7/12")
 
 

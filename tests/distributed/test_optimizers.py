@@ -124,11 +124,11 @@ def test_what_is_no_choice_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"optimizer": f"{OWN}Plain", "lr": None}, "no learning rate is known to suit it"),
+        ({"optimizer": f"{OWN}Plain", "lr": None}, "no default learning rate is known for it"),
         ({"optimizer": f"{OWN}Clocked"}, "is not deterministic"),
-        ({"optimizer": f"{OWN}ScheduleFreeSGD", "ema": 0.9}, "--ema together with ScheduleFreeSGD"),
+        ({"optimizer": f"{OWN}ScheduleFreeSGD", "ema": 0.9}, "--ema can't be used with ScheduleFreeSGD"),
         ({"schedule": "tests.distributed.test_optimizers:below_zero"}, "its factor of step 0 of 12 is -1"),
-        ({"schedule": "tests.distributed.test_optimizers:counting"}, "is another when it is called again"),
+        ({"schedule": "tests.distributed.test_optimizers:counting"}, "two different factors"),
     ]
     for flags, told in wrong:
         ended = run("run", **flags)

@@ -394,7 +394,7 @@ def test_the_plan_says_what_is_gathered() -> None:
             {"model": "tests.distributed.test_sharded:direct", "sets": ["strategy.wrap=head"]},
             "the model uses head.weight without a call of head, in which alone it is gathered",
         ),
-        ({"sync_bn": True}, "--sync-bn: not with --multi-gpu fsdp yet"),
+        ({"sync_bn": True}, "--sync-bn can't be used with --multi-gpu fsdp yet"),
         ({"task": "tests.distributed.test_sharded:OwnEvaluation"}, "has its own `evaluate`: with --multi-gpu fsdp all"),
     ],
 )
@@ -408,7 +408,7 @@ def test_what_the_checkpoint_was_started_with_counts_too() -> None:
     run(2, "run", multi_gpu="ddp", grad_compression="powersgd", max_steps=4)
     before = Path("run/journal.jsonl").read_text()
     ended = run(2, "run")
-    assert "--grad-compression powersgd: not with --multi-gpu fsdp yet" in ended.error
+    assert "--grad-compression powersgd can't be used with --multi-gpu fsdp yet" in ended.error
     assert Path("run/journal.jsonl").read_text() == before
 
 

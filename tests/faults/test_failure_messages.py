@@ -19,7 +19,7 @@ def test_the_first_end_that_is_nobodys_consequence_is_the_cause() -> None:
 
 def test_the_causes_exit_code_and_known_remedy_are_taken_over() -> None:
     error = lost_peer_error([replace(GUILTY, problem="OSError: No space left on device", exit_code=2)], 3, 1)
-    assert (error.exit_code, "make room" in error.remedy) == (2, True)
+    assert (error.exit_code, "free space" in error.remedy) == (2, True)
     told = lost_peer_error([replace(GUILTY, problem="its own words\n  try: its own way out")], 3, 1)
     assert told.remedy == "", "the cause says it already"
 

@@ -56,7 +56,7 @@ def test_everything_else_is_one(error: Exception) -> None:
         (RuntimeError("The server socket has failed to bind: EADDRINUSE, Address already in use"), "--standalone"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error."), "--shm-size"),
         (RuntimeError("unable to write to file </torch_7_2>: No space left on device (28), /dev/shm"), "--shm-size"),
-        (OSError(28, "No space left on device"), "make room"),
+        (OSError(28, "No space left on device"), "free space"),
         (RuntimeError("Expected to have finished reduction in the prior iteration"), "--find-unused-parameters"),
         (RuntimeError("NCCL error: unhandled system error (run with NCCL_DEBUG=INFO)"), "NCCL_P2P_DISABLE"),
         (RuntimeError("DataLoader worker (pid(s) 12) exited unexpectedly"), "--num-workers 0"),

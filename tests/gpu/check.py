@@ -1,6 +1,6 @@
 """`make gpu-check`: every way that needs a GPU, one JSON line each as it comes, with this machine's own python3.
 
-    make gpu-check                  # at most nine minutes; the same command goes on where it stopped
+    make gpu-check                  # at most nine minutes; run the same command again to resume where it stopped
     make gpu-check BUDGET=300       # seconds
     make gpu-check ONLY=bf16,mfu    # those again, whatever an earlier call found
     make gpu-check RESULTS=FILE     # instead of gpu-check.jsonl: results of earlier calls, and where new ones go

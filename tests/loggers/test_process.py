@@ -64,7 +64,7 @@ def test_a_logger_that_fails_and_hangs_stops_nobody_and_loses_nothing(warnings: 
     follower.close()
     assert time.monotonic() - began < 30, "it is given a second, and some to end"
     assert len(warnings) == 2
-    assert "OSError: no answer from https://…@host/api; the training goes on" in warnings[0]
+    assert "OSError: no answer from https://…@host/api; training continues" in warnings[0]
     assert f"397 lines of run/journal.jsonl not sent; multigpu log run --to {OWN} sends them" in warnings[1]
     assert "geheim7" not in "".join(file.read_text() for file in RUN.rglob("*") if file.is_file())
     assert steps() == [1, 2, 3, 4]
@@ -163,7 +163,7 @@ def test_the_process_of_a_killed_attempt_is_waited_for_after_the_end_of_the_next
         process({"event": "end", "time": 1.0, "status": "completed"})
         process.close()
     assert steps() == ([1, 2, 3] if let_go else [])
-    assert warnings[0] == f"logger {OWN}: another process is sending this run; waiting; the training goes on"
+    assert warnings[0] == f"logger {OWN}: another process is sending this run; waiting; training continues"
     missing = f"logger {OWN}: 4 lines of run/journal.jsonl not sent; multigpu log run --to {OWN} sends them"
     assert warnings[1:] == ([] if let_go else [missing])
 

@@ -204,7 +204,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no such module": ("llama", {"modules_to_save": ("head",)}, r"adapter.modules_to_save 'head' matches no module"),
     "a tied head": ("qwen2", {"modules_to_save": ("lm_head",)}, r"modules_to_save: .*tie_word_embeddings"),
     "a tied embedding": ("gpt2", {"targets": ("wte",)}, r"adapter.targets: .*tie_word_embeddings"),
-    "both": ("llama", {"targets": ("lm_head",), "modules_to_save": ("lm_head",)}, "learns as a whole, and has an"),
+    "both": ("llama", {"targets": ("lm_head",), "modules_to_save": ("lm_head",)}, "is trained in full, and has an"),
     "frozen base": ("llama", {"freeze": ("*embed_tokens*",)}, "matches no parameter that --adapter lets learn"),
     "frozen head": ("llama", {"modules_to_save": ("lm_head",), "freeze": ("*lm_head*",)}, "leave out one of them"),
     "all frozen": ("llama", {"freeze": ("*",)}, "no parameter is left to train"),

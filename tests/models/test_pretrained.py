@@ -85,7 +85,7 @@ class Leaking(nn.Module):
 
 
 def test_a_network_that_mixes_packed_texts_is_refused() -> None:
-    with pytest.raises(RequestError, match="--packing on: this network lets packed texts see each other"):
+    with pytest.raises(RequestError, match="--packing on: in this network packed samples see each other"):
         check_packing(Leaking(), 50, torch.device("cpu"))
 
 
@@ -133,7 +133,10 @@ BROKEN = {
     "pickled weights": (leave_pickle, "pytorch_model.bin is a pickle"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
     "a missing shard": (leave_index, "model-00002-of-00002.safetensors is missing, 1 of 2 shards"),
-    "a larger model": (lambda folder: change_config(folder, num_hidden_layers=3), "9 tensors would be as initialised"),
+    "a larger model": (
+        lambda folder: change_config(folder, num_hidden_layers=3),
+        "9 tensors would stay at their initial values",
+    ),
     "another width": (lambda folder: change_config(folder, intermediate_size=32), "mlp"),
     "a torn file": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"123"),

@@ -118,7 +118,6 @@ def test_a_reader_that_leaves_does_not_stop_a_run() -> None:
     code = """
         import sys
         from multigpu_cli.monitor.console import Console
-from multigpu_cli.monitor.format import format_epoch
         console = Console()
         for step in range(20_000):
             console.note("x" * 100)
@@ -142,7 +141,6 @@ def on_terminal(columns: int, environment: dict[str, str]) -> str:
     code = f"import sys; sys.path[:0] = [{str(here.parents[2])!r}, {str(here.parent)!r}]\n" + textwrap.dedent("""
         import time, test_console
         from multigpu_cli.monitor.console import Console
-from multigpu_cli.monitor.format import format_epoch
         console = Console()
         test_console.run_through(console)
         progress = console.progress(200)

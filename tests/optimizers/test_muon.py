@@ -49,7 +49,7 @@ def test_further_matrices_are_spared_by_pattern_and_nothing_left_is_refused() ->
         "1.weight",
         "2.weight",
     }
-    with pytest.raises(RequestError, match="no hidden matrix learns"):
+    with pytest.raises(RequestError, match="no hidden matrix to train"):
         find_hidden_matrices(network(), ["first.*"])
     with pytest.raises(RequestError, match=r"optimizer\.args\.adamw 'frist\.\*' matches no matrix"):
         build_optimizer(network(), OptimizerConfig(name="muon", args={"adamw": "frist.*"}))

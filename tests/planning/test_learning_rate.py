@@ -54,7 +54,7 @@ def test_a_base_rate_is_scaled_to_the_global_batch(asked: dict[str, object], val
 
 
 def test_an_optimizer_without_a_known_rate_needs_one() -> None:
-    with pytest.raises(RequestError, match="--optimizer my_code:Lion: no learning rate is known") as refused:
+    with pytest.raises(RequestError, match="--optimizer my_code:Lion: no default learning rate is known") as refused:
         resolve_rate(optimizer="my_code:Lion")
     assert "--lr" in refused.value.remedy
 
@@ -228,5 +228,5 @@ def test_an_own_function_that_fails_somewhere_is_refused_before_the_run(function
 
 def test_an_own_function_that_remembers_is_refused() -> None:
     count = itertools.count(1)
-    with pytest.raises(RequestError, match="is another when it is called again"):
+    with pytest.raises(RequestError, match="two different factors"):
         plan(shape="my_code:f", function=lambda step, total: 1 / next(count))

@@ -16,7 +16,7 @@ def test_losses_of_replicas_have_no_weights_with_dp() -> None:
     gpus, config = (torch.device("cuda", 0), torch.device("cuda", 1)), resolve({"task": "from-model"}, (), None)
     for strategy, count in (("dp", 1), ("ddp", 0)):
         found = check_device(config, Placement(strategy, gpus, 0, "as asked"), World(torch.device("cpu")))
-        assert sum("--task from-model together with --multi-gpu dp" in str(error) for error in found) == count
+        assert sum("--task from-model can't be used with --multi-gpu dp" in str(error) for error in found) == count
 
 
 def test_a_torch_that_cannot_do_it_with_sharded_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +30,6 @@ def test_a_torch_that_cannot_do_it_with_sharded_weights_is_refused(monkeypatch: 
     assert refuse() == []
     monkeypatch.setattr(torch.distributed.fsdp, "FSDPModule", SimpleNamespace())
     sums, unused, tries = refuse()
-    assert "--find-unused-parameters together with --multi-gpu fsdp" in unused
+    assert "--find-unused-parameters can't be used with --multi-gpu fsdp" in unused
     assert "can't sum gradients" in sums
-    assert "--batch-size auto together with --multi-gpu fsdp" in tries
+    assert "--batch-size auto can't be used with --multi-gpu fsdp" in tries

@@ -104,7 +104,7 @@ def test_a_resumed_run_keeps_batch_and_rate_on_any_number_of_workers() -> None:
         assert again.plan.rate.value == first.plan.rate.value
         assert "as the run was started with" in again.plan.rate.reason
         assert again.pinned == first.pinned
-        assert again.plan.resume_reason.startswith("goes on from step 10")
+        assert again.plan.resume_reason.startswith("resumes from step 10")
 
 
 def test_what_was_said_is_kept_apart_from_what_was_settled() -> None:

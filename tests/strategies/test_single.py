@@ -44,5 +44,5 @@ def test_a_strategy_whose_room_is_gone_is_refused_and_not_replaced(monkeypatch: 
     assert find_strategy("auto") is find_strategy("none") is Single
     monkeypatch.delitem(STRATEGIES, "fsdp")
     for exact in (False, True):
-        with pytest.raises(RequestError, match="--multi-gpu fsdp: this program comes without it"):
+        with pytest.raises(RequestError, match="--multi-gpu fsdp: it is not part of this installation"):
             find_strategy("fsdp", exact=exact)

@@ -205,7 +205,7 @@ def test_a_loss_that_no_parameter_is_part_of_is_refused(tmp_path: Any) -> None:
         1, model=f"{__name__}:without_gradient", task="from-model", save_dir=str(tmp_path / "x"), max_steps=1
     )
     assert ended.kind == "RequestError"
-    assert "no parameter that learns is part of the loss" in ended.error
+    assert "no trainable parameter is part of the loss" in ended.error
     assert not (tmp_path / "x").exists()
 
 

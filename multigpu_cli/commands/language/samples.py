@@ -59,7 +59,7 @@ def preview_data(config: Config, count: int) -> Preview:
     """The first samples for training, as a training with these settings gets them; no worker is started."""
     if config.data.name != "chat":
         raise RequestError(
-            f"data preview: --data {config.data.name} has no tokens of which some are learned",
+            f"data preview: --data {config.data.name} has no tokens to preview",
             remedy="--data chat --data-dir FILE.jsonl --model-dir DIR",
         )
     source = open_data(config)
@@ -134,13 +134,13 @@ def generate_text(request: InferenceRequest, prompt: str, sampling: Sampling) ->
     weights = load_trained_weights(request.run)
     task = weights.settings.get("built_for", {}).get("task", _TASKS[0])
     if task not in _TASKS:
-        raise RequestError(f"{request.run}: only a language model writes text, and this run's task is {task}")
+        raise RequestError(f"{request.run}: sample needs a language model, and the task of this run is {task}")
     run = load_run_without_data(weights, own_code=request.own_code, changes=request.changes)
     run.model.to("cuda" if torch.cuda.is_available() else "cpu")
     if run.config.model.dir is not None:
         return _answer(weights, run, prompt, sampling)
     if missing := ModelCall.of(run.model).required[1:]:
-        raise RequestError(f"{request.run}: its network needs {', '.join(missing)} beside the tokens", remedy=_REMEDY)
+        raise RequestError(f"{request.run}: its network also needs {', '.join(missing)}", remedy=_REMEDY)
     return _continue(run, prompt, sampling)
 
 

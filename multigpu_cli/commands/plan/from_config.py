@@ -87,7 +87,7 @@ def estimate_training(config: Config) -> ConfigEstimate | None:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     memory, activations = (
         forecast_state(model, config, FromConfig()),
-        "the model names no longest text, and there is no --max-length",
+        "the model states no context length, and there is no --max-length",
     )
     if tokens:
         dtype = DTYPES.get(choose_precision(config.precision.amp, place).name)

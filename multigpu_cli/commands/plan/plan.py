@@ -35,7 +35,7 @@ from multigpu_cli.planning.speedup import (
 )
 
 NO_WIRE = Link("none", 0.0, inf, "one worker needs none")
-_PHASES = ("data", "forward", "backward", "commit")
+_PHASES = {"data": "data", "forward": "forward", "backward": "backward", "commit": "optimizer"}
 
 
 @dataclass(frozen=True)
@@ -226,15 +226,15 @@ def format_plan(forecast: Forecast) -> Iterator[str]:
         yield f"         of {total}; 9 tenths of them would hold micro-batches of {fits} (forecast)"
     yield from _format_sharded(forecast)
     for count, work in about["works"].items():
-        times = ", ".join(f"{1e3 * getattr(work, name):.2f} ms {name}" for name in _PHASES)
+        times = ", ".join(f"{1e3 * getattr(work, name):.2f} ms {called}" for name, called in _PHASES.items())
         yield f"measured {times} for each of {count}"
         if work.gather is not None:
             sent = {"gather all weights once": work.gather, "reduce all gradients": work.reduction}
             yield "         " + ", ".join(f"{1e3 * seconds:.2f} ms to {name}" for name, seconds in sent.items())
     yield f"         {about['flops_per_sample'] / 1e6:.4g} MFLOP a sample"
-    yield f"wire     {about['wire']}"
+    yield f"network  {about['wire']}"
     yield "forecast, not measured:"
-    head = f"{'workers':>8}{'batch':>8}{'step':>12}{'wire':>10}{'samples/s':>12}{'speedup':>9}{'efficiency':>12}"
+    head = f"{'workers':>8}{'batch':>8}{'step':>12}{'comm':>10}{'samples/s':>12}{'speedup':>9}{'efficiency':>12}"
     yield f"{head}{'run':>14}  cost"
     for row in forecast.rows:
         cost = "" if row.cost is None else f"  {row.cost:.2f}"

@@ -279,7 +279,7 @@ def tabulate_events(run: RunData) -> ReportTable:
     events: list[tuple[float, str]] = []
     for count, attempt in enumerate(run.history.attempts, 1):
         plan, at = attempt.start.get("plan", {}), attempt.resumed_at
-        going_on = f", goes on from step {at}" if at else ""
+        going_on = f", resumes from step {at}" if at else ""
         text = f"attempt {count} starts: {plan.get('strategy')}, {pluralize(plan.get('workers'), 'worker')}{going_on}"
         events.append((attempt.start["time"], text))
         if attempt.end:

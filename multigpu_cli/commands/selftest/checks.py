@@ -223,7 +223,7 @@ def _check_replicas(measurements: Measurements) -> CheckResult:
 def _check_resume(measurements: Measurements) -> CheckResult:
     sides = [measurements.alone["resume"], *measurements.of_workers("resume")]
     if not all(side["in order"] for side in sides):
-        return CheckResult("", False, "in the middle of an epoch, it goes on with other samples")
+        return CheckResult("", False, "in the middle of an epoch, a resumed run gets other samples")
     wrong = [side for side in sides if side["whole"] != side["resumed"]]
     if not wrong:
         return CheckResult("", True, "equal bits, on one worker and on several")

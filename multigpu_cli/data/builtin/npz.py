@@ -35,7 +35,7 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
     inputs, targets = whole.tensors
     task, classes = _kind(inputs, targets, list(splits.values()))
     if new and task == "language-model":
-        raise RequestError("data.args.new: the targets of tokens are tokens", remedy="multigpu sample writes text")
+        raise RequestError("data.args.new: not supported for tokens", remedy="multigpu sample writes text")
     return DataSource(
         train=splits["train"],
         val=splits.get("val"),

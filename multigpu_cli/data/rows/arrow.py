@@ -141,7 +141,7 @@ def _read_batches(file: Path) -> list[Any]:
         ) from error
     if batches and pyarrow.total_allocated_bytes() - before > batches[0].nbytes // 2 + 2**16:
         raise RequestError(
-            f"--data arrow: {file} is compressed, so it can't be read where it lies",
+            f"--data arrow: {file} is compressed, so it can't be memory-mapped",
             remedy="datasets.load_from_disk(…).save_to_disk(…), or pyarrow.ipc without compression",
         )
     return batches
@@ -262,7 +262,7 @@ def _list_files(folder: Path) -> list[Path]:
         raise RequestError(f"--data arrow: {state} can't be read ({error})", remedy="write the folder anew") from error
     if content.get("_indices_data_files") or content.get("_indices_files"):
         raise RequestError(
-            f"--data arrow: {folder} holds a choice of rows beside its files",
+            f"--data arrow: {folder} holds a selection of rows (flatten_indices was not called)",
             remedy="dataset.flatten_indices().save_to_disk(…)",
         )
     if odd := [name for name in names if Path(name).name != name]:

@@ -91,12 +91,12 @@ def _choose_columns(name: str, store: RowStore, options: RowOptions) -> tuple[Co
     words = ", ".join(f"{column.name} ({column.description})" for column in inputs[:8])
     if unread := [column for column in inputs if column.kind in ("text", "other")]:
         raise RequestError(
-            f"--data {name}: column {unread[0].name!r} holds {unread[0].description}, no numbers and no image",
+            f"--data {name}: column {unread[0].name!r} holds {unread[0].description}, neither numbers nor images",
             remedy=f"data.ignore={unread[0].name}, or data.columns=[…], the inputs among {words}",
         )
     if len(kinds) > 1 or (len(inputs) > 1 and kinds != {("number", False)}):
         raise RequestError(
-            f"--data {name}: these inputs don't go together: {words}",
+            f"--data {name}: these inputs can't be combined: {words}",
             remedy=f"data.columns={inputs[0].name}, one column, or several of single numbers",
         )
     for used in (*inputs, target):
@@ -185,7 +185,8 @@ def _find_classes(
 def _build_tokens(column: Column, target: Column, parts: Parts, options: RowOptions) -> Built:
     if options.vocabulary is None:
         raise RequestError(
-            f"--data: column {column.name!r} holds tokens, of how many?", remedy="--set data.vocabulary=50257, say"
+            f"--data: column {column.name!r} holds tokens, and the size of their vocabulary is not known",
+            remedy="for example --set data.vocabulary=50257",
         )
     if not column.is_integer or len(column.shape) != 1 or target.shape != column.shape:
         raise RequestError(
@@ -230,7 +231,7 @@ def _build_numbers(parts: Parts, roles: RowRoles, mode: str) -> Built:
     return samples, facts
 
 
-_TAR = "a .tar shard or a folder with several, whose members are KEY.jpg and KEY.cls, say"
+_TAR = "a .tar shard or a folder with several, with members such as KEY.jpg and KEY.cls"
 _JSON = "one .jsonl file, one JSON object per line; or a folder with train.jsonl, validation.jsonl, test.jsonl"
 
 Load = Callable[..., DataSource]

@@ -154,7 +154,7 @@ def _read_endings(files: Sequence[Path]) -> list[str]:
     if not endings or len(endings) > _MOST or len(set(endings)) < len(endings):
         raise RequestError(
             f"--data tar: {files[0]}: the first sample has {len(endings)} members ({', '.join(endings[:20])})",
-            remedy=f"members KEY.jpg and KEY.cls, say; at most {_MOST}, and each ending once",
+            remedy=f"for example members KEY.jpg and KEY.cls; at most {_MOST}, and each ending once",
         )
     return endings
 
@@ -166,7 +166,7 @@ def _check_uncompressed(file: Path) -> None:
     for mark, command in marks.items():
         if head.startswith(mark):
             raise RequestError(
-                f"--data tar: {file} is compressed, so its members can't be read by their places",
+                f"--data tar: {file} is compressed, so its members can't be read in random order",
                 remedy=f"{command} {file.name}, once",
             )
 
@@ -203,7 +203,7 @@ def _read_number(text: bytes, where: str) -> int:
         return number
     except ValueError as error:
         raise RequestError(
-            f"--data tar: {where} holds {text[:20]!r}, no whole number of 64 bits",
+            f"--data tar: {where} holds {text[:20]!r}, not a 64-bit integer",
             remedy="the number of the class, as text",
         ) from error
 
@@ -212,7 +212,7 @@ def _load_array(content: bytes, ending: str, label: str) -> np.ndarray:
     try:
         found: np.ndarray = np.load(BytesIO(content), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise RequestError(f"--data tar: {label}: a .{ending} is no array ({error})", remedy="np.save(…)") from error
+        raise RequestError(f"--data tar: {label}: invalid .{ending} array ({error})", remedy="np.save(…)") from error
     return found
 
 

@@ -201,7 +201,7 @@ def _read_text(path: Path) -> str:
         ) from error
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        raise RequestError(f"--data csv: {path}:{line}: a zero byte: this is no text", remedy="a CSV file in UTF-8")
+        raise RequestError(f"--data csv: {path}:{line}: a zero byte: not a text file", remedy="a CSV file in UTF-8")
     return text
 
 
@@ -260,9 +260,9 @@ def _check_header(path: Path, head: list[str], columns: list[str], rows: list[li
     remedy = "--set data.header=none, if the first row is data" if like_data else "another name for one of them"
     name, count = Counter(columns).most_common(1)[0]
     if count > 1:
-        raise RequestError(f"--data csv: {path}: two columns have one name, {name!r}", remedy=remedy)
+        raise RequestError(f"--data csv: {path}: two columns have the same name, {name!r}", remedy=remedy)
     if not rows:
-        raise RequestError(f"--data csv: {path}: no rows after the names of the columns")
+        raise RequestError(f"--data csv: {path}: no rows below the header")
     if not like_data:
         return ()
     first = ", ".join(columns[:3]) + (", …" if len(columns) > 3 else "")
@@ -283,7 +283,7 @@ def _read_decimal_commas(path: Path, columns: list[str], rows: list[list[str]], 
             comma = next((number for number in commas if number not in other), commas[0])
             raise RequestError(
                 f"--data csv: {path}:{lines[other[0]]}: {rows[other[0]][at]!r} in column {name!r}, and "
-                f"{rows[comma][at]!r} in line {lines[comma]}: which sign is the decimal one?",
+                f"{rows[comma][at]!r} in line {lines[comma]}: is the decimal separator a comma or a point?",
                 remedy="one way of writing, without separators of thousands; --set data.decimal=point reads as words "
                 "what has a comma",
             )

@@ -76,7 +76,7 @@ class TableFeatures(Codec):
     def find_words(self, part: Part) -> list[str]:
         """The first cell of each column of numbers that holds something else, in words."""
         return [
-            f"{part.table.describe_cell(name, at)} is no number, as the training rows have there"
+            f"{part.table.describe_cell(name, at)} is not a number, as in the training rows"
             for name in self.numbers
             if (at := part.find_word(name)) is not None
         ]
@@ -144,7 +144,7 @@ def find_odd_cell(part: Part, column: str) -> str:
     if not words or len(numbers) < _MOST * (len(numbers) + words) or len(np.unique(numbers)) <= FEW:
         return ""
     odd = part.table.describe_cell(column, int(part.rows[is_word.argmax()]))
-    return f"{odd} is no number, so the whole column counts as words"
+    return f"{odd} is not a number, so the whole column is read as words"
 
 
 def _name_gaps(cells: Sequence[str]) -> list[str]:

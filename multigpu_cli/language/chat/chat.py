@@ -167,7 +167,7 @@ def _choose_loss(form: str, loss_on: str | None) -> tuple[str, bool]:
         return learns, False
     if learns == "all":
         raise RequestError(
-            "data.args.loss_on=all: of preferences the answers are compared, and not their common prompt",
+            "data.args.loss_on=all: preferences compare the answers, not their prompt",
             remedy="leave it out, or data.args.loss_on=completion: the last answer only",
         )
     return learns, True
@@ -182,7 +182,7 @@ def _check_tokenizer(text: TextModel) -> None:
         )
     if not text.ends:
         raise RequestError(
-            "--model-dir: its tokenizer has no EOS token, so that nothing would ever end",
+            "--model-dir: its tokenizer has no EOS token, so generation would never stop",
             remedy="eos_token in tokenizer_config.json",
         )
 
@@ -191,10 +191,10 @@ def _find_limit(text: TextModel, asked: int | None) -> int:
     """Tokens of a sample at most: --max-length, or as many as model and tokenizer take."""
     limit = min(find_places(text.config) or _UNLIMITED, int(text.tokenizer.model_max_length))
     if asked is None and limit >= _UNLIMITED:
-        raise RequestError("--max-length: the model names no longest text", remedy="--max-length 2048, say")
+        raise RequestError("--max-length: the model states no context length", remedy="for example --max-length 2048")
     if asked is not None and asked > limit:
         raise RequestError(
-            f"--max-length {asked}: the model knows {limit} places", remedy=f"--max-length {limit}, or less"
+            f"--max-length {asked}: the model's context length is {limit}", remedy=f"--max-length {limit}, or less"
         )
     return asked or limit
 
@@ -276,14 +276,14 @@ def _apply_length_limit(split: str, chats: SFTDataset, overlong: str) -> str:
         raise RequestError(
             f"--max-length {chats.limit}: {beyond} of {pluralize(len(chats), chats.noun)} for {split} are longer, "
             f"the longest has {chats.lengths[longest]} tokens ({chats.describe(longest)})",
-            remedy="--set data.args.overlong=drop or truncate; or, if the model knows as many places, "
+            remedy="--set data.args.overlong=drop or truncate; or, if the model's context allows, "
             f"--max-length {chats.lengths[longest]}",
         )
     if overlong == "drop":
         chats.select(np.flatnonzero(chats.lengths <= chats.limit))
         if not len(chats):
             raise RequestError(
-                f"--max-length {chats.limit}: no {chats.noun} for {split} is as short", remedy="a larger one"
+                f"--max-length {chats.limit}: no {chats.noun} for {split} is that short", remedy="a larger one"
             )
     return f"{pluralize(beyond, f'overlong {chats.noun}')} of {split} {'dropped' if overlong == 'drop' else 'cut'}"
 
@@ -296,12 +296,12 @@ def _check_learned(chats: SFTDataset, learns: str) -> None:
     first = int(without[0])
     if chats.lengths[first] > chats.limit:
         raise RequestError(
-            f"--max-length {chats.limit}: of {pluralize(len(without), chats.noun)} nothing is learned; the first "
+            f"--max-length {chats.limit}: of {pluralize(len(without), chats.noun)} no token is trained; the first "
             f"({chats.describe(first)}) is cut off before what the model is to say",
             remedy="a larger --max-length, or --set data.args.overlong=drop",
         )
     raise RequestError(
-        f"--data chat: of {pluralize(len(without), chats.noun)} nothing is learned with data.loss_on={learns}; the "
+        f"--data chat: of {pluralize(len(without), chats.noun)} no token is trained with data.loss_on={learns}; the "
         f"first is {chats.describe(first)}",
         remedy="records with an answer, or another data.loss_on",
     )

@@ -70,7 +70,7 @@ def _read_alpaca(record: Record) -> Conversation:
 def _read_sharegpt(record: Record) -> Conversation:
     turns = record["conversations"]
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
-        raise ValueError("conversations is no list of objects")
+        raise ValueError("conversations is not a list of objects")
     messages: list[dict[str, Any]] = []
     for turn in turns:
         role = turn.get("from", turn.get("role"))
@@ -234,7 +234,7 @@ def _check_message(message: Any, number: int) -> dict[str, Any]:
         raise ValueError(f"message {number} has no content")
     found["content"] = content
     if not isinstance(found.get("tool_calls", []), list):
-        raise ValueError(f"message {number}: tool_calls is no list")
+        raise ValueError(f"message {number}: tool_calls is not a list")
     if "tool_calls" in found:
         found["tool_calls"] = [_read_call(call, number) for call in found["tool_calls"]]
     _check_marks(found, number)

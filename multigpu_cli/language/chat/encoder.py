@@ -243,7 +243,7 @@ class ChatEncoder:
         last = "" if self._loss_on == "completion" else "--set data.loss_on=completion, for the last message only, or "
         return RequestError(
             f"--data chat: {place}: the chat template {how}: {text[at : at + _SHOWN]!r} becomes "
-            f"{whole[at : at + _SHOWN]!r}, so that what is learned is not what the model says",
+            f"{whole[at : at + _SHOWN]!r}, so the trained tokens differ from generated ones",
             remedy=f"{last}a template for training with --set data.chat_template=FILE",
         )
 
@@ -280,12 +280,13 @@ def check_template_values(tokenizer: Any, values: Any) -> None:
     """Refuse what is no mapping of names, and names that the tokenizer itself has a use for."""
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise RequestError(
-            f"data.args.template_args: {values!r} is no mapping", remedy="of names to values: {enable_thinking: false}"
+            f"data.args.template_args: {values!r} is not a mapping",
+            remedy="of names to values: {enable_thinking: false}",
         )
     taken = {*inspect.signature(tokenizer.apply_chat_template).parameters, *_OWN_VALUES} - {"kwargs"}
     if used := sorted(taken & values.keys()):
         raise RequestError(
-            f"data.args.template_args: {used[0]} is no value of the template's own: the data decides it",
+            f"data.args.template_args: {used[0]} is set by the data, not by template_args",
             remedy="names that are read by the chat template, such as enable_thinking",
         )
 

@@ -40,7 +40,7 @@ class TokenFile:
         head = 8 * (count + 1)
         self.starts = mapped[:head].view(np.int64)
         if len(self.starts) != count + 1 or len(mapped) != head + 4 * self.starts[-1]:
-            raise ValueError("the file is not whole")
+            raise ValueError("the file is incomplete")
         self._tokens = mapped[head:].view(np.int32)
         self.own_because = ""
 
@@ -160,7 +160,7 @@ def _write(file: BinaryIO, count: int, encode: Encode, width: int) -> None:
             tokens = np.array(ids, dtype=np.int32)
             file.write(np.where(np.array(learned, dtype=bool), ~tokens, tokens).tobytes())
             starts.append(starts[-1] + len(ids))
-    file.seek(0)  # last: without it the file is not whole
+    file.seek(0)  # last: without it the file is incomplete
     file.write(starts.tobytes())
     file.flush()
     os.fsync(file.fileno())

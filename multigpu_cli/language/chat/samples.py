@@ -201,8 +201,8 @@ def check_differences(split: str, pairs: PreferenceDataset) -> list[str]:
             remedy="answers that differ within --max-length",
         )
     return [
-        f"chosen and rejected are the same in {len(same)} of {pluralize(len(pairs), 'pair')} for {split}, of which "
-        f"nothing is learned; the first is {first}"
+        f"chosen and rejected are the same in {len(same)} of {pluralize(len(pairs), 'pair')} for {split}, which "
+        f"train nothing; the first is {first}"
     ]
 
 

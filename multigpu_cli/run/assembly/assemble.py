@@ -155,7 +155,7 @@ def smoke_test_batch(
             with preserve_buffers(model), mode, precision.autocast():
                 measured = measure(model, batch)
             if isinstance(measured, Tensor) and not measured.requires_grad:
-                raise ValueError("no parameter that learns is part of the loss")
+                raise ValueError("no trainable parameter is part of the loss")
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
             if is_out_of_memory(error):
                 raise
@@ -268,7 +268,9 @@ def _build_state(spec: RunSpec, built: BuiltModel, precision: Precision, strateg
     if is_schedule_free(optimizer):
         optimizer.train()  # type: ignore[attr-defined]  # the caller's own may be in the other mode
         if spec.config.optimizer.ema != "off":
-            problem = f"--ema together with {type(optimizer).__name__}: a schedule-free optimizer averages by itself"
+            problem = (
+                f"--ema can't be used with {type(optimizer).__name__}: a schedule-free optimizer averages by itself"
+            )
             raise RequestError(problem, remedy="leave out one of them")
     scheduler, weights = spec.factories.scheduler, built.initial_weights
     return TrainState(built.model, optimizer, precision, built.average, Progress(), scheduler, initial_weights=weights)

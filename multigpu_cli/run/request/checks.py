@@ -41,13 +41,13 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
         yield RequestError(f"--multi-gpu dp does not support --task {', '.join(ACTORS)}", remedy="--multi-gpu ddp")
     if placement.strategy == "dp" and config.task.name == FROM_MODEL:
         yield RequestError(
-            "--task from-model together with --multi-gpu dp: a replica returns a mean, and nobody knows over how much",
+            "--task from-model can't be used with --multi-gpu dp: replicas return means, which can't be combined",
             remedy="--multi-gpu ddp",
         )
     if placement.strategy == "dp" and config.model.compile != "off":  # pytorch#94636; CUDA graphs in threads: #123177
         yield RequestError(
-            f"--compile {config.model.compile} together with --multi-gpu dp: torch compiles a model for one GPU, and "
-            "replicas on other GPUs can't run it",
+            f"--compile {config.model.compile} can't be used with --multi-gpu dp: torch compiles for one GPU, "
+            "and replicas on other GPUs can't run that code",
             remedy="--multi-gpu ddp, or --compile off",
         )
     try:

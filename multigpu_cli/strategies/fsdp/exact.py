@@ -46,7 +46,7 @@ class WeightLayouts:
         for name, strides in self.unusual.items():
             if strides[0] < max(strides):
                 raise RequestError(
-                    f"--exact together with --multi-gpu fsdp: {name} does not lie row by row in memory",
+                    f"--exact can't be used with --multi-gpu fsdp: {name} is not stored row by row",
                     remedy="make it .contiguous() where the model is built, or use --multi-gpu ddp",
                 )
 

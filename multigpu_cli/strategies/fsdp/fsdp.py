@@ -205,8 +205,8 @@ class FSDP2(Strategy):
     def attach_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self._keeps_weights and is_schedule_free(optimizer):
             raise RequestError(
-                f"--reshard step together with {type(optimizer).__name__}: weights that an evaluation gathered would "
-                "stay for the next step, and those of a schedule-free optimizer are others",
+                f"--reshard step can't be used with {type(optimizer).__name__}: the weights that an "
+                "evaluation gathered would stay for the next step, which needs others",
                 remedy="--reshard forward",
             )
         probe.check_is_elementwise(optimizer)

@@ -33,13 +33,13 @@ def find_torch_errors(config: Config) -> Iterator[RequestError]:
         )
     if config.communication.find_unused_parameters and not hasattr(known, "set_reduce_scatter_unused_params"):
         yield RequestError(
-            f"--find-unused-parameters together with --multi-gpu fsdp: torch {torch.__version__} can't do it",
+            f"--find-unused-parameters can't be used with --multi-gpu fsdp: torch {torch.__version__} can't do it",
             remedy="--freeze what takes no part in the loss, torch 2.13, or --multi-gpu ddp",
         )
     if config.batch.size == "auto" and not hasattr(known, "reset_iter_state"):
         yield RequestError(
-            f"--batch-size auto together with --multi-gpu fsdp: torch {torch.__version__} can't go on after a pass "
-            "that ran out of memory",
+            f"--batch-size auto can't be used with --multi-gpu fsdp: torch {torch.__version__} can't continue "
+            "after a pass that ran out of memory",
             remedy="a number, such as --batch-size 8, or torch 2.13",
         )
     if config.reproducibility.exact and not hasattr(known, "set_custom_reduce_scatter"):
@@ -149,8 +149,8 @@ def check_is_elementwise(optimizer: torch.optim.Optimizer) -> None:
         if not torch.allclose(torch.cat(pieces), whole, rtol=1e-3, atol=1e-5):
             raise RequestError(
                 f"--multi-gpu fsdp: each worker has only some rows of a weight, and {type(optimizer).__name__} needs "
-                "all of them: its step on two pieces is another than on the whole",
-                remedy="an optimizer that treats each number by itself, such as AdamW or SGD, or --multi-gpu ddp",
+                "all of them: its step is not element-wise",
+                remedy="an element-wise optimizer, such as AdamW or SGD, or --multi-gpu ddp",
             )
 
 

@@ -17,32 +17,32 @@ def find_sharding_errors(config: Config, workers: int) -> Iterator[RequestError]
         ("--sync-bn", model.sync_bn, "leave out --sync-bn, or use --multi-gpu ddp"),
     )
     if config.reproducibility.exact and config.device.shard_size:
-        yield RequestError("--exact: not with --shard-size yet", remedy="leave out one of them")
+        yield RequestError("--exact can't be used with --shard-size yet", remedy="leave out one of them")
     if config.reproducibility.exact and model.compile != "off":
         yield RequestError(
-            f"--exact together with --multi-gpu fsdp and --compile {model.compile}: blocks are compiled by themselves, "
-            "and the code of a whole model rounds otherwise",
+            f"--exact can't be used with --multi-gpu fsdp and --compile {model.compile}: blocks are compiled "
+            "separately, and round differently than a whole model",
             remedy="--compile off, or --multi-gpu ddp",
         )
     if (known := OPTIMIZERS.get(config.optimizer.name)) and known.needs_whole_weights:
         yield RequestError(
-            f"--optimizer {config.optimizer.name}: not with --multi-gpu fsdp: its step on a weight needs all its rows, "
-            "and each worker has only some",
-            remedy="an optimizer that treats each number by itself, such as adamw or sgd, or --multi-gpu ddp",
+            f"--optimizer {config.optimizer.name} can't be used with --multi-gpu fsdp: its step needs all "
+            "rows of a weight, and each worker has only some",
+            remedy="an element-wise optimizer, such as adamw or sgd, or --multi-gpu ddp",
         )
     for what, given, remedy in refused:
         if given:
-            yield RequestError(f"{what}: not with --multi-gpu fsdp yet", remedy=remedy)
+            yield RequestError(f"{what} can't be used with --multi-gpu fsdp yet", remedy=remedy)
     if names_environments(config) or config.task.name == "ppo":
         yield RequestError(
-            "--task ppo together with --multi-gpu fsdp: each pass of a sharded model is one of all workers, whose "
+            "--task ppo can't be used with --multi-gpu fsdp: each pass of a sharded model is one of all workers, whose "
             "environments do not act equally often",
             remedy="--multi-gpu ddp",
         )
     if model.compile == "reduce-overhead":
         yield RequestError(
-            "--compile reduce-overhead together with --multi-gpu fsdp: gathered weights lie elsewhere in each pass, "
-            "and CUDA graphs need fixed addresses",
+            "--compile reduce-overhead can't be used with --multi-gpu fsdp: gathered weights have new "
+            "addresses in each pass, and CUDA graphs need fixed ones",
             remedy="--compile default, or --multi-gpu ddp",
         )
     shard_size = config.device.shard_size

@@ -43,7 +43,7 @@ def test_other_versions_and_other_data_are_named() -> None:
 
 
 def test_a_wrong_interface_and_a_nodes_own_trouble_are_named() -> None:
-    wrong = vars(Finding("disk", "fail", "full", "make room"))
+    wrong = vars(Finding("disk", "fail", "full", "free space"))
     found = read_findings(trouble="GLOO_SOCKET_IFNAME=eth7 is no interface", wrong=[wrong])
     assert "on node2: one of lo, eth0" in found["interface of node2"].fix
     assert (found["node2: disk"].verdict, found["node2: disk"].evidence) == ("fail", "full")

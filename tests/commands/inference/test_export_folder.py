@@ -192,7 +192,7 @@ def test_what_can_not_be_exported_is_refused_and_nothing_is_written(
     Path("mine/model.safetensors").write_text("mine")
     at = ["--model-dir", "model"]
     cases = (
-        (["whole", "--to", "mine", "--format", "hf", *at], 2, "--to mine: it exists already"),
+        (["whole", "--to", "mine", "--format", "hf", *at], 2, "--to mine: it already exists"),
         (["whole", "--to", "out", "--format", "gguf", *at], 2, "--format must be hf or adapter or merged, not 'gguf'"),
         (["whole", "--to", "out.pt", "--format", "hf", *at], 2, "writes a folder, not a file"),
         (["lora", "--to", "out", "--format", "adapter", "--dtype", "bf16"], 2, "--dtype bf16 together with --format"),

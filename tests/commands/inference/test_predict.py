@@ -80,7 +80,7 @@ def test_a_table_comes_back_with_names_and_the_scale_of_its_own_training_rows(
     assert main_multi_gpu.run([*words, "data.args.file=new.csv"]) == 2, "not enough rows to train on"
     Path("other.csv").write_text("\n".join(lines[:40]))
     assert main_multi_gpu.run([*words[:-1], "--data-dir", "other.csv"]) == 2
-    assert "--data-dir other.csv together with data.file=homes.csv" in capsys.readouterr().err
+    assert "--data-dir other.csv can't be used with data.file=homes.csv" in capsys.readouterr().err
     assert main_multi_gpu.run([*words, "data.file=other.csv"]) == 2, "another scale than the run's"
     assert "other rows: --set data.test_file=FILE or data.new=FILE" in capsys.readouterr().err
     assert main_multi_gpu.run([*words, "data.args.test_file=new.csv"]) == 0

@@ -140,7 +140,7 @@ def test_workers_beyond_the_cores_have_the_wire_of_those_that_have_one_each(monk
 def test_one_worker_needs_no_wire(capsys: pytest.CaptureFixture[str]) -> None:
     words = [part for name, value in OWN.items() for part in (f"--{name}", value)]
     assert main_multi_gpu.run(["plan", *words, "--workers", "1"]) == 0
-    assert "wire     one worker needs none" in capsys.readouterr().out
+    assert "network  one worker needs none" in capsys.readouterr().out
 
 
 def test_a_late_message_is_not_taken_for_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

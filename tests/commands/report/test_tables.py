@@ -48,7 +48,7 @@ def test_what_happened_is_told_in_order(tmp_path: Path) -> None:
         ("+ 3 min 30 s", "nonfinite at step 30"),
         ("+ 5 min 0 s", "completed at step 40"),
     ]
-    assert table.rows[2][1][0].endswith("1 worker, goes on from step 22")
+    assert table.rows[2][1][0].endswith("1 worker, resumes from step 22")
 
 
 def test_settings_are_compared_with_the_defaults_and_each_other(tmp_path: Path) -> None:

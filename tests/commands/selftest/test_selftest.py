@@ -333,7 +333,7 @@ def test_equal_sides_hold_throughout() -> None:
         ({"evaluation": {"seen": [0]}}, "an evaluation counts", "3 of 4 samples counted"),
         ({"evaluation": {"metrics": {"loss": 1.1}}}, "an evaluation counts", "1.0e-01"),
         ({"resume": {"replica": "other"}}, "replicas are identical", "other on rank 0, r on rank 1"),
-        ({"resume": {"in order": False}}, "a resumed run equals", "with other samples"),
+        ({"resume": {"in order": False}}, "a resumed run equals", "gets other samples"),
         ({"resume": {"resumed": "b", "apart": 0.25}}, "a resumed run equals", "2.5e-01 of the largest, on several"),
         ({"exact": {"end": "f", "losses": [1.0, 0.6]}}, "--exact gives", "the losses first differ at step 2"),
         ({"exact": {"end": "f"}}, "--exact gives", "the losses agree"),
@@ -352,11 +352,13 @@ def test_each_check_can_fail(changes: dict[str, Any], check: str, said: str) -> 
 
 
 def test_what_was_not_tried_is_no_fault_and_says_why() -> None:
-    unlike = evidence(mixing={"refused": "its reason"})._replace(drop_last=True, no_exact="--exact together with --x")
+    unlike = evidence(mixing={"refused": "its reason"})._replace(
+        drop_last=True, no_exact="--exact can't be used with --x"
+    )
     assert [verdict.figures for verdict in run_checks(unlike) if verdict.holds is None] == [
         "not possible here: its reason",
         "left out of training by --drop-last",
-        *["not possible here: --exact together with --x"] * 2,
+        *["not possible here: --exact can't be used with --x"] * 2,
     ]
 
 

@@ -43,5 +43,5 @@ def test_replicas_of_data_parallel_are_not_compiled(mode: str) -> None:
     run: dict[str, Any] = {"multi_gpu": "dp", "compile": mode, "save_dir": "run", "batch_size": 5}
     ended = train_on_gpus(prepare=use_stand_in, **run)
     assert ended.kind == "RequestError", ended.error
-    assert ended.error.startswith(f"--compile {mode} together with --multi-gpu dp: ")
+    assert ended.error.startswith(f"--compile {mode} can't be used with --multi-gpu dp: ")
     assert not Path("run").exists()
