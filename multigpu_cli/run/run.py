@@ -82,7 +82,7 @@ class LossMeter:
         losses, micro_batches, units = self._newest
         if losses and self._copy is None and time.monotonic() - self._copied >= 1:
             mean = torch.stack([loss.reshape(()) for loss in losses.values()]).mean() * micro_batches / units
-            self._copy = mean.to("cpu", non_blocking=True), torch.cuda.Event() if mean.is_cuda else None
+            self._copy = mean.to("cpu", non_blocking=True), torch.cuda.Event() if mean.device.type == "cuda" else None
             self._copied = time.monotonic()
             if self._copy[1]:
                 self._copy[1].record()

@@ -1,5 +1,6 @@
 """Once a run is under way, the host queues work for the GPU and waits for nothing in a step."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ def refuse_waits(sim: Simulated) -> None:
     def step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResult:
         with sim.record.watching() as events:
             outcome = real(run, layout, work)
+            run.observer.loss._copied = -math.inf  # else a loss for the progress bar is read once a second
+            run.read_newest_numbers()
         waits = {
             f"{event.what} of {event.bytes} bytes, {event.place}"
             for event in events
