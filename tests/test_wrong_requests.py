@@ -79,10 +79,10 @@ DOOR = [
     Row("--schedule cos", ["--schedule", "cosine"]),
     Row("--optimizer lbfgs", ["--optimizer", "lbfgs is not supported", "closure"]),
     Row("--optimizer my-code:Lion", ["--optimizer", "module:Class", "my_file:NAME"]),
-    Row("--optimizer muon --multi-gpu fsdp", ["--optimizer muon", "all its rows", "--multi-gpu ddp"]),
+    Row("--optimizer muon --multi-gpu fsdp", ["--optimizer muon", "all rows of a weight", "--multi-gpu ddp"]),
     Row("--schedule my_code:f --warmup-epochs 1", ["--warmup-epochs", "own warm-up"]),
     Row('--set optimizer.groups=[{"match":"a","lr":1}]', ["optimizer.groups", "'lr'", "lr_factor"]),
-    Row('--set optimizer.groups=[{"match":"a"}]', ["optimizer.groups", "says nothing"]),
+    Row('--set optimizer.groups=[{"match":"a"}]', ["optimizer.groups", "neither weight_decay nor lr_factor"]),
     Row("--model net.py:Net", ["--model net.py:Net", "module:factory"]),
     Row("--logger mlfow", ["--logger mlfow", "did you mean 'mlflow'?"]),
     Row("--logger mlflow --logger mlflow", ["--logger", "different loggers"]),
@@ -91,7 +91,7 @@ DOOR = [
     Row("--model nets/net:Net", ["--model nets/net:Net", "module:factory"]),
     # metrics and hooks
     Row("--metric macro-f1", ["--metric macro-f1: unknown name", "did you mean 'macro_f1'?"]),
-    Row("--metric loss=my:f1", ["'loss' is taken", "--metric NAME=my:f1"]),
+    Row("--metric loss=my:f1", ["'loss' is already in use", "--metric NAME=my:f1"]),
     Row("--metric my:f1 --metric other:f1", ["--metric other:f1", "'f1' is given twice"]),
     Row(
         "--metric macro_f1 --set metric.args.f1={a:1}",
@@ -192,7 +192,7 @@ DOOR = [
     Row("--init-from none.pt", ["--init-from none.pt", "no such file"]),
     Row("--init-from run", ["--init-from run", "is a folder with no weights file"], {"run": None}),
     Row("--set model.unfreeze_at=3", ["model.unfreeze_at without --freeze"]),
-    Row("--freeze *.bias --set model.unfreeze_at=21", ["model.unfreeze_at 21", "never comes within --epochs 20"]),
+    Row("--freeze *.bias --set model.unfreeze_at=21", ["model.unfreeze_at 21", "after the last epoch (--epochs 20)"]),
     Row("--freeze *.bias --set model.unfreeze_at=1", ["--set model.unfreeze_at must be a whole number from 2"]),
     Row("--init-partial", ["--init-partial without --init-from"]),
     Row("--save-dir file", ["--save-dir file", "not a folder"], {"file": b""}),
@@ -272,7 +272,7 @@ ENGINE = [
             ("Short", "step_end does not take 2 arguments", "def step_end(self, numbers, tensors)"),
             ("Half", "state_dict, and no load_state_dict"),
             ("Anywhere", "its ranks are 'main'"),
-            ("Later", "a call of start would run nothing of it", "without async"),
+            ("Later", "calling start would not run its body", "without async"),
         )
     ),
     *(
@@ -333,7 +333,7 @@ ENGINE = [
             ("with_labels_beyond", "has the label 3", "3 classes"),
             ("with_a_bad_sample", "sample 0 raised ValueError", "no such image"),
             ("raising", "tests.support.bad_datasets:raising raised ValueError", "split = 'train'"),
-            ("a_number", "something of type int"),
+            ("a_number", "an object of type int"),
         )
     ),
     *(

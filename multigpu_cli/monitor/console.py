@@ -49,7 +49,8 @@ class TqdmDisplay(ProgressDisplay):
         from tqdm import tqdm
 
         self._fields: Mapping[str, Any] = {}
-        self._newest, self._stepping = self._fields, False
+        self._newest: Mapping[str, Any] = {}
+        self._stepping = False
         describe = self._describe
 
         class Quiet(tqdm):  # type: ignore[type-arg]  # generic in its stubs alone

@@ -245,7 +245,7 @@ def test_a_longer_run_does_not_go_on_with_the_horizon_of_its_checkpoint(tmp_path
 
     for name, make in (("cosine", cosine), ("cycle", one_cycle)):
         train_scheduled(tmp_path / name, make(12))
-        said = "ends after 18 steps, and that of the checkpoint, which would go on, after 12"
+        said = "ends after 18 steps, and that of the checkpoint, from which the run would resume, after 12"
         with pytest.raises(RequestError, match=said):
             train_scheduled(tmp_path / name, make(18), num_epochs=3)
 

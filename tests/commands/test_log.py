@@ -22,7 +22,7 @@ def run(*words: str) -> int:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nowhere", "--to", "mlflow"], "nowhere: no run"),
+        (["nowhere", "--to", "mlflow"], "nowhere: not a run folder"),
         (["run", "--to", "mlfow"], "did you mean 'mlflow'?"),
         (["run", "--to", "none"], "--to names no logger"),
         (["run", "--to", "https://me:geheim@host"], "--to must be a name, not an address"),
@@ -59,4 +59,4 @@ def test_it_sends_all_once_says_what_fails_and_sends_all_again_if_asked(
     assert len(read_rows()) == 100
     with hold_lock(Path("run"), OWN):
         assert run("run", "--to", OWN) == 2
-    assert f"run is being sent to {OWN} just now" in capfd.readouterr().err
+    assert f"run is already being sent to {OWN} by another process" in capfd.readouterr().err

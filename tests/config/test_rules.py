@@ -46,9 +46,12 @@ def list_faults(flags: Mapping[str, Any], environ: Mapping[str, str] | None = No
         ({"adapter": "lora"}, ["--adapter lora without --model pretrained", "--freeze"]),
         (
             {"model": "pretrained", "model_dir": "x", "model.args": {"quantize": "4bit"}},
-            ["can't learn", "--adapter lora"],
+            ["can't be trained", "--adapter lora"],
         ),
-        ({"data": "chat", "model_dir": "x", "model.args": {"quantize": "4bit"}}, ["can't learn", "--adapter lora"]),
+        (
+            {"data": "chat", "model_dir": "x", "model.args": {"quantize": "4bit"}},
+            ["can't be trained", "--adapter lora"],
+        ),
         (
             {
                 "model": "pretrained",

@@ -213,7 +213,11 @@ def test_the_template_is_given_values_of_the_user(tmp_path: Path, model_dir: Pat
     question = model.tokenizer.decode(loud).split("!")[1].split("<|im_end|>")[0]
     asked = PromptReader(model, template, 64, {"shout": True}).read_text(question)
     assert loud[: len(asked.tokens)].tolist() == asked.tokens
-    for values, message in (("on", "is not a mapping"), ({"tools": []}, "tools is no"), ({"messages": []}, "messages")):
+    for values, message in (
+        ("on", "is not a mapping"),
+        ({"tools": []}, "tools is set by the data"),
+        ({"messages": []}, "messages"),
+    ):
         with pytest.raises(RequestError, match=rf"template_args: .*{message}"):
             open_chat(path, model_dir, template_args=values)
 
@@ -234,11 +238,11 @@ def test_what_makes_no_training_is_refused(tmp_path: Path, model_dir: Path) -> N
     (other / "generation_config.json").unlink()
     large = make_model_folder(tmp_path / "large", vocab_size=200)
     cases: list[tuple[Path, Path, int | None, dict[str, Any], str]] = [
-        (unanswered, model_dir, None, {}, r"of 1 sample nothing is learned .*b\.jsonl:41"),
+        (unanswered, model_dir, None, {}, r"of 1 sample no token is trained .*b\.jsonl:41"),
         (late, model_dir, 45, {"overlong": "truncate"}, r"c\.jsonl:41.* is cut off before"),
         (good, other, None, {}, r"ends with 'Ċ', and generation with <.pad.>"),
         (good, large, None, {}, "the model's embedding 200"),
-        (good, model_dir, 65, {}, "the model knows 64 places"),
+        (good, model_dir, 65, {}, "context length is 64"),
         (good, model_dir, None, {"format": "chatml"}, "data.args.format"),
         (good, model_dir, None, {"format": "alpaca"}, r"good\.jsonl:\d+ has no 'instruction'"),
         (write(tmp_path / "d.jsonl", []), model_dir, None, {}, "is empty"),

@@ -257,13 +257,13 @@ def test_words_among_numbers_are_said_or_refused(tmp_path: Path) -> None:
     train = tensors(open_table(file, target="kind").train)[0]
     warnings = open_table(file, target="kind").warnings
     assert len(warnings) == 1
-    assert f"{file}:102: '12x' in column 'x' is no number" in warnings[0]
+    assert f"{file}:102: '12x' in column 'x' is not a number" in warnings[0]
     counted = "it counts as missing" in warnings[0]
     assert counted == (train.shape[1] == 2), "whether it is a training row decides what becomes of its column"
     write(tmp_path / "test.csv", "x,y,kind\n1,1,1\n1,inf,0\n")
     write(tmp_path / "t.csv", numbers)
     for name in ("test_file", "new"):
-        with pytest.raises(RequestError, match=r"test\.csv:3: 'inf' in column 'y' is no number"):
+        with pytest.raises(RequestError, match=r"test\.csv:3: 'inf' in column 'y' is not a number"):
             open_table(file, target="kind", **{name: "test.csv"})
 
 
@@ -273,7 +273,7 @@ def test_a_semicolon_file_with_decimal_commas_is_of_numbers(tmp_path: Path) -> N
     assert (source.task, source.input_shape) == ("regression", (1,))
     assert open_table(file, target="price", decimal="point").task == "classification"
     file.write_text(file.read_text() + "many;1,5\n")
-    assert f"{file}:42: 'many' in column 'x' is no number" in open_table(file, target="price").warnings[0]
+    assert f"{file}:42: 'many' in column 'x' is not a number" in open_table(file, target="price").warnings[0]
 
 
 def test_other_files_lie_beside_it_or_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,11 @@ def test_pairs_of_which_nothing_is_learned_are_refused_or_told(tmp_path: Path, m
     cases: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
         ([same, same], {}, r"of 2 pairs for train, chosen and rejected are the same in each; .*a\.jsonl:1"),
         ([begins_alike], {"length": 45, "overlong": "truncate"}, "are the same in each"),
-        ([*ROWS, late], {"length": 45, "overlong": "truncate"}, r"of 2 answers nothing .*a\.jsonl:21, chosen\) is cut"),
+        (
+            [*ROWS, late],
+            {"length": 45, "overlong": "truncate"},
+            r"of 2 answers no token .*a\.jsonl:21, chosen\) is cut",
+        ),
         ([{**same, "rejected": "user"}, {"chosen": "x"}], {}, r"a\.jsonl:2 has no 'rejected'"),
         (ROWS, {"loss_on": "all"}, "loss_on=all: preferences"),
     ]

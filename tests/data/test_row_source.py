@@ -141,7 +141,7 @@ def test_shards_of_images(tmp_path: Path) -> None:
         (ROWS, {}, "holds string"),
         (ROWS, {"target": "labl"}, "has no column 'labl'"),
         (ROWS, {"target": "kind", "kind": "regression"}, "no regression target"),
-        (ROWS, {"columns": ["a", "kind"]}, "holds string, no numbers"),
+        (ROWS, {"columns": ["a", "kind"]}, "holds string, neither numbers"),
         (ROWS[:9], {"ignore": "kind"}, "9 rows can't be divided"),
         ([{**row, "a": None if row["a"] == 2 else row["a"]} for row in ROWS], {"ignore": "kind"}, "1 rows without"),
         ([{"x": [1, 2], "label": 0}] * 12 + [{"x": [1], "label": 1}], {}, "holds 1 numbers in one row"),

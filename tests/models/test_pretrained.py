@@ -140,9 +140,9 @@ BROKEN = {
     "another width": (lambda folder: change_config(folder, intermediate_size=32), "mlp"),
     "a torn file": (
         lambda folder: (folder / "model.safetensors").write_bytes(b"123"),
-        "model.safetensors is not whole",
+        "model.safetensors is incomplete",
     ),
-    "half a file": (cut_weights, "model.safetensors is not whole"),
+    "half a file": (cut_weights, "model.safetensors is incomplete"),
 }
 
 

@@ -212,7 +212,7 @@ def _load_array(content: bytes, ending: str, label: str) -> np.ndarray:
     try:
         found: np.ndarray = np.load(BytesIO(content), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise RequestError(f"--data tar: {label}: invalid .{ending} array ({error})", remedy="np.save(…)") from error
+        raise RequestError(f"--data tar: {label}: a .{ending} is no array ({error})", remedy="np.save(…)") from error
     return found
 
 

@@ -165,7 +165,7 @@ def test_what_is_made_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert two.efficiency == pytest.approx(11 / 12.5)
     assert two.forecast_ms is not None
     assert two.error == pytest.approx(two.forecast_ms / 12.5 - 1)
-    assert found.knob.startswith("the wire")
+    assert found.knob.startswith("communication")
     assert found.about["steps"] == 16, "what the windows of the runs made of ten"
     files = write_files(found, bench.make_output_dir(str(tmp_path / "out")))
     assert json.loads(files[0].read_text())["rungs"][1]["workers"] == 2
