@@ -86,7 +86,7 @@ def check_code(config: Config, command: Config, where: str, parts: Collection[st
     if unnamed := [name for name in _code(config, parts) if name not in named]:
         raise RequestError(
             f"{where} names code that this command does not name: {', '.join(unnamed)}",
-            remedy="add --own-code if you trust this code",
+            remedy="add --own-code if you trust this code, or name it in this command as well",
         )
 
 
