@@ -10,10 +10,11 @@ from multigpu_cli.data.loader import Loader
 from multigpu_cli.distributed.world import free_memory, is_out_of_memory
 from multigpu_cli.errors import OutOfMemory
 from multigpu_cli.monitor.format import format_epoch
+from multigpu_cli.monitor.meters import divide
 from multigpu_cli.run.batch_size import end_evaluation_without_memory, halve_eval_batch
 from multigpu_cli.run.run import Run, use_published_weights
 from multigpu_cli.run.train_log import report_skipped_steps
-from multigpu_cli.tasks.base import Evaluation, divide
+from multigpu_cli.tasks.base import Evaluation
 
 
 def evaluate(run: Run, split: str, loader: Loader, *, show: bool = True) -> Evaluation:

@@ -44,7 +44,7 @@ def tune(
     order: Annotated[str, _option("fixed|async", "async: faster, and not reproducible")] = "fixed",
     **values: Any,
 ) -> Any:
-    """Search for better settings: trials are runs that pause, go on, and share the GPUs."""
+    """Search for better settings. Trials are runs that pause, resume, and share the GPUs."""
     given = {name: value for name, value in locals().items() if name not in ("context", "values")}
     if context.invoked_subcommand is None:
         return partial(_run_study, given, values, context.obj)
