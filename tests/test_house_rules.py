@@ -315,12 +315,12 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 212,  # to become 220
-    "lines": 43_407,  # 41,000
+    "files": 213,  # to become 220
+    "lines": 43_670,  # 41,000
     "files to read": 30,
-    "lines to read": 7_096,  # 7,500
+    "lines to read": 7_150,  # 7,500
     "files the engine reaches": 83,  # 100
-    "lines the engine reaches": 17_831,  # 18,000
+    "lines the engine reaches": 17_932,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0
