@@ -77,8 +77,8 @@ def test_it_may_be_changed_until_it_is_frozen() -> None:
         ({"settings": {"emma": 1}}, "did you mean 'ema'"),
         ({"settings": {"epochs": 1}}, "num_epochs=… beside settings"),
         ({"settings": {"exact": True}}, "settings['exact'] has a place of its own\n  try: exact=True beside settings"),
-        ({"exact": True, "sync_bn": True}, "exact together with sync_bn"),
-        ({"training_mode": "dp", "sync_bn": True}, "sync_bn together with training_mode dp"),
+        ({"exact": True, "sync_bn": True}, "exact can't be used with sync_bn"),
+        ({"training_mode": "dp", "sync_bn": True}, "sync_bn can't be used with training_mode dp"),
     ],
 )
 def test_what_it_can_not_do_it_refuses(fields: dict[str, Any], said: str) -> None:
