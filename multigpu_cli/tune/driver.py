@@ -193,7 +193,7 @@ class Driver:
                 rates[width] = line["samples_per_second"]
                 if alone := rates.get(self.study.gpus_per_trial):
                     self._speeds.rates.setdefault(width, []).append(rates[width] / alone)
-            self._judge(each)
+            self._record_end(each)
         if (now := time.monotonic()) - self._beat > _BEAT:
             self._beat = now
             self._journal.write("beat")
@@ -207,7 +207,7 @@ class Driver:
         line = history.last_train
         return history, line if line and line["time"] > each.began else None
 
-    def _judge(self, each: Running) -> None:
+    def _record_end(self, each: Running) -> None:
         """Record what a run that has ended has reached, or why it never will; else it waits for another start."""
         job, folder, trial = each.job, self._folder(each.job), self.trials[each.job.trial]
         result = read_rung(folder, self.study, job.epochs)
@@ -217,14 +217,14 @@ class Driver:
             self._record(job, result)
         elif not each.ending:
             _, sign, said = (folder / "output.log").read_text(errors="replace").rpartition("error: ")
-            told, summary = said.strip() if sign else f"exit code {each.process.returncode}", load_summary(folder)
-            reason = str(summary.get("error", told))
+            message, summary = said.strip() if sign else f"exit code {each.process.returncode}", load_summary(folder)
+            reason = str(summary.get("error", message))
             if any(words in reason for words in _NO_SPACE):
                 problem = f"the disk of {self.path} is full, so the study pauses: {reason}"
                 raise TrainingError(problem, remedy="free some space, and run the same command again")
             self._tries[job.trial, job.run, result.epochs] += 1
             final = each.process.returncode == WRONG_REQUEST or summary.get("status") == "failed"
-            if (final and _KILLED not in told) or self._tries[job.trial, job.run, result.epochs] >= _TRIES:
+            if (final and _KILLED not in message) or self._tries[job.trial, job.run, result.epochs] >= _TRIES:
                 self._fail(trial, "diverged" if _NAN in reason else "failed", reason)
 
     def _record(self, job: Job, result: RungResult) -> None:

@@ -35,6 +35,6 @@ class PauseAtRung(Part):
         self._note(run)
 
     def _note(self, run: Run) -> None:
-        """Name the reason of the stop, which the run is told of."""
+        """Stop the run at the rung, and name it as the reason."""
         if run.progress.step >= (run.control.pause_at or 0) and not run.finished:
             run.control.stop.signal = f"tune.pause_at {self._epoch}"

@@ -43,9 +43,9 @@ def propose(study: Study, space: Sequence[Dimension], trials: Sequence[Trial], c
     if study.sampler == "tpe":
         known: dict[str, Any] = {"multivariate": True, "group": True, "constant_liar": True, "constraints_func": None}
         sampler = TPESampler(n_startup_trials=study.generation, n_ei_candidates=24, seed=seed, **known)
-    told = optuna.create_study(directions=_directions(study), sampler=sampler)
-    _tell(told, study, space, trials)
-    asked = [told.ask({each.key: _distribution(each) for each in space}).params for _ in range(count)]
+    optuna_study = optuna.create_study(directions=_directions(study), sampler=sampler)
+    _add_trials(optuna_study, study, space, trials)
+    asked = [optuna_study.ask({each.key: _distribution(each) for each in space}).params for _ in range(count)]
     return [keep_active(space, params) for params in asked]
 
 
@@ -60,7 +60,7 @@ def _directions(study: Study) -> list[StudyDirection]:
     return [StudyDirection.MAXIMIZE if sign > 0 else StudyDirection.MINIMIZE for _, sign in study.goals]
 
 
-def _tell(told: optuna.Study, study: Study, space: Sequence[Dimension], trials: Sequence[Trial]) -> None:
+def _add_trials(optuna_study: optuna.Study, study: Study, space: Sequence[Dimension], trials: Sequence[Trial]) -> None:
     """Whole trials as COMPLETE, paused and diverged ones as PRUNED with their last finite value, others as FAIL."""
     for trial in trials:
         state, more = TrialState.FAIL, dict[str, Any]()
@@ -71,7 +71,7 @@ def _tell(told: optuna.Study, study: Study, space: Sequence[Dimension], trials: 
         elif trial.state != "failed" and len(study.goals) == 1:  # of several, the sampler can't compare what is PRUNED
             state, more["intermediate_values"] = TrialState.PRUNED, {at: each[0] for at, each in trial.values.items()}
         own = {each.key: _distribution(each) for each in space if each.key in trial.params}
-        told.add_trial(create_trial(state=state, params=trial.params, distributions=own, **more))
+        optuna_study.add_trial(create_trial(state=state, params=trial.params, distributions=own, **more))
 
 
 @_quiet()
@@ -80,7 +80,7 @@ def export_journal(file: Path, study: Study, space: Sequence[Dimension], trials:
     draft = file.with_name(f".{file.name}.draft")
     draft.unlink(missing_ok=True)
     storage = JournalStorage(JournalFileBackend(str(draft)))
-    _tell(optuna.create_study(storage=storage, directions=_directions(study)), study, space, trials)
+    _add_trials(optuna.create_study(storage=storage, directions=_directions(study)), study, space, trials)
     draft.replace(file)
 
 
@@ -90,10 +90,10 @@ def measure_importance(study: Study, space: Sequence[Dimension], trials: Sequenc
     own, found = {each.key: _distribution(each) for each in space if not each.parent}, []  # what every trial has
     known = [trial for trial in trials if trial.values]
     for at, direction in enumerate(_directions(study)):
-        told = optuna.create_study(direction=direction)
+        optuna_study = optuna.create_study(direction=direction)
         for trial in known:
             value, params = trial.values[min(trial.values)][at], {key: trial.params[key] for key in own}
-            told.add_trial(create_trial(value=value, params=params, distributions=own))
-        if len({repr(trial.params) for trial in told.trials}) > 3:
-            found.append(get_param_importances(told, evaluator=PedAnovaImportanceEvaluator()))
+            optuna_study.add_trial(create_trial(value=value, params=params, distributions=own))
+        if len({repr(trial.params) for trial in optuna_study.trials}) > 3:
+            found.append(get_param_importances(optuna_study, evaluator=PedAnovaImportanceEvaluator()))
     return found

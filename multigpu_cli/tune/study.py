@@ -155,8 +155,8 @@ def forecast(study: Study, slots: int, measured: Sequence[Mapping[str, float]]) 
     walls = [format_duration(3600 * each / slots) for each in hours]
     disk = [format_bytes(study.trials * study.seeds * each) for each in sorted(each["bytes"] for each in measured)]
     ends = {"slot-hours": [f"{each:.3g}" for each in hours], "wall time": walls, "disk": disk}
-    told = {"epochs": f"{epochs}, of {study.trials * study.seeds * study.rungs[-1]} without rungs; {starts} starts"}
-    return told | {name: " to ".join(dict.fromkeys(each)) for name, each in ends.items()}
+    rows = {"epochs": f"{epochs}, of {study.trials * study.seeds * study.rungs[-1]} without rungs; {starts} starts"}
+    return rows | {name: " to ".join(dict.fromkeys(each)) for name, each in ends.items()}
 
 
 def summarize(driver: Driver, status: str) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_random_numbers_are_those_of_the_step() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("Forgetful", "after its state was saved and loaded has other bits"),
+        ("Forgetful", "after its state was saved and loaded gives other bits"),
         ("Pickled", r"a checkpoint can't hold its state"),
         ("Closing", "its step on small weights raised TypeError: .*closure"),
     ],
@@ -67,15 +67,13 @@ def test_what_could_not_be_resumed_or_stepped_is_refused(name: str, told: str) -
         check(OWN + name, exact=False)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("sgd", "adagrad")])  # made with a state
 def test_a_rehearsed_step_moves_nothing(name: str) -> None:
     """And it is a step, which allocates what the first one will."""
     if name == "muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     model = network()
     optimizer = build_optimizer(model, OptimizerConfig(name=name, weight_decay=0.1), rate=0.1)
-    if optimizer.state:
-        pytest.skip("its state is there from the start")
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     model(torch.randn(3, 6)).sum().backward()
