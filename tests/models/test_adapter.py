@@ -1,4 +1,4 @@
-import builtins
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -219,11 +219,6 @@ def test_what_can_not_be_is_refused(fault: str, folders: dict[str, Path]) -> Non
 
 
 def test_without_peft_the_extra_is_named(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str, *rest: Any, load: Any = builtins.__import__) -> Any:
-        if name == "peft":
-            raise ImportError(name)
-        return load(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(RequestError, match=r"peft is not installed\n.*multigpu-cli\[hugging-face\]"):
         build(folders["llama"])
