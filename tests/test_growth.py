@@ -99,7 +99,7 @@ def test_tokens_of_a_conversation_are_not_searched_for_each_answer() -> None:
 
     class Counted:
         chat_template, eos_token = tokenizer.chat_template, tokenizer.eos_token
-        apply_chat_template = tokenizer.apply_chat_template
+        apply_chat_template, get_chat_template = tokenizer.apply_chat_template, tokenizer.get_chat_template
 
         def __call__(self, text: str, **options: Any) -> dict[str, Any]:
             found = tokenizer(text, **options)

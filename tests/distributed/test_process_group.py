@@ -213,7 +213,7 @@ def test_ranks_have_as_long_to_arrive_as_asked_for() -> None:
     """Cold imports from a slow disk may take more than the two minutes of old."""
     launch_env = LaunchEnv(0, 2, 0, 2, "localhost", _free_port(), attempt=0, agent_store=False, arrival=0.2)
     with (
-        pytest.raises(TrainingError, match="rank 1 of 2 did not arrive"),
+        pytest.raises(TrainingError, match="rank 1 of 2 did not join"),
         process_group(launch_env, torch.device("cpu"), timeout=5),
     ):
         pass
