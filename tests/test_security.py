@@ -59,7 +59,7 @@ def test_nothing_here_speaks_http() -> None:
         for path, module in product(whole_tree())
         for node in ast.walk(module)
         for name in find_imports(node, path)
-        if name.partition(".")[0] in TALKS
+        if name.partition(".")[0] in TALKS and name != "urllib.parse.quote"  # which writes names of files
     ]
     assert found == []
 

@@ -205,7 +205,7 @@ def build_pretrained(
     folder = find_model_folder(model_dir)
     config = load_config(folder)
     sent = torch.get_default_device().type == "meta"  # a rank that is sent the weights
-    more: dict[str, Any] = {} if quantize == "none" else {"quantization_config": _configure_4_bits()}
+    more: dict[str, Any] = {} if sent or quantize == "none" else {"quantization_config": _configure_4_bits()}
     if not sent:
         check_weight_files(folder)
     try:

@@ -103,5 +103,5 @@ def normed_convolutions() -> nn.Module:
 
 def test_a_weight_that_lies_column_by_column_is_refused() -> None:
     model = convolutions()
-    with pytest.raises(RequestError, match=r"4\.weight does not lie row by row"):
+    with pytest.raises(RequestError, match=r"4\.weight is not stored row by row"):
         ExactFSDP2(model, ALONE)

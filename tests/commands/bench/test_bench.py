@@ -171,7 +171,7 @@ def test_what_is_made_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert json.loads(files[0].read_text())["rungs"][1]["workers"] == 2
     assert files[1].read_bytes().startswith(b"\x89PNG")
     said = "\n".join(format_benchmark(found, files))
-    assert "what would help most: the wire" in said
+    assert "what would help most: communication" in said
     assert "(20% of the time with 2 workers)" in said
     assert "devices busy 90 % of the time; at most 2.00 MiB of memory in a worker" in said
     assert "takes 5.00 ms; overlapped with it, 2.50 ms are left" in said

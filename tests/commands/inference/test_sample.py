@@ -87,4 +87,4 @@ def test_a_network_of_ones_own_is_named_or_allowed(run: str, capsys: pytest.Capt
 def test_only_a_language_model_writes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(save_dir=str(tmp_path / "run"), epochs=1)
     assert main_multi_gpu.run(["sample", str(tmp_path / "run")]) == 2, "before its network is made"
-    assert "this run's task is classification" in capsys.readouterr().err
+    assert "the task of this run is classification" in capsys.readouterr().err

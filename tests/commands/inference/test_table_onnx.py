@@ -18,7 +18,7 @@ def open_table(folder: Path, head: str) -> DataSource:
 
 def test_a_column_with_the_name_of_an_output_is_refused(tmp_path: Path) -> None:
     source = open_table(tmp_path, "prediction,colour,kind")
-    with pytest.raises(RequestError, match="column 'prediction' has the name of an output"):
+    with pytest.raises(RequestError, match="column 'prediction' has the same name as an output"):
         add_preprocessing(b"", source, "classification")
 
 
