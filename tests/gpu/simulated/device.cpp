@@ -191,6 +191,20 @@ struct Copy {  // one that is under way
 using Copies = std::deque<std::shared_ptr<Copy>>;
 
 std::recursive_mutex copies_mutex;
+
+struct Locked {  // a thread that holds it may free tensors of Python's, which takes the GIL: who waits gives that up
+  Locked() {
+    if (copies_mutex.try_lock()) return;
+    if (Py_IsInitialized() && PyGILState_Check()) {
+      py::gil_scoped_release let_go;
+      copies_mutex.lock();
+    } else {
+      copies_mutex.lock();
+    }
+  }
+  ~Locked() { copies_mutex.unlock(); }
+};
+
 std::map<std::pair<int, c10::StreamId>, Copies> under_way;
 std::atomic<int64_t> queued{0};  // copies ever queued: before the first, nothing has to be looked up
 std::atomic<c10::StreamId> newest_stream{0};
@@ -211,31 +225,31 @@ struct Plain {  // copies are arithmetic of the CPU, whatever the caller records
 
 void go_on(int device) {  // something is launched on the current stream: what was queued before it is read
   if (!queued) return;
-  std::lock_guard<std::recursive_mutex> lock(copies_mutex);
+  Locked lock;
   Plain plain;
   for (auto& one : copies_of(device, current_streams[device])) one->read();
 }
 
 void finish(const Copies& copies) {
-  std::lock_guard<std::recursive_mutex> lock(copies_mutex);
+  Locked lock;
   Plain plain;
   for (auto& one : copies) one->land();
 }
 
 void finish(int device, c10::StreamId stream) {
   if (!queued) return;
-  std::lock_guard<std::recursive_mutex> lock(copies_mutex);
+  Locked lock;
   finish(copies_of(device, stream));
 }
 
 void finish(int device) {
-  std::lock_guard<std::recursive_mutex> lock(copies_mutex);
+  Locked lock;
   for (auto& [key, copies] : under_way)
     if (key.first == device) finish(copies);
 }
 
 void queue(const Tensor& target, const Tensor& source, bool to_host, int device) {
-  std::lock_guard<std::recursive_mutex> lock(copies_mutex);
+  Locked lock;
   if (target.is_non_overlapping_and_dense()) std::memset(target.mutable_data_ptr(), 0xFF, target.nbytes());
   copies_of(device, current_streams[device]).push_back(std::make_shared<Copy>(Copy{target, source, Tensor(), to_host}));
   queued++;
@@ -277,14 +291,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count.load()); }
 
   void record(void** event, const Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
-    std::lock_guard<std::recursive_mutex> lock(copies_mutex);
+    Locked lock;
     if (!*event) *event = new Event;
     auto one = static_cast<Event*>(*event);
     one->before = copies_of(stream.device_index(), stream.id());
   }
   void block(void* event, const Stream& stream) const override {
     if (!event) return;
-    std::lock_guard<std::recursive_mutex> lock(copies_mutex);
+    Locked lock;
     Plain plain;
     for (auto& one : static_cast<Event*>(event)->before) {
       one->read();

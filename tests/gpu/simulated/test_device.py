@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,28 @@ def test_a_copy_beside_the_step_may_be_as_late_as_its_stream() -> None:
         torch.cuda.synchronize()
         assert first.tolist() == [2, 2, 2]
         assert second.tolist() == [1, 1, 1]
+
+    alone(work)
+
+
+def test_an_event_is_recorded_while_another_thread_finishes_copies_of_tensors_python_has_let_go() -> None:
+    """Freeing such a tensor takes the GIL, which the thread that records has: neither may wait for the other."""
+
+    def work(sim: Simulated) -> None:
+        targets = [torch.empty(4096).pin_memory() for _ in range(16)]
+
+        def copy_all() -> None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(300):
+                    for target in targets:
+                        target.copy_(torch.zeros(4096, device="cuda"), non_blocking=True)
+                    torch.cuda.current_stream().synchronize()
+
+        copier = threading.Thread(target=copy_all)
+        copier.start()
+        while copier.is_alive():
+            torch.cuda.Event(enable_timing=True).record()
+        copier.join()
 
     alone(work)
 
