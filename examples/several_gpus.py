@@ -16,7 +16,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     criterion = nn.CrossEntropyLoss()
-    train_loader = DataLoader(dataset, batch_size=32, shuffle=True)
+    train_loader = DataLoader(dataset, batch_size=8, shuffle=True)  # per device
 
     train_with_multi_gpu(
         model, train_loader, optimizer, criterion, num_epochs=10, global_batch_size=32, save_dir="runs/digits"

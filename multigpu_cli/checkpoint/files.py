@@ -36,7 +36,7 @@ def publish_stream(
     try:
         with open(draft, "wb") as file:
             if size:
-                _reserve(file.fileno(), size)
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails before the first byte is written
             write(ProgressFile(file, moved))
             file.flush()
             os.fsync(file.fileno())
@@ -83,12 +83,6 @@ def remove_drafts(folder: Path) -> None:
     """Remove the drafts of processes that were killed."""
     for draft in folder.glob(".*.draft"):
         draft.unlink()
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    """Reserve the space, so that a full disk fails before the first byte is written."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
 
 
 def flush_folder(folder: Path) -> None:

@@ -59,8 +59,9 @@ def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Move
 
 def _link_best(others: Sequence[Path], best: BestWeights, draft: Path) -> bool:
     for other in others:
-        if _read_sum(other) == best.sha256:
-            with suppress(OSError):  # the file system may have no hard links
+        # its manifest may be unreadable or of an older form, and the file system may have no hard links
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            if read_manifest(other)["best"]["sha256"] == best.sha256:
                 os.link(other / BEST, draft / BEST)
                 return True
     return False
@@ -98,14 +99,6 @@ def read_best(checkpoint: Path, manifest: dict[str, Any], step: int) -> bytes | 
     try:
         return content if int(deserialize(content, "best.pt")["metrics"]["step"]) == step else None
     except (RequestError, KeyError, TypeError):
-        return None
-
-
-def _read_sum(checkpoint: Path) -> str | None:
-    """The checksum of the best weights in a checkpoint's manifest; None if it has none."""
-    try:
-        return str(read_manifest(checkpoint)["best"]["sha256"])
-    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -63,18 +64,19 @@ def load_run(
     config = _merge_config(weights, changes)
     command = _make_command_config(changes, own_code=own_code)
     check_code(config, command, str(weights.origin), parts)
-    source = open_data(config)
-    if checks_base:
-        check_base(weights.settings.get("base", {}), config, source.codec.record, str(weights.origin))
-    before = weights.settings.get("learned")
-    if before is not None and before != source.signature():
-        raise RequestError(
-            f"--data {config.data.name}: its training split has other classes, scales or tokens than "
-            f"{weights.origin} was trained with",
-            remedy="the run's own training data, together with other test data"
-            + ("; other rows: --set data.test_file=FILE or data.new=FILE" if config.data.name == "csv" else ""),
-        )
-    return _load_weights(config, source, weights, warns=checks_base)
+    with _explain_objects(weights.origin):
+        source = open_data(config)
+        if checks_base:
+            check_base(weights.settings.get("base", {}), config, source.codec.record, str(weights.origin))
+        before = weights.settings.get("learned")
+        if before is not None and before != source.signature():
+            raise RequestError(
+                f"--data {config.data.name}: its training split has other classes, scales or tokens than "
+                f"{weights.origin} was trained with",
+                remedy="the run's own training data, together with other test data"
+                + ("; other rows: --set data.test_file=FILE or data.new=FILE" if config.data.name == "csv" else ""),
+            )
+        return _load_weights(config, source, weights, warns=checks_base)
 
 
 def load_run_without_data(
@@ -121,6 +123,19 @@ def _load_weights(config: Config, source: DataSource, weights: TrainedWeights, *
     if warns and (names := name_changes(weights.settings.get("code", {}), describe_code(model))):
         Console("quiet", sys.stderr).warn(f"the model's {names} changed since {weights.origin} was written")
     return LoadedRun(config, source, model.eval())
+
+
+@contextmanager
+def _explain_objects(origin: Path) -> Iterator[None]:
+    """Say of a run from Python, whose loaders and loss no name brings back, where it can be evaluated."""
+    try:
+        yield
+    except RequestError as error:
+        configs = [file.read_text() for folder in origin.parents[:3] for file in folder.glob("config.yaml")]
+        if not any(text.startswith("# with live objects") for text in configs):
+            raise
+        there = f"{error.remedy}; or, as {origin} is of a run from Python, evaluate_with_multi_gpu there"
+        raise RequestError(error.problem, remedy=there) from error
 
 
 def _make_command_config(changes: Mapping[str, Any], *, own_code: bool) -> Config:

@@ -148,9 +148,9 @@ def _read_command(run: Path) -> str | None:
         return None
     from multigpu_cli.config.yaml_text import list_arguments  # late: only a sorted list needs it
 
-    words = shlex.join(["main_multi_gpu.py", *list_arguments(resolve({}, [], str(file)))])
-    live = file.read_text().startswith("# with live objects")
-    return f"python {words}" + ("  # and what Python brought, see config.yaml" if live else "")
+    words = shlex.join(["python", "main_multi_gpu.py", *list_arguments(resolve({}, [], str(file)))])
+    more = "  # and what Python brought, see config.yaml" if file.read_text().startswith("# with live objects") else ""
+    return words + more
 
 
 def make_printable(text: str) -> str:

@@ -1,5 +1,6 @@
 """Fetches the samples of a map-style dataset, in loader processes or in this process."""
 
+import gc
 import operator
 import os
 import shutil
@@ -316,6 +317,7 @@ class _LoaderProcess(ForkProcess):
         # torch starts its own check later, of the parent at that time: where the trainer was killed in between, it is
         # another one, and this process would never end
         die_with_parent(self._parent_pid)  # type: ignore[attr-defined]
+        gc.freeze()  # what the parent left to be collected, such as another loader's iterator, is not this process's
         return super()._bootstrap(*args, **named)  # type: ignore[misc, no-any-return]
 
 

@@ -4,7 +4,7 @@ Server and experiment come from MLflow's own environment variables: MLFLOW_TRACK
 MLFLOW_EXPERIMENT_NAME and so on. This file is imported in the process that follows the journal, and nowhere else.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlflow import MlflowClient
@@ -48,7 +48,8 @@ class MLflowLogger:
             there = self._client.create_run(experiment, round(1000 * run.began), tags, run.name)
             sent = 0
         self._run = there.info.run_id
-        self._there = set(self._list_rows(there.data.metrics))  # a process may die before it notes what it has sent
+        rows = [row for name in there.data.metrics for row in self._client.get_metric_history(self._run, name)]
+        self._there = {(row.key, row.timestamp, row.step) for row in rows}  # a process may die before it notes them
         self._log_config(run.config, there.data.params)
         return sent
 
@@ -87,11 +88,6 @@ class MLflowLogger:
             if found := self._client.get_experiment_by_name(name):
                 return str(found.experiment_id)
             raise
-
-    def _list_rows(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, int, int]]:
-        for name in metrics:
-            for each in self._client.get_metric_history(self._run, name):
-                yield name, each.timestamp, each.step
 
     def _log_config(self, config: Mapping[str, Any], there: Mapping[str, str]) -> None:
         """Parameters can't change in MLflow: a setting that was changed on resume becomes a tag."""

@@ -78,7 +78,9 @@ def format_result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [(format_label(name), format_metric(name, final[name])) for name in wanted if final[name] is not None]
     best = summary.get("best") or {}
     if best.get("epoch") is not None:
-        rows.append(("best epoch", str(best["epoch"])))
+        named = [(name, value) for name, value in best.items() if name.startswith("val_") and value is not None]
+        metrics = [f"{format_label(name)} {format_metric(name, value)}" for name, value in named]
+        rows.append(("best epoch", f"{best['epoch']} ({', '.join(metrics)})" if metrics else str(best["epoch"])))
     rows.append(("speed", ", ".join(speed)))
     rows += [(format_label(name), str(summary[name])) for name in ("fingerprint", "save_dir") if summary.get(name)]
     return [(name, text) for name, text in rows if text]

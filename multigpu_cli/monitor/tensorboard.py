@@ -176,11 +176,9 @@ def list_scalars(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             parts: Iterable[tuple[Any, Any]] = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
             if isinstance(value, Mapping) and name in _SYSTEM:  # of many ranks
                 parts = value.items()
-            yield from ((f"{tag}/{part}".rstrip("/"), float(number)) for part, number in parts if _is_number(number))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+            for part, number in parts:
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    yield f"{tag}/{part}".rstrip("/"), float(number)
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -160,12 +160,12 @@ def measure_state_bytes(model: nn.Module, config: OptimizerConfig) -> int:
     for parameter in small:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    pairs = zip(learning, small, strict=True)
-    return sum(_scale(value, parameter) for parameter, tried in pairs for value in _list_tensors(optimizer, tried))
-
-
-def _list_tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(dict(optimizer.state.get(parameter, {}))) if isinstance(leaf, Tensor)]
+    return sum(
+        _scale(value, parameter)
+        for parameter, tried in zip(learning, small, strict=True)
+        for value in tree_leaves(dict(optimizer.state.get(tried, {})))
+        if isinstance(value, Tensor)
+    )
 
 
 def _scale(value: Tensor, parameter: Tensor) -> int:

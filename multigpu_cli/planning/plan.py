@@ -93,6 +93,16 @@ class Plan:
             "save_dir": self.save_dir,
         }
 
+    def warnings(self) -> Iterator[str]:
+        """What a user should change before a long run."""
+        b = self.batches
+        if b.micro_batches < b.workers:
+            fitting = -(-b.global_batch // b.workers)
+            yield (
+                f"only {b.micro_batches} of {b.workers} workers have work: a step of {b.global_batch} samples is that "
+                f"many micro-batches; try --batch-size {fitting} (in Python, the DataLoader's batch_size)"
+            )
+
     def _note_rows(self) -> Iterator[tuple[str, str]]:
         for key, label in PLAN_NOTES.items():
             note = self.notes.get(key, "")
@@ -109,12 +119,9 @@ class Plan:
             return f"{text} = {b.global_batch} global batch{reason}"
         up_to = f"of up to {b.micro_batch}{reason}"
         text = f"global batch {b.global_batch} as {pluralize(b.micro_batches, 'micro-batch')} {up_to}"
-        idle = max(0, b.workers - b.micro_batches)
         shared = f", at most {b.accumulation} on each of {pluralize(b.workers, 'worker')}"
-        advice = (
-            f"; {pluralize(idle, 'worker')} idle, try --batch-size {-(-b.global_batch // b.workers)}" if idle else ""
-        )
-        return text + shared + advice
+        idle = b.workers - b.micro_batches
+        return text + shared + (f"; {pluralize(idle, 'worker')} idle" if idle > 0 else "")
 
     def _length(self) -> str:
         b, total = self.batches, self.schedule.total_steps

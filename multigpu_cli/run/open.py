@@ -83,7 +83,7 @@ def resolve_request(
         Watchdog(world, config.fault.hang_timeout, on_fatal_error) as watchdog,
     ):
         spec = prepare_spec(config, placement, world, factories, moved=watchdog.mark_progress, note=console.note)
-        for warning in spec.source.warnings:
+        for warning in [*spec.source.warnings, *(() if spec.is_complete else spec.plan.warnings())]:
             console.warn(warning)
         parts = [] if spec.is_complete else load_parts(spec, world)
         with choose_kernels(world.device, exact=spec.config.reproducibility.exact):

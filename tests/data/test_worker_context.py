@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import stat
@@ -6,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -95,6 +97,26 @@ def test_loader_processes_work_with_a_long_tmpdir(long_folder: Path, monkeypatch
         assert run_in_process(lambda: torch.ones(3)).tolist() == [1, 1, 1]
         assert not list(Path(short).iterdir())
     assert not list(long_folder.iterdir())
+
+
+def test_a_loader_process_collects_no_garbage_of_its_parent(tmp_path: Path) -> None:
+    """Another loader's iterator, say, whose end in a process that did not start its workers prints a traceback."""
+
+    class Left:
+        def __del__(self) -> None:
+            (tmp_path / str(os.getpid())).touch()
+
+    gc.disable()
+    try:
+        left: Any = Left()
+        left.itself = left
+        del left
+        run_in_process(gc.collect)
+        assert not list(tmp_path.iterdir())
+        gc.collect()
+        assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
+    finally:
+        gc.enable()
 
 
 def nothing_writable(folder: str, mode: int) -> bool:

@@ -78,6 +78,14 @@ def test_the_nodes_meet_at_the_first_one_and_the_trainer_gets_its_words(job: Job
     assert srun.startswith("srun --kill-on-bad-exit=1 python -m multigpu_cli.distributed.torchrun")
 
 
+def test_srun_gets_the_cores_of_the_job(job: Job, tmp_path: Path) -> None:
+    """It does not inherit them; where the job names none, SLURM's own default holds."""
+    for cores in ("32", ""):
+        environ = {"SLURM_CPUS_PER_TASK": cores} if cores else {}
+        job("--save-dir", "run", trainer='echo "cores ${SRUN_CPUS_PER_TASK-}" >> "$CALLS"', environ=environ).wait(20)
+        assert calls(tmp_path)[-1] == f"cores {cores}"
+
+
 SAVES = (
     'trap "sleep 0.3; echo saved >> $CALLS; exit 75" USR1 TERM; echo begun >> "$CALLS"; while true; do sleep 0.05; done'
 )

@@ -76,7 +76,7 @@ def test_rows_put_the_test_accuracy_first_and_leave_out_what_is_missing() -> Non
         "steps": 1200,
         "train_seconds": 3.25,
         "final": {"train_loss": 0.5, "val_accuracy": 0.9, "test_loss": None, "test_accuracy": 0.975},
-        "best": {"epoch": 4},
+        "best": {"epoch": 4, "step": 480, "loss": 0.25, "val_loss": 0.25, "val_accuracy": 0.925},
         "samples_per_second": None,
         "fingerprint": "abc",
         "save_dir": "runs/x",
@@ -86,7 +86,7 @@ def test_rows_put_the_test_accuracy_first_and_leave_out_what_is_missing() -> Non
         ("test accuracy", "97.50 %"),
         ("val accuracy", "90.00 %"),
         ("train loss", "0.5000"),
-        ("best epoch", "4"),
+        ("best epoch", "4 (val loss 0.2500, val accuracy 92.50 %)"),
         ("fingerprint", "abc"),
         ("save dir", "runs/x"),
     ]

@@ -60,9 +60,15 @@ def test_an_uneven_batch_says_how_it_is_shared() -> None:
 
 
 def test_idle_workers_are_named_with_the_way_out() -> None:
-    text = dict(make_plan(global_batch=32).rows())["batch"]
-    assert text.endswith("; 2 workers idle, try --batch-size 8")
-    assert "idle" not in dict(make_plan(global_batch=32, micro_batch=8).rows())["batch"]
+    plan, busy = make_plan(global_batch=32), make_plan(global_batch=32, micro_batch=8)
+    assert dict(plan.rows())["batch"].endswith("; 2 workers idle")
+    (warning,) = plan.warnings()
+    assert warning == (
+        "only 2 of 4 workers have work: a step of 32 samples is that many micro-batches; "
+        "try --batch-size 8 (in Python, the DataLoader's batch_size)"
+    )
+    assert "idle" not in dict(busy.rows())["batch"]
+    assert not list(busy.warnings())
 
 
 def test_the_length_counts_optimizer_steps_and_what_is_left_over() -> None:

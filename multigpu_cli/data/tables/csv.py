@@ -275,7 +275,8 @@ def _read_decimal_commas(path: Path, columns: list[str], rows: list[list[str]], 
         if not any("," in row[at] for row in rows):
             continue
         there = [number for number, row in enumerate(rows) if not is_missing(row[at])]
-        written = [number for number in there if _is_written_number(rows[number][at])]
+        cells = [(n, rows[n][at]) for n in there]
+        written = [n for n, cell in cells if _COMMA.fullmatch(cell) or _GROUPED.fullmatch(cell) or _is_number(cell)]
         commas = [number for number in written if "," in rows[number][at]]
         if not commas or 2 * len(written) <= len(there):
             continue
@@ -289,10 +290,6 @@ def _read_decimal_commas(path: Path, columns: list[str], rows: list[list[str]], 
             )
         for number in commas:
             rows[number][at] = rows[number][at].replace(",", ".")
-
-
-def _is_written_number(cell: str) -> bool:
-    return bool(_COMMA.fullmatch(cell) or _GROUPED.fullmatch(cell)) or _is_number(cell)
 
 
 def _is_number(cell: str) -> bool:

@@ -121,7 +121,10 @@ def _find_common_text(chosen: Any, rejected: Any) -> str:
 
 def _read_answers(chosen: Any, rejected: Any, prompt: Any, tools: Any) -> Conversation:
     begun = _to_prompt(prompt, chosen)
-    whole = [answer if _is_whole(answer, begun) else [*begun, *answer] for answer in (chosen, rejected)]
+    whole = [  # an answer may be the whole conversation already
+        answer if not isinstance(answer, list) or answer[: len(begun)] == begun else [*begun, *answer]
+        for answer in (chosen, rejected)
+    ]
     one, other = map(_check_messages, whole)
     if min(len(one), len(other)) <= len(begun):
         raise ValueError("chosen or rejected has no message after the prompt")
@@ -142,11 +145,6 @@ def _to_prompt(prompt: Any, chosen: Any) -> Messages:
     if prompt is None or (isinstance(first, Mapping) and first.get("role") != "assistant"):
         return []
     return [{"role": "user", "content": prompt}]
-
-
-def _is_whole(answer: Any, begun: Messages) -> bool:
-    """Whether an answer is the whole conversation already."""
-    return not isinstance(answer, list) or answer[: len(begun)] == begun
 
 
 def _count_given(chosen: Messages, rejected: Messages) -> int:

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 import main_multi_gpu
 from tests.commands.several import outputs
 from tests.support.run_training import run_training
+from tests.support.user_inputs import Points, network
+from train_multi_gpu import train_with_multi_gpu
 
 OWN = ["--own-code", "--json"]
 
@@ -113,3 +117,23 @@ def test_a_policy_plays_the_episodes_of_the_run_again(
     assert (found["samples"], found["reward"], found["length"]) == (20, final["test_reward"], final["test_length"])
     assert main_multi_gpu.run(["predict", "acted", "--own-code", "--out", "said.csv"]) == 2
     assert "--task ppo has episodes" in capsys.readouterr().err
+
+
+class OfSize(Points):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+
+
+def test_a_run_from_python_says_where_it_can_be_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_with_multi_gpu(
+        model, DataLoader(OfSize(20)), optimizer, nn.CrossEntropyLoss(), save_dir="run", screen="silent", num_epochs=1
+    )
+    assert main_multi_gpu.run(["evaluate", "run", "--own-code"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "OfSize needs size" in said
+    assert "or, as run/best.pt is of a run from Python, evaluate_with_multi_gpu there" in said
