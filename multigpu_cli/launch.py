@@ -152,7 +152,7 @@ def _build_launch_config(placement: Placement, max_restarts: int, logs: str) -> 
         max_restarts=max_restarts,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=logs),
-        signals_to_handle=",".join(number.name for number in _SIGNALS),
+        signals_to_handle=",".join(each.name for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN),  # nohup
     )
 
 

@@ -100,6 +100,16 @@ def test_the_agent_is_told_how_many_and_that_they_are_ours(agent: Agent) -> None
         assert name in config.signals_to_handle
 
 
+def test_a_signal_that_nohup_ignores_is_left_to_it(agent: Agent) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        self_launch(make_config(), ON_CPU, "normal")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert "SIGHUP" not in agent.config.signals_to_handle
+    assert "SIGTERM" in agent.config.signals_to_handle
+
+
 @pytest.mark.parametrize(
     ("before", "inside"), [(None, "1,3"), ("4,5,6,7", "5,7"), ("GPU-a,GPU-b,GPU-c,GPU-d", "GPU-b,GPU-d")]
 )

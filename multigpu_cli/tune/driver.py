@@ -30,7 +30,7 @@ from multigpu_cli.tune.trials import RungResult, Study, Trial, read_rung, read_s
 
 FRONT_DOOR = Path(__file__).resolve().parents[2] / "main_multi_gpu.py"
 JOURNAL, BASE, EXPORT = "study.jsonl", "base.yaml", "optuna.journal"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last one unless nohup ignores it
 _POLL, _BEAT, _LOOK, _PATIENCE = 0.05, 10.0, 1.0, 30.0  # seconds; the last for what a killed driver left to end
 _TRIES = 3  # starts of a run that ends without a word, and has not come further
 _NO_SPACE = ("No space left on device", "Errno 28")
@@ -85,7 +85,7 @@ class Driver:
     def run(self) -> str:
         """Until all is done ("completed"), the budget is spent ("budget"), or a signal came ("stopped")."""
         publish(self.path / BASE, dump(self.study.settings).encode())
-        handlers = {each: signal.signal(each, lambda number, _: self._signals.append(number)) for each in _SIGNALS}
+        old = {each: signal.signal(each, self._hear) for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
         with closing(Journal(self.path / JOURNAL, warn=self.say)) as self._journal:
             self._journal.write("open", slots=len(self.slots.names))
             try:
@@ -101,10 +101,16 @@ class Driver:
                     each.process.wait()
                 self._collect()
                 self._journal.write("close")
-                for number, handler in handlers.items():
+                for number, handler in old.items():
                     signal.signal(number, handler)
         over = not any(decide(self.study, self.trials, idle=True))
         return "stopped" if self._signals else "completed" if over else "budget"
+
+    def _hear(self, number: int, _: object) -> None:
+        if number == signal.SIGINT and number in self._signals:  # a second Ctrl-C: without another checkpoint
+            for each in self._running.values():
+                each.process.kill()
+        self._signals.append(number)
 
     @property
     def epochs(self) -> int:
@@ -116,12 +122,13 @@ class Driver:
         first = self.trials[: self.study.generation]
         failed = Counter(trial.error for trial in first if trial.state == "failed")
         if failed.total() == min(self.study.generation, self.study.trials):
-            raise TrainingError(f"all of the first {len(first)} trials failed: {failed.most_common(1)[0][0]}")
+            problem = f"all of the first {len(first)} trials failed: {failed.most_common(1)[0][0]}"
+            raise TrainingError(problem, remedy="settings that can be trained, and another --save-dir")
         idle = len(self._free) >= self.study.gpus_per_trial and not self._list_waiting()
         decision = decide(self.study, self.trials, idle)
+        wants = any(decision) and not self._signals
         amount, unit = parse_budget(self.study.budget or "")
-        spent = amount < math.inf and amount <= (self.epochs if unit == "epochs" else self.measure_use()[0] / 3600)
-        if self._signals or not any(decision) or spent:
+        if not wants or amount <= (self.measure_use()[0] / 3600 if unit == "slot-hours" else self.epochs):
             return not self._signals and any(trial.state == "waiting" for trial in self.trials)
         for trial in decision.promote:
             trial.rung, trial.state = trial.rung + 1, "waiting"
@@ -262,8 +269,9 @@ class Driver:
             return
         self._looked, needs = time.monotonic(), {}
         for each in self._running.values():
-            history, line = self._look(each)
-            if history and line and not each.ending:
+            wider = not each.ending and each.job.widen(len(each.slots), len(each.slots) + len(self._free))
+            history, line = self._look(each) if wider else (None, None)
+            if history and line and line["samples_per_second"]:
                 left = each.job.epochs * history.plan["samples"] - line["samples"]
                 seconds = left / line["samples_per_second"] - (time.time() - line["time"])
                 needs[each.job] = (len(each.slots), max(0.0, seconds))
@@ -289,6 +297,6 @@ def plan_batch(study: Study, params: Params, base: str) -> tuple[list[str], int]
 
 def parse_budget(text: str) -> tuple[float, str]:
     """'16slot-hours' or '200epochs', "" for no limit; ValueError: neither."""
-    if not (form := re.fullmatch(r"([\d.]+(?:e-?\d+)?)(slot-hours|epochs)|", text)):
+    if not (form := re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:e-?\d+)?)(slot-hours|epochs)|", text)):
         raise ValueError("must be so many slot-hours or epochs, such as 16slot-hours or 200epochs")
     return float(form[1] or "inf"), form[2]

@@ -8,6 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from yaml import MappingNode
+
 from multigpu_cli.config.schema import LENGTH
 from multigpu_cli.config.yaml_text import UnreadableError, compose, list_lines, parse_plain, parse_typed
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -36,11 +38,11 @@ class Dimension:
         return not self.parent or params[self.parent] in self.wanted
 
     def grid(self) -> Sequence[Any]:
-        """Its points: all of a choice or of whole numbers, or `points` of them from one end to the other."""
+        """Its points: all of a choice or of a few whole numbers, or `points` of them from one end to the other."""
         if self.kind == "choice":
             return self.values
         low, high = self.values
-        if not self.points and self.kind == "int":
+        if not self.points and self.kind == "int" and high - low < 1000:
             return range(low, high + 1)
         if not self.points:
             example = f"--search '{self.key}={self.kind}({low},{high}):5' for five of them"
@@ -75,9 +77,11 @@ def _read_entries(text: str) -> Iterator[tuple[str, str]]:
         yield key.strip(), expression.strip()
         return
     try:
-        yield from ((line.key, str(parse_plain(line.value))) for line in list_lines(compose(Path(text).read_text())))  # type: ignore[arg-type]
-    except (OSError, UnicodeDecodeError, UnreadableError, AttributeError, TypeError) as error:
-        problem = f"--search {text}: is neither KEY=EXPR nor a YAML file of them ({error})"
+        if not isinstance(node := compose(Path(text).read_text()), MappingNode):
+            raise UnreadableError("not lines of KEY: EXPR", 1)
+        yield from ((line.key, str(parse_plain(line.value))) for line in list_lines(node))
+    except (OSError, UnicodeDecodeError, UnreadableError) as error:
+        problem = f"--search {text}: neither KEY=EXPR nor a YAML file of them ({getattr(error, 'problem', error)})"
         raise RequestError(problem, remedy=_EXAMPLE) from error
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from multigpu_cli.checkpoint.files import lock_folder, publish
+from multigpu_cli.checkpoint.files import fail_on_write_error, lock_folder, publish
 from multigpu_cli.commands.options import print_result, reject_idle_flags
 from multigpu_cli.commands.requests import build_config, parse_option
 from multigpu_cli.config.resume_rules import without_setting
@@ -54,7 +54,7 @@ def run_study(given: Mapping[str, Any], values: Mapping[str, Any], environ: Mapp
         rows = forecast(study, len(where.names), found["forecast"])
         print_result(rows, (f"{name:12} {text}" for name, text in rows.items()), as_json=values["json"])
         return 0
-    with lock_folder(path):
+    with lock_folder(path), fail_on_write_error(path):
         study.write(path)
         driver = Driver(path, space, where, console.note)
         summary = summarize(driver, driver.run())
@@ -76,20 +76,18 @@ def build_study(given: Mapping[str, Any], config: Config, space: Sequence[Dimens
     rungs = [parse_option(integer(1), "--rungs", each) for each in given["rungs"].split(",") if each]
     goals = [parse_option(best, "--objective", each) for each in given["objective"]]
     order, sampler = parse("order", choice("fixed", "async")), parse("sampler", choice(*SAMPLERS))
-    several, bad_goals = len(goals) > 1, not goals or len(set(goals)) < len(goals)
-    bad_goals |= not all(each.startswith("val_") for each in goals)
+    kind, names = config.device.multi_gpu, [each.partition(":")[0] for each in goals]
+    mixed = len(goals) > 1 and (rungs or order == "async")
+    bad_goals = not names or len(set(names)) < len(names) or not all(each.startswith("val_") for each in names)
+    auto_batch = "auto" in (config.batch.size, *(v for each in space if each.key == "batch_size" for v in each.values))
     rules = (
         (config.checkpoint.save_dir is None, "tune needs --save-dir", "--save-dir studies/NAME"),
-        (banned, f"tune together with {', '.join(banned)}: it starts the runs", "--slots, --gpus-per-trial"),
-        (
-            config.device.multi_gpu not in ("auto", "ddp", "fsdp"),
-            "--multi-gpu: trials get several slots",
-            "ddp or fsdp",
-        ),
-        (config.batch.size == "auto", "--batch-size auto: trials would depend on the memory", "a number"),
+        (banned, f"tune can't be used with {', '.join(banned)}: it starts the runs", "--slots, --gpus-per-trial"),
+        (kind not in ("auto", "ddp", "fsdp"), f"tune can't be used with --multi-gpu {kind}", "ddp, or leave it out"),
+        (auto_batch, "tune can't be used with --batch-size auto: trials would depend on the memory", "a number"),
         (rungs != sorted({0, length + 1, *rungs})[1:-1], "--rungs must ascend, up to --epochs", f"up to {length}"),
-        (bad_goals, "tune needs --objective, numbers of the validation", "--objective val_accuracy:max"),
-        (several and (rungs or order == "async"), "several --objective with --rungs or --order async", "one of them"),
+        (bad_goals, "tune needs --objective, each of another number of the validation", "--objective val_accuracy:max"),
+        (mixed, "several --objective can't be used with --rungs or --order async", "leave out one of them"),
     )
     if wrong := [RequestError(problem, remedy=remedy) for broken, problem, remedy in rules if broken]:
         raise combine_errors(wrong)
@@ -106,7 +104,7 @@ def build_study(given: Mapping[str, Any], config: Config, space: Sequence[Dimens
         sampler=sampler,
         order=order,
         seed=config.reproducibility.seed,
-        multi_gpu=config.device.multi_gpu,
+        multi_gpu=kind,
         budget=given["budget"],
         versions=VERSIONS,
         settings=explicit_dump(own),
@@ -168,8 +166,8 @@ def summarize(driver: Driver, status: str) -> dict[str, Any]:
         winner = {"number": ranked[0].number, "params": ranked[0].params, "epochs": max(ranked[0].values)}
         winner["value"] = content["values"][winner["epochs"]]
         if status != "stopped":
-            known = "test" in before and before["number"] == winner["number"]
-            winner["test"] = before["test"] if known else evaluate_trial(driver, winner["number"])
+            known = before.get("test") if before.get("number") == winner["number"] else None
+            winner["test"] = known or evaluate_trial(driver, winner["number"])
     summary: dict[str, Any] = {"status": status, "best": winner or None, "epochs": driver.epochs}
     summary |= {"slot_hours": busy / 3600, "idle_share": 1 - busy / total if total else 0.0}
     summary |= {"trials": [t.as_dict() for t in trials], "front": [t.number for t in list_front(driver.study, trials)]}

@@ -97,7 +97,8 @@ def read_study(path: Path) -> tuple[Study, list[Trial]]:
             if trials[-1].number != number:
                 raise ValueError(f"trial {number} is missing")
     except (OSError, UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RequestError(f"{file}: can't be read ({error})", remedy="another --save-dir") from error
+        problem = f"{file}: can't be read ({getattr(error, 'problem', error)})"
+        raise RequestError(problem, remedy="another --save-dir") from error
     return study, trials
 
 

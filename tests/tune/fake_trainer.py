@@ -20,7 +20,8 @@ given = [argv[at + 1] for at, word in enumerate(argv) if word == "--set"]
 settings = {key: yaml.safe_load(value) for key, value in (each.split("=", 1) for each in given)}
 base = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text()) if "--config" in argv else {}
 stopped: list[int] = []
-signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+heard = signal.SIG_IGN if "FAKE_DEAF" in os.environ else lambda number, frame: stopped.append(number)
+signal.signal(signal.SIGTERM, heard)
 if argv[0] == "evaluate":
     print(json.dumps({"split": "test", "samples": 10, "accuracy": 0.5, "run": argv[1]}))
     sys.exit(0)

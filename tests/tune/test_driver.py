@@ -1,5 +1,7 @@
 """The driver with trials that take no time: the same study on any slots and after any kill, faults, budget, seeds."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.journal import read_events
 from multigpu_cli.tune import driver
+from multigpu_cli.tune.scheduler import measure_use
 from multigpu_cli.tune.study import summarize
 from tests.tune.studies import FAKE, find_children, make_driver, make_study, read_trials, wait_until_gone
 
@@ -116,7 +119,7 @@ def test_out_of_memory_has_failed_nan_is_bad_and_the_first_generation_all_failin
     assert [trial["state"] for trial in found["trials"]] == ["diverged", "failed", "completed"]  # in the first's place
     assert [trial["error"] for trial in found["trials"]] == ["NaN after epoch 3", "OutOfMemory: out of memory", ""]
     assert list(found["trials"][0]["values"]) == [1]  # the last finite rung
-    with pytest.raises(TrainingError, match="all of the first 3 trials failed: OutOfMemory"):
+    with pytest.raises(TrainingError, match=r"all of the first 3 trials failed: OutOfMemory.*\n.*another --save-dir"):
         run_study(tmp_path / "all", search={"label_smoothing": "choice(0.1)"})
 
 
@@ -182,6 +185,36 @@ def test_a_signal_stops_all_runs_and_the_study_goes_on(tmp_path: Path) -> None:
     for child in children:
         assert not Path(f"/proc/{child}").exists()
     assert run_study(tmp_path, sampler="tpe")["status"] == "completed"
+
+
+def test_nohup_keeps_a_study_from_a_hangup_and_a_second_ctrl_c_ends_runs_that_do_not_stop(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE.replace('"0.05"', '"60"'), str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"FAKE_DEAF": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_lines(tmp_path / "study.jsonl", process, 3)
+    (ignored,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    assert int(ignored, 16) & 1 << signal.SIGHUP - 1
+    until = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < until:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    process.kill()
+    assert process.communicate()[0] == "stopped\n"
+
+
+def test_the_journal_is_read_for_hours_only_where_something_is_to_be_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    monkeypatch.setattr(driver, "measure_use", lambda events: (reads.append(1), measure_use(events))[1])
+    own = make_driver(tmp_path, make_study(**SMALL | {"trials": 2, "budget": "9slot-hours"}), 1, {"FAKE_EPOCH": "0.1"})
+    assert own.run() == "completed"
+    assert len(reads) < 10  # and not twenty times a second
 
 
 def test_a_run_that_a_driver_on_another_machine_left_is_waited_for(tmp_path: Path, monkeypatch: Any) -> None:

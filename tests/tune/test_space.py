@@ -61,6 +61,17 @@ def test_a_wrong_expression_is_one_message(text: str, says: str) -> None:
     assert "--search" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [("- lr", "not lines of KEY: EXPR"), ("", "not lines of KEY: EXPR"), ("lr: {", "malformed"), ("\udcff", "utf-8")],
+)
+def test_a_file_that_is_no_space_is_one_message(content: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "space.yaml"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(RequestError, match=f"neither KEY=EXPR nor a YAML file of them \\([^()]*{says}[^()]*\\)\n"):
+        parse_search([str(file)])
+
+
 def test_a_condition_on_what_is_never_chosen_is_refused() -> None:
     with pytest.raises(RequestError, match="optimizer is never lion"):
         parse_search(["optimizer=choice(sgd,adamw)", "lr=log(1e-4,1) when optimizer=lion"])

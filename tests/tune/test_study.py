@@ -59,6 +59,29 @@ def test_a_study_ends_and_the_same_command_finds_it_done(tmp_path: Path, capsys:
     assert "another run is using" in said
 
 
+def test_a_driver_that_can_write_no_more_says_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(driver, "export_journal", fill)
+    code, said = run(capsys, tmp_path / "a")
+    assert code == 1
+    assert "a can't be written to: [Errno 28] No space left on device\n  try: free some space" in said
+
+
+def test_a_winner_that_could_not_be_tested_is_tested_by_the_next_call(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "evaluate_trial", lambda *_: None)
+    assert run(capsys, tmp_path)[0] == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(driver, "FRONT_DOOR", FAKE)
+    monkeypatch.setattr(study, "check_space", lambda *_, **__: FOUND)
+    assert "test accuracy 0.5" in run(capsys, tmp_path)[1]
+
+
 def test_a_study_of_other_versions_is_refused_with_the_way_out(tmp_path: Path) -> None:
     old, new = make_study(versions={"optuna": "5.0.0"}), make_study(versions={"optuna": "6.1.0"}, budget="9epochs")
     with pytest.raises(RequestError, match=r"optuna 5\.0\.0, and here is 6\.1\.0.*\n.*pip install 'optuna==5\.0\.0'"):
