@@ -141,14 +141,15 @@ def _exposed_in_groups(work: StepTimes, sharding: Sharding, network: Interconnec
     gathers, reductions = sharding.gathers(passes), sharding.reductions(passes)
     group, groups = sharding.split_workers(workers)
     half = sum(network.all_reduce(size, group) for size in work.messages) / 2
+    gather = sum(network.all_reduce(sharding.gathered * size, group) for size in work.messages) / 2
     between = network.all_reduce_between(sum(work.messages) / group, group, groups)
     if network.inside.overlaps:
-        ahead = half * sharding.gathers_for_forward(passes) - passes * work.forward
-        back = half * (sharding.gathers_for_backward(passes) + reductions) + between - passes * work.backward
+        ahead = gather * sharding.gathers_for_forward(passes) - passes * work.forward
+        back = gather * sharding.gathers_for_backward(passes) + half * reductions + between - passes * work.backward
         return max(0.0, ahead) + max(0.0, back)
     if work.gather is not None and work.reduction is not None:
         return gathers * work.gather + reductions * work.reduction
-    return (gathers + reductions) * half + between
+    return gathers * gather + reductions * half + between
 
 
 def step_seconds(work: StepTimes, network: Interconnect, workers: int, accumulation: int) -> float:

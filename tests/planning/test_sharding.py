@@ -57,6 +57,21 @@ def test_each_pass_gathers_the_blocks_twice_and_the_rest_once_and_the_gradients_
     assert (row.sent, row.sent_by_ddp) == pytest.approx((times * 750, 2 * 750))
 
 
+def test_weights_gathered_in_bf16_take_half_the_bytes_and_the_time_and_gradients_all_of_it() -> None:
+    halved = replace(BLOCKS, gathered=0.5)
+    assert forecast_sharded(WHOLE, halved, 4, 3).sent == pytest.approx(((3 + 3 * AGAIN) / 2 + 1) * 750)
+    assert shard_memory(WHOLE, halved, 4, 2).unsharded == (150 + 2 * 300) / 2
+    assert shard_memory(WHOLE, halved, 4, 1).unsharded == (150 + 2 * 300) / 2 + 150, (
+        "the rest's gradient is reduced whole"
+    )
+    work = StepTimes(0.0, 2.0, 4.0, 1.0, (600.0, 400.0), sharding=halved)
+    slow = Link("slow", 0.0, 100.0, "a test")
+    exposed = (7.5 - 6) + max(0.0, 7.5 * AGAIN + 5 - 12)
+    assert exposed_seconds(work, Interconnect(slow), 2, passes=3) == pytest.approx(exposed)
+    on_cores = Interconnect(replace(slow, overlaps=False))
+    assert exposed_seconds(work, on_cores, 2, passes=3) == pytest.approx((3 + 3 * AGAIN) * 2.5 + 5)
+
+
 def test_frozen_weights_are_gathered_only() -> None:
     assert forecast_sharded(replace(WHOLE, gradients=200), BLOCKS, 2, 1).sent == pytest.approx((1 + AGAIN) * 500 + 100)
 

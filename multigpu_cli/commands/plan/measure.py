@@ -34,6 +34,7 @@ from multigpu_cli.run.part import load_parts
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.step import MicroBatchProfile, forward_backward, profile_micro_batch
+from multigpu_cli.strategies.base import find_strategy
 from multigpu_cli.strategies.ddp import measure_cap
 from multigpu_cli.strategies.fsdp.probe import list_groups
 
@@ -180,8 +181,11 @@ def measure_sharding(components: TrainComponents) -> Sharding | None:
         sizes.append(sum(parameter.nbytes for parameter in own))
         counted |= own
     *blocks, rest = sizes
-    kept, size = device.reshard == "step", device.shard_size
-    return Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=kept, group_size=size, exact=exact)
+    kept, size, dtype = device.reshard == "step", device.shard_size, components.config.communication.param_dtype
+    if dtype == "auto":
+        (dtype,) = find_strategy("fsdp").measure_settings(model, components.config, components.world).values()
+    half = 0.5 if dtype == "bf16" else 1.0
+    return Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=kept, group_size=size, exact=exact, gathered=half)
 
 
 def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:

@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import main_multi_gpu
@@ -24,6 +25,7 @@ from multigpu_cli.distributed.world import World, all_gather
 from multigpu_cli.planning.memory import Memory, shard_memory
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.step import forward_backward
+from multigpu_cli.strategies.fsdp import fsdp
 from multigpu_cli.strategies.fsdp.probe import list_groups
 from tests.support.ranks import run_on_each_rank
 
@@ -99,6 +101,21 @@ def test_what_is_gathered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(alone.works[1].messages) == [block] * 4 + [REST]
     assert alone.works[1].sharding is alone.sharding
     assert measure_worker(resolve(GPT | {"multi_gpu": "ddp"}, [], None), [1]).sharding is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "chosen", "gathered"), [("auto", "bf16", 0.5), ("auto", "fp32", 1.0), ("fp32", "bf16", 1.0)]
+)
+def test_what_is_gathered_in_bf16_counts_half(
+    wanted: str, chosen: str, gathered: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp, "choose_param_dtype", lambda *_: chosen)  # a CPU gathers in fp32
+    model, world = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), World(CPU)
+    config = resolve({"multi_gpu": "fsdp", "amp": "bf16"}, [f"strategy.param_dtype={wanted}"], None)
+    components: Any = SimpleNamespace(config=config, world=world, state=SimpleNamespace(model=model))
+    found = group_timer.measure_sharding(components)
+    assert found
+    assert found.gathered == gathered
 
 
 @pytest.mark.slow
