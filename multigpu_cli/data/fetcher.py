@@ -41,9 +41,9 @@ from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.planning.batch import make_key
 from multigpu_cli.runtime.seeding import seed_host
 
+_MOST_PROCESSES = 16  # per worker, as in torchvision's own training: each keeps batches in shared memory
 _TRANSFER_COST = 30e-6  # seconds per sample of receiving a small batch from another process
-_LONGEST_PROBE = 0.5  # seconds
-_TYPICAL_BATCH = 32
+_LONGEST_PROBE, _TYPICAL_BATCH = 0.5, 32  # seconds, samples
 _MOST_AT_ONCE, _BYTES_AT_ONCE = 32, 2**23  # batches that are fetched together
 _ALIGNMENT = 64  # bytes, of torch's own tensors on a CPU
 
@@ -232,10 +232,10 @@ class SeededDataset(Dataset[Any]):
 
 
 def _loader_processes(dataset: SeededDataset, wanted: int | str, workers_here: int) -> tuple[int, str]:
-    """Number of loader processes, with the reason for `auto`: one per spare core, or none if samples are cheap."""
+    """Number of loader processes, with the reason for `auto`: one per spare core up to 16; 0 if samples are cheap."""
     if wanted != "auto":
         return int(wanted), ""
-    spare = 0 if current_process().daemon else count_cores() // workers_here - 1
+    spare = 0 if current_process().daemon else min(_MOST_PROCESSES, count_cores() // workers_here - 1)
     if spare < 1:
         return 0, ": no spare core"
     seconds = run_in_process(partial(_seconds_a_sample, dataset))

@@ -376,7 +376,7 @@ class Whole(Quick):
 
 
 @pytest.mark.parametrize(
-    ("cores", "workers", "expected"), [(4, 1, 3), (20, 1, 19), (8, 3, 1), (4, 4, 0), (1, 1, 0), (2, 8, 0)]
+    ("cores", "workers", "expected"), [(4, 1, 3), (16, 1, 15), (100, 1, 16), (8, 3, 1), (4, 4, 0), (1, 1, 0), (2, 8, 0)]
 )
 def test_auto_leaves_a_core_for_each_trainer(
     cores: int, workers: int, expected: int, monkeypatch: pytest.MonkeyPatch
