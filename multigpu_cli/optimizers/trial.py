@@ -135,17 +135,15 @@ def _to_bytes(value: Tensor) -> tuple[tuple[int, ...], bytes]:
 
 def rehearse_step(optimizer: torch.optim.Optimizer) -> None:
     """Take a first step for the memory it needs: with gradients and rates of 0 nothing moves, and no state is left."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = None if parameter.grad is None else parameter.grad.zero_()
+    groups = list(optimizer.param_groups)
+    optimizer.param_groups[:] = [group | {"lr": 0.0} for group in groups]  # copies: some count their steps there
+    for parameter in (parameter for group in groups for parameter in group["params"]):
+        parameter.grad = None if parameter.grad is None else parameter.grad.zero_()
     try:
         optimizer.step()
     finally:
         optimizer.state.clear()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        optimizer.param_groups[:] = groups
 
 
 _LENGTHS = (3, 5, 7, 11, 13, 17, 19, 23)  # of a small weight's dimensions: primes, so that products tell them too

@@ -17,7 +17,7 @@ from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.launch_env import PreviousAttempt
-from multigpu_cli.distributed.world import World, all_reduce_sum
+from multigpu_cli.distributed.world import World, all_reduce_sum, empty_on_host
 from multigpu_cli.faults.stop import SkippedStepLimit, StopConsensus, StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console, ProgressDisplay
@@ -81,8 +81,8 @@ class LossMeter:
         """
         losses, micro_batches, units = self._newest
         if losses and self._copy is None and time.monotonic() - self._copied >= 1:
-            mean = torch.stack([loss.reshape(()) for loss in losses.values()]).mean() * micro_batches / units
-            self._copy = mean.to("cpu", non_blocking=True), torch.cuda.Event() if mean.device.type == "cuda" else None
+            new = torch.stack([loss.reshape(()) for loss in losses.values()]).mean() * micro_batches / units
+            self._copy = empty_on_host(new).copy_(new, non_blocking=True), torch.cuda.Event() if new.is_cuda else None
             self._copied = time.monotonic()
             if self._copy[1]:
                 self._copy[1].record()

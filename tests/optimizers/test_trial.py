@@ -1,5 +1,6 @@
 """What is found out about an optimizer before a run."""
 
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer, construct_optimizer
+from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.optimizers.trial import check_optimizer, rehearse_step
 from multigpu_cli.planning.schedule import OPTIMIZERS
 
@@ -67,7 +69,10 @@ def test_what_could_not_be_resumed_or_stepped_is_refused(name: str, told: str) -
         check(OWN + name, exact=False)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("sgd", "adagrad")])  # made with a state
+REHEARSED = [name for name in OPTIMIZERS if name not in ("sgd", "adagrad")]  # these are made with a state
+
+
+@pytest.mark.parametrize("name", [*REHEARSED, f"{OWN}ScheduleFreeSGD"])  # which counts its steps in its groups
 def test_a_rehearsed_step_moves_nothing(name: str) -> None:
     """And it is a step, which allocates what the first one will."""
     if name == "muon" and not hasattr(torch.optim, "Muon"):
@@ -77,10 +82,17 @@ def test_a_rehearsed_step_moves_nothing(name: str) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     model(torch.randn(3, 6)).sum().backward()
-    next(model.parameters()).data[0, 0] = -0.0
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if is_schedule_free(optimizer):
+        optimizer.train()  # type: ignore[attr-defined]
+    else:
+        next(model.parameters()).data[0, 0] = -0.0
+    before, groups = [parameter.detach().clone() for parameter in model.parameters()], deepcopy(describe(optimizer))
     rehearse_step(optimizer)
     for was, parameter in zip(before, model.parameters(), strict=True):
         assert torch.equal(was.view(torch.int32), parameter.detach().view(torch.int32))
     assert not optimizer.state
-    assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+    assert describe(optimizer) == groups
+
+
+def describe(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [group | {"params": len(group["params"])} for group in optimizer.param_groups]

@@ -125,7 +125,7 @@ class FSDP2(Strategy):
         if wanted == "bf16" != found and (given or world.device.type == "cuda"):
             raise RequestError(
                 "strategy.param_dtype bf16: it needs GPUs, --amp bf16 without --exact, and a model of float32 weights "
-                "without BatchNorm",
+                "without BatchNorm and InstanceNorm",
                 remedy="leave strategy.param_dtype out",
             )
         return {} if wanted in ("fp32", found) else {"strategy.param_dtype": found}

@@ -160,10 +160,10 @@ def create_mesh(world: World, shard_size: int | None) -> DeviceMesh:
 def choose_param_dtype(model: nn.Module, config: Config, world: World) -> str:
     """Choose bf16 where autocast would use most weights in it anyway, else fp32; all ranks call it together.
 
-    Autocast keeps its copies of weights until the backward pass. BatchNorm takes weights in 32 bits only.
+    Autocast keeps its copies of weights until the backward pass. BatchNorm and InstanceNorm may need 32-bit weights.
     """
     precision = agree_on_precision(config.precision.amp, world, [world.device]).name
-    normed = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    normed = any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules())
     whole = {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     fits = whole and not normed and world.device.type == "cuda" and not config.reproducibility.exact
     return "bf16" if fits and precision == "bf16" else "fp32"

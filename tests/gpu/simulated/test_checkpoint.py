@@ -18,6 +18,7 @@ from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.run.checkpointing import save_checkpoint
+from multigpu_cli.run.run import LossMeter
 from multigpu_cli.runtime.precision import Precision
 from tests.gpu.simulated.gpus import alone, events_in, train_on_gpus
 from tests.gpu.simulated.install import Simulated
@@ -116,11 +117,20 @@ def test_a_run_without_page_locked_memory_goes_on_and_says_so(tmp_path: Path) ->
         def empty_like(*given: Any, **named: Any) -> Any:
             return no_memory() if named.get("pin_memory") else real(*given, **named)
 
+        def to(self: torch.Tensor, *given: Any, **named: Any) -> Any:  # which allocates it by itself
+            return no_memory() if self.is_cuda and named.get("non_blocking") else moved(self, *given, **named)
+
+        def add(self: LossMeter, *given: Any) -> None:
+            added(self, *given)
+            self.peek()  # as the progress bar does
+
         def no_memory(*_: Any) -> Any:
             raise RuntimeError("CUDA error: out of memory\nCompile with …")
 
         logging.getLogger("multigpu_cli").addHandler(logging.FileHandler(tmp_path / "said"))
-        real = torch.empty_like
+        real, moved, added = torch.empty_like, torch.Tensor.to, LossMeter.add
+        patch.object(torch.Tensor, "to", to).start()
+        patch.object(LossMeter, "add", add).start()
         patch.object(torch, "empty_like", empty_like).start()
         patch.object(torch.Tensor, "pin_memory", no_memory).start()
 
