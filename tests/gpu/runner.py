@@ -63,7 +63,8 @@ def run_all(
         left = until - time.monotonic()
         if number and left < min(_USUAL, CHECKS[name].limit):
             return
-        ended = run_one(CHECKS[name], min(patience(CHECKS[name].limit), left))
+        limit = patience(CHECKS[name].limit)
+        ended = run_one(CHECKS[name], min(limit, left) if number else limit)
         if ended.problem and number and time.monotonic() >= until:
             return
         answer = ended.answer or {"verdict": FAILED, "said": ended.problem, "facts": {}}

@@ -389,7 +389,7 @@ FEATURES = (
         "tests/distributed/test_exact.py",
         "tests/gpu/simulated/test_exact.py",
         ("exact-one-gpu", "fsdp-one-rank-exact"),
-        ("exact-2", "exact-8"),
+        ("exact-2", "exact-4", "exact-8"),
     ),
     Feature(
         "bf16, fp16", "tests/runtime/test_precision.py", "tests/gpu/simulated/test_steady_step.py", ("bf16", "fp16")

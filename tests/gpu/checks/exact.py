@@ -34,22 +34,25 @@ def two_gpus(folder: Path) -> dict[str, Any]:
     return _compare(folder, 2)
 
 
-def four_and_eight_gpus(folder: Path) -> dict[str, Any]:
-    return _compare(folder, 4, 8)
+def four_gpus(folder: Path) -> dict[str, Any]:
+    return _compare(folder, 4)
 
 
-def _compare(folder: Path, *counts: int) -> dict[str, Any]:
-    """Each number of GPUs, with ddp and with fsdp, has the bits of one GPU."""
+def eight_gpus(folder: Path) -> dict[str, Any]:
+    return _compare(folder, 8)
+
+
+def _compare(folder: Path, count: int) -> dict[str, Any]:
+    """So many GPUs, with ddp and with fsdp, have the bits of one GPU."""
     found = {}
     for name in _RUNS:
         whole = _train(folder / name / "1", name, *ALONE)
-        for count in counts:
-            for strategy in ("ddp", "fsdp"):
-                how = ("--multi-gpu", strategy, "--nproc-per-node", str(count))
-                done = _train(folder / name / f"{strategy}{count}", name, *how)
-                assert done.summary["world_size"] == count, done.summary
-                same_weights(whole, done)
-                found[f"{name}, {strategy} on {count}"] = done.summary["samples_per_second"]
+        for strategy in ("ddp", "fsdp"):
+            how = ("--multi-gpu", strategy, "--nproc-per-node", str(count))
+            done = _train(folder / name / strategy, name, *how)
+            assert done.summary["world_size"] == count, done.summary
+            same_weights(whole, done)
+            found[f"{name}, {strategy} on {count}"] = done.summary["samples_per_second"]
     return {"samples_per_second": found}
 
 
