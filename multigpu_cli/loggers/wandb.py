@@ -65,11 +65,7 @@ class WandbLogger:
         here = Path(self._run.settings.sync_dir)
         offline = bool(self._run.offline)
         self._run.finish(exit_code=_EXIT_CODES[ending.status])
-        if offline:
-            self._remove_replaced(here)
-
-    def _remove_replaced(self, here: Path) -> None:
-        """Remove the offline folders of earlier attempts, unless they were synced: the new one has all their rows."""
-        for older in here.parent.glob(f"offline-run-*-{self._id}"):
-            if older.name < here.name and not list(older.glob("*.synced")):
-                shutil.rmtree(older)
+        if offline:  # earlier attempts' folders, unless they were synced: the new one has all their rows
+            for older in here.parent.glob(f"offline-run-*-{self._id}"):
+                if older.name < here.name and not list(older.glob("*.synced")):
+                    shutil.rmtree(older)

@@ -55,7 +55,7 @@ class Sharding:
     keeps_weights: bool = False  # gathered weights stay to the end of the step (--reshard step)
     group_size: int | None = None  # workers that share the weights, which other groups replicate (--shard-size)
     exact: bool = False  # each pass reduces, in the order of --exact
-    gathered: float = 1.0  # bytes of a gathered weight for each of its own: 0.5 of one in bf16
+    share: float = 1.0  # of a weight's bytes that are gathered: 0.5 in bf16
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: i
     gradients = sharding.reductions(passes) * memory.gradients
     if sharding.exact:
         gradients += _divide(memory.gradients, workers)  # each whole tensor goes to one worker, for its norm
-    sent = (size - 1) / size * (sharding.gathers(passes) * sharding.gathered * sum(sharding.groups) + gradients)
+    sent = (size - 1) / size * (sharding.gathers(passes) * sharding.share * sum(sharding.groups) + gradients)
     sent += 2 * (replicas - 1) / replicas * memory.gradients / size  # the groups' sums are reduced as those of ddp
     sharded = shard_memory(memory, sharding, workers, passes) if workers > 1 else memory
     return ShardedRow(
@@ -123,7 +123,7 @@ def shard_memory(memory: Memory, sharding: Sharding, workers: int, passes: int) 
         weights=memory.weights - whole + _divide(whole, size),  # each worker has all buffers
         gradients=parts * _divide(memory.gradients, size) if divided else memory.gradients,
         optimizer=_divide(memory.optimizer, size),
-        unsharded=int(sharding.gathered * weights) + waiting,
+        unsharded=int(sharding.share * weights) + waiting,
         in_turn=passes == 1,
     )
 

@@ -141,7 +141,7 @@ def _exposed_in_groups(work: StepTimes, sharding: Sharding, network: Interconnec
     gathers, reductions = sharding.gathers(passes), sharding.reductions(passes)
     group, groups = sharding.split_workers(workers)
     half = sum(network.all_reduce(size, group) for size in work.messages) / 2
-    gather = sum(network.all_reduce(sharding.gathered * size, group) for size in work.messages) / 2
+    gather = sum(network.all_reduce(sharding.share * size, group) for size in work.messages) / 2
     between = network.all_reduce_between(sum(work.messages) / group, group, groups)
     if network.inside.overlaps:
         ahead = gather * sharding.gathers_for_forward(passes) - passes * work.forward

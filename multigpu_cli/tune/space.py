@@ -8,10 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from yaml import MappingNode
-
 from multigpu_cli.config.schema import LENGTH
-from multigpu_cli.config.yaml_text import UnreadableError, compose, list_lines, parse_plain, parse_typed
+from multigpu_cli.config.yaml_text import UnreadableError, compose, parse_plain, parse_typed
 from multigpu_cli.errors import RequestError, did_you_mean
 
 Params = dict[str, Any]  # one trial's settings by key; those whose condition does not hold are not there
@@ -77,9 +75,10 @@ def _read_entries(text: str) -> Iterator[tuple[str, str]]:
         yield key.strip(), expression.strip()
         return
     try:
-        if not isinstance(node := compose(Path(text).read_text()), MappingNode):
+        node = compose(Path(text).read_text())
+        if node is None or not isinstance(found := parse_plain(node), dict):
             raise UnreadableError("not lines of KEY: EXPR", 1)
-        yield from ((line.key, str(parse_plain(line.value))) for line in list_lines(node))
+        yield from ((key, str(value)) for key, value in found.items())
     except (OSError, UnicodeDecodeError, UnreadableError) as error:
         problem = f"--search {text}: neither KEY=EXPR nor a YAML file of them ({getattr(error, 'problem', error)})"
         raise RequestError(problem, remedy=_EXAMPLE) from error

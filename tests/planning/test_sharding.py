@@ -58,7 +58,7 @@ def test_each_pass_gathers_the_blocks_twice_and_the_rest_once_and_the_gradients_
 
 
 def test_weights_gathered_in_bf16_take_half_the_bytes_and_the_time_and_gradients_all_of_it() -> None:
-    halved = replace(BLOCKS, gathered=0.5)
+    halved = replace(BLOCKS, share=0.5)
     assert forecast_sharded(WHOLE, halved, 4, 3).sent == pytest.approx(((3 + 3 * AGAIN) / 2 + 1) * 750)
     assert shard_memory(WHOLE, halved, 4, 2).unsharded == (150 + 2 * 300) / 2
     assert shard_memory(WHOLE, halved, 4, 1).unsharded == (150 + 2 * 300) / 2 + 150, (

@@ -185,7 +185,7 @@ def measure_sharding(components: TrainComponents) -> Sharding | None:
     if dtype == "auto":
         (dtype,) = find_strategy("fsdp").measure_settings(model, components.config, components.world).values()
     half = 0.5 if dtype == "bf16" else 1.0
-    return Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=kept, group_size=size, exact=exact, gathered=half)
+    return Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=kept, group_size=size, exact=exact, share=half)
 
 
 def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:

@@ -84,9 +84,6 @@ def _name_outputs(outputs: Any, samples: int) -> dict[str, Tensor]:
     return found
 
 
-# --- A table ---------------------------------------------------------------------------------------------------------
-
-
 def _write_table(target: Path, part: InferencePass) -> None:
     """A row for each sample. As text: lists of numbers take many times as much memory."""
     head, text = "", io.StringIO()
@@ -129,9 +126,6 @@ def _format_csv(rows: Iterable[Sequence[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-# --- Arrays and images -----------------------------------------------------------------------------------------------
 
 
 def _write_arrays(target: Path, part: InferencePass) -> None:

@@ -104,10 +104,10 @@ def test_what_is_gathered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "chosen", "gathered"), [("auto", "bf16", 0.5), ("auto", "fp32", 1.0), ("fp32", "bf16", 1.0)]
+    ("wanted", "chosen", "share"), [("auto", "bf16", 0.5), ("auto", "fp32", 1.0), ("fp32", "bf16", 1.0)]
 )
 def test_what_is_gathered_in_bf16_counts_half(
-    wanted: str, chosen: str, gathered: float, monkeypatch: pytest.MonkeyPatch
+    wanted: str, chosen: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fsdp, "choose_param_dtype", lambda *_: chosen)  # a CPU gathers in fp32
     model, world = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), World(CPU)
@@ -115,7 +115,7 @@ def test_what_is_gathered_in_bf16_counts_half(
     components: Any = SimpleNamespace(config=config, world=world, state=SimpleNamespace(model=model))
     found = group_timer.measure_sharding(components)
     assert found
-    assert found.gathered == gathered
+    assert found.share == share
 
 
 @pytest.mark.slow

@@ -118,7 +118,8 @@ def test_a_run_without_page_locked_memory_goes_on_and_says_so(tmp_path: Path) ->
             return no_memory() if named.get("pin_memory") else real(*given, **named)
 
         def to(self: torch.Tensor, *given: Any, **named: Any) -> Any:  # which allocates it by itself
-            return no_memory() if self.is_cuda and named.get("non_blocking") else moved(self, *given, **named)
+            pins = self.is_cuda and named.get("non_blocking") and "cpu" in map(str, given)
+            return no_memory() if pins else moved(self, *given, **named)
 
         def add(self: LossMeter, *given: Any) -> None:
             added(self, *given)
