@@ -48,7 +48,11 @@ _UsageError: Any = typer.BadParameter.__base__  # the same class in Typer's own 
 
 
 for _name, _code in COMMANDS.items():
-    app.add_typer(load(_code), name=_name)
+    _command = load(_code)
+    if isinstance(_command, typer.Typer):
+        app.add_typer(_command, name=_name)
+    else:
+        app.command(_name, cls=Command)(_command)
 
 
 @app.callback(invoke_without_command=True)

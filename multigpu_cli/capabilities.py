@@ -15,8 +15,8 @@ PARTS = {
 }
 """A `Part` for settings of which one is given; parts are made and called in this order, on all ranks."""
 
-COMMANDS = {"tune": "multigpu_cli.tune.command:app"}
-"""Commands of rooms → a Typer app; imported with the front door, so without torch."""
+COMMANDS = {"tune": "multigpu_cli.tune.command:app", "watch": "multigpu_cli.watch.command:watch"}
+"""Commands of rooms → a function, or a Typer app with commands below; imported with the front door, without torch."""
 
 RULES = (
     "multigpu_cli.metrics.rules:RULES",

@@ -27,7 +27,6 @@ from multigpu_cli.checkpoint.store import BestWeights, Store, restore_file
 from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.commands import status
 from multigpu_cli.commands.predict import predict
-from multigpu_cli.commands.report.data import load_runs
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data import load as load_data
 from multigpu_cli.data.images import folder
@@ -41,6 +40,7 @@ from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
 from multigpu_cli.language.chat.records import open_tokens
 from multigpu_cli.language.chat.samples import PackedDataset, SFTDataset
 from multigpu_cli.metrics.load import OrderedMetric
+from multigpu_cli.monitor.curves import load_runs
 from multigpu_cli.monitor.format import format_other_numbers
 from multigpu_cli.monitor.journal import parse_event
 from multigpu_cli.monitor.tensorboard import list_scalars

@@ -41,6 +41,7 @@ FLOORS = (
     CAPABILITIES,
     {"api", "commands"},
     {"tune"},
+    {"watch"},
     {"train_multi_gpu"},
     {"main_multi_gpu"},
 )
@@ -315,12 +316,12 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 213,  # to become 220
-    "lines": 43_672,  # 41,000
+    "files": 219,  # to become 220
+    "lines": 44_460,  # 41,000
     "files to read": 30,
-    "lines to read": 7_150,  # 7,500
+    "lines to read": 7_149,  # 7,500
     "files the engine reaches": 83,  # 100
-    "lines the engine reaches": 17_931,  # 18,000
+    "lines the engine reaches": 17_924,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

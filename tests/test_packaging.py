@@ -47,7 +47,8 @@ def test_every_folder_of_code_is_a_package() -> None:
 def test_the_wheel_holds_code_recipes_launcher_and_licence(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"main_multi_gpu.py", "train_multi_gpu.py", "multigpu_cli/planning/batch.py"} <= names
-    assert "multigpu_cli/commands/report/page.html" in names
+    pages = ("commands/report/page.html", *(f"watch/page.{suffix}" for suffix in ("html", "css", "js")))
+    assert {f"multigpu_cli/{page}" for page in pages} <= set(names)
     assert "multigpu_cli/py.typed" in names, "type checkers read the package's own annotations"
     recipes = {f"multigpu_cli/_configs/{file.name}" for file in ROOT.glob("configs/*.yaml")}
     assert recipes

@@ -22,6 +22,14 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "SECURITY.md").read_text()
 TALKS = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "urllib", "urllib3", "webbrowser", "xmlrpc"}
 
+ANSWERS = {
+    "multigpu_cli/watch/server.py": {
+        *("http.HTTPStatus", "http.server.BaseHTTPRequestHandler", "http.server.ThreadingHTTPServer"),
+        *("urllib.parse.parse_qs", "urllib.parse.urlsplit"),
+    }
+}
+"""What a server on 127.0.0.1 needs, which asks nobody."""
+
 
 def named_tests() -> Iterator[tuple[str, str]]:
     """(file, function); a function without a file is of the file named last."""
@@ -59,7 +67,7 @@ def test_nothing_here_speaks_http() -> None:
         for path, module in product(whole_tree())
         for node in ast.walk(module)
         for name in find_imports(node, path)
-        if name.partition(".")[0] in TALKS and name != "urllib.parse.quote"  # which writes names of files
+        if name.partition(".")[0] in TALKS and name not in ANSWERS.get(path, {"urllib.parse.quote"})  # names of files
     ]
     assert found == []
 

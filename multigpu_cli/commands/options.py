@@ -198,7 +198,7 @@ def _complete_from(words: Iterable[str]) -> Offer:
 
 def print_result(result: Any, lines: Iterable[str], *, as_json: bool) -> None:
     """Print a result: as JSON (plain data, dataclasses of it, paths), or else the lines that show it."""
-    print(dump_json(result, indent=2) if as_json else "\n".join(lines))
+    print(dump_json(result, indent=2) if as_json else "\n".join(lines), flush=True)
 
 
 def format_size(count: int) -> str:

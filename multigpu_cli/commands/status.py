@@ -1,31 +1,42 @@
 """status: the state of runs, their progress and problems, from the journals alone; the best run first if asked."""
 
+import os
 import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import nlargest
 from math import isnan
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.checkpoint.files import is_locked
+from multigpu_cli.checkpoint.files import is_locked, read_owner
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
 from multigpu_cli.loggers.sender import JournalTail, count_unsent_lines, explain_unsent, list_positions
 from multigpu_cli.mirror.follower import explain_missing, read_state
 from multigpu_cli.monitor.format import format_duration, format_metric, format_number
-from multigpu_cli.monitor.history import JOURNAL, Attempt, History, find_run_folders, load_history, load_summary
+from multigpu_cli.monitor.history import (
+    JOURNAL,
+    Attempt,
+    History,
+    find_run_folders,
+    load_history,
+    load_summary,
+    read_json,
+)
 from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.monitor.pace import forecast_step
 
 HOME = "checkpoints"
+STATE = "logs/state.json"
 _PATIENCE = 60.0  # seconds without a line that are normal
 _FIRST_PATIENCE = 600.0  # before the first line: loading, compiling
 _REFRESH = 2.0  # seconds
 _REPAINT = "\x1b[H\x1b[2J"
 _SHOWN = ("loss", "perplexity", "accuracy", "reward")
 _RUNNING = ("starting", "running")
+_STATES = {"dead": "died"} | dict.fromkeys(("training", "evaluating", "saving", "ending"), "running")
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,9 @@ class Status:
     """One run, now."""
 
     run: str
-    state: str  # starting, running, completed, stopped, failed, or died (ended without writing so)
+    state: str  # starting, running, completed, stopped, failed, died (ended without writing so), or unknown
+    phase: str  # the same, where running is training, evaluating, saving or ending
+    detail: str  # how the state is known
     host: str | None
     strategy: str | None
     workers: int | None
@@ -47,7 +60,7 @@ class Status:
     eta_seconds: float | None  # at the pace of the last lines, evaluations included; early stopping may end it sooner
     checkpoint_step: int | None  # the newest checkpoint's
     checkpoint_age: float | None  # seconds since it was written
-    silent_seconds: float
+    silent_seconds: float  # since the newest line or sign
     attempts: int
     recovery_seconds: float | None = None  # from the end of an attempt of this launch to the next one's first step
     lost_steps: int | None = None  # repeated after that
@@ -76,32 +89,41 @@ def read_status(run: Path, now: float, history: History | None = None) -> Status
     begun = (run / JOURNAL).stat().st_mtime  # of a journal that has no line yet
     attempt = history.attempts[-1] if history.attempts else Attempt({"time": begun}, begun)
     plan, last = history.plan, history.last_train or {}
-    state = _judge_state(run, history, attempt)
-    silent = max(0.0, now - attempt.last)
-    saved = history.checkpoints[-1] if history.checkpoints else {}
+    sign = _read_sign(run, attempt)
+    silent = max(0.0, now - max(attempt.last, sign.get("time", 0.0)))
+    phase, detail = _judge_state(run, history, attempt, sign, silent)
+    state = _STATES.get(phase, phase)
+    total, saved = plan.get("total_steps"), history.checkpoints[-1] if history.checkpoints else {}
+    end = forecast_step(history, total, now) if total and state in _RUNNING else None
     back = history.recoveries[-1] if history.recoveries else {}
     evals = {split: event for (_, split), event in sorted(history.evals.items())}
     return Status(
         run=str(run),
         state=state,
+        phase=phase,
+        detail=detail,
         host=attempt.start.get("host"),
         strategy=plan.get("strategy"),
         workers=plan.get("workers"),
         device=plan.get("device"),
         step=history.step,
-        total_steps=plan.get("total_steps"),
+        total_steps=total,
         epoch=last.get("epoch"),
         loss=_parse_float(last.get("mean_loss")),
         val={name: value for name, value in evals.get("val", {}).items() if name in _SHOWN},
         samples_per_second=_parse_float(last.get("samples_per_second")),
-        eta_seconds=_estimate_eta(history, attempt, now) if state in _RUNNING else None,
+        eta_seconds=end.seconds if end else None,
         checkpoint_step=saved.get("step"),
         checkpoint_age=max(0.0, now - saved["time"]) if saved else None,
         silent_seconds=silent,
         attempts=len(history.attempts),
         recovery_seconds=back.get("seconds"),
         lost_steps=back.get("lost_steps"),
-        alarms=[*_list_alarms(history, attempt, state, silent), *_list_companion_alarms(run, state)],
+        alarms=[
+            *([f"unknown: {detail}"] if state == "unknown" else []),
+            *_list_alarms(history, attempt, state, silent),
+            *_list_companion_alarms(run, state),
+        ],
     )
 
 
@@ -191,28 +213,49 @@ def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) ->
         yield from [f"  {status.command}"] if status.command else []
 
 
-def _judge_state(run: Path, history: History, attempt: Attempt) -> str:
-    if attempt.end:
-        return str(attempt.end.get("status"))
-    if is_locked(run):
+def _read_sign(run: Path, attempt: Attempt) -> dict[str, Any]:
+    """logs/state.json; {} where there is none, or only that of an older attempt."""
+    sign = read_json(run / STATE)
+    known = isinstance(sign.get("time"), int | float) and isinstance(sign.get("pid"), int)
+    return sign if known and sign["time"] > attempt.start["time"] - _PATIENCE else {}
+
+
+def _judge_state(
+    run: Path, history: History, attempt: Attempt, sign: Mapping[str, Any], silent: float
+) -> tuple[str, str]:
+    """The phase of a run and how it is known; `sign` is its logs/state.json. The lock is held while rank 0 lives."""
+    try:
+        locked, (host, _, pid) = is_locked(run), read_owner(run).partition(" ")
+    except RequestError as error:
+        return "unknown", f"whether a process is at work can't be seen: {error.problem}"
+    if attempt.end and not (locked and sign.get("phase") == "starting" and sign["time"] > attempt.end["time"]):
+        return str(attempt.end.get("status")), f"at step {attempt.end.get('step', 0):,}"
+    process, since = f"process {pid} on {host}", f"the last sign was {format_duration(silent)} ago"
+    here = host == os.uname().nodename
+    if locked:
+        letter = _read_process(pid)[0] if here else ""
+        if here and not letter and silent > _PATIENCE:
+            doubt = "it is in another container, or a child has outlived it"
+            return "unknown", f"the folder is in use, but {process} is not to be seen: {doubt}; {since}"
         begun = any(event["time"] >= attempt.start["time"] for event in history.train.values())
-        return "running" if begun else "starting"
-    return "died"
+        phase = str(sign.get("phase") or ("training" if begun else "starting"))
+        return phase, f"{process}{', which is suspended' if letter in ('T', 't') else ''}"
+    if not host:
+        return "unknown", f"the folder has no lock, as a copy has none; {since}"
+    if not here:
+        return "unknown", f"whether {process} still runs can't be seen from this machine; {since}"
+    if sign.get("started") and _read_process(sign["pid"])[1] == sign["started"]:
+        return "ending", f"{process} has released the folder"
+    return "dead", f"{process} is gone"
 
 
-def _estimate_eta(history: History, attempt: Attempt, now: float) -> float | None:
-    """Seconds to the planned end, at the pace of this attempt's last lines."""
-    steps = (step for step, event in history.train.items() if event["time"] >= attempt.start["time"])
-    recent = [history.train[step] for step in sorted(nlargest(20, steps))]
-    total = history.plan.get("total_steps")
-    if not recent or not total:
-        return None
-    first, last = recent[0], recent[-1]
-    pace = float(last.get("step_ms", 0.0)) / 1e3
-    if last["step"] > first["step"]:
-        pace = (last["time"] - first["time"]) / (last["step"] - first["step"])
-    left: float = (total - last["step"]) * pace - (now - last["time"])
-    return max(0.0, left)
+def _read_process(pid: str) -> tuple[str, int | None]:
+    """A process's state, such as T where it is suspended, and when it was started, by proc(5); "", None without it."""
+    try:
+        fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return "", None
+    return fields[0], int(fields[19])
 
 
 def _list_companion_alarms(run: Path, state: str) -> Iterator[str]:

@@ -115,6 +115,7 @@ def combine_ranks(rows: Sequence[Sequence[float]], rates: dict[str, float], step
     seconds = rates["step_ms"] / 1e3
     fields: dict[str, Any] = {
         "data_wait_share": divide(sum(data) / len(data), steps * seconds),
+        "data_wait_ms": [1e3 * divide(each, steps) for each in data],
         "comm_share": None,
         "memory": [int(peak) for peak in peaks],
         "cpu_utilisation": [100 * divide(each, steps * seconds) for each in cpu],

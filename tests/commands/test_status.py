@@ -1,6 +1,7 @@
 """How far runs are, from their journals: while they live, when they hang, after they died."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -39,6 +40,12 @@ def run(folder: Path, events: list[dict[str, Any]]) -> Path:
     return folder
 
 
+def abandon(folder: Path) -> Path:
+    """A run whose process is gone."""
+    (folder / ".lock").write_text(f"{os.uname().nodename} {2**22 + 1}")  # there is no greater id
+    return folder
+
+
 def test_a_run_at_work(tmp_path: Path) -> None:
     events = [
         *BEGUN,
@@ -72,10 +79,11 @@ def test_silence_is_an_alarm_when_it_is_longer_than_usual(tmp_path: Path) -> Non
 
 
 def test_a_run_that_died_says_where_it_would_go_on(tmp_path: Path) -> None:
-    found = read_status(run(tmp_path / "a", [*BEGUN, line(1032, "checkpoint", step=15)]), now=9999)
+    found = read_status(abandon(run(tmp_path / "a", [*BEGUN, line(1032, "checkpoint", step=15)])), now=9999)
     assert (found.state, found.eta_seconds, len(found.alarms)) == ("died", None, 1)
     assert "resumes from step 15" in found.alarms[0]
-    assert "starts from the beginning" in read_status(run(tmp_path / "b", BEGUN), now=9999).alarms[0]
+    assert "starts from the beginning" in read_status(abandon(run(tmp_path / "b", BEGUN)), now=9999).alarms[0]
+    assert read_status(run(tmp_path / "copy", BEGUN), now=9999).state == "unknown", "its process may be elsewhere"
 
 
 def test_what_a_logger_lacks_is_an_alarm_once_the_run_has_ended(tmp_path: Path) -> None:
@@ -209,7 +217,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main_multi_gpu.run(["status", folder, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["state"] == "completed"
     assert main_multi_gpu.run(["status", str(tmp_path)]) == 0
-    assert "empty  died" in capsys.readouterr().out
+    assert "empty  unknown" in capsys.readouterr().out
     assert main_multi_gpu.run(["status", str(tmp_path / "nothing")]) == 2
 
 

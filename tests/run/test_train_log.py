@@ -33,6 +33,7 @@ def test_waits_are_told_apart() -> None:
     fields = combine_ranks(rows, {"step_ms": 100.0}, 10)
     assert fields == {
         "data_wait_share": pytest.approx(0.2),
+        "data_wait_ms": [pytest.approx(10), pytest.approx(30)],
         "comm_share": pytest.approx(0.1),
         "straggler_share": pytest.approx(0.1),
         "own_ms": [pytest.approx(70), pytest.approx(90)],
@@ -45,7 +46,13 @@ def test_waits_are_told_apart() -> None:
 
 def test_a_worker_that_waits_for_nobody_has_no_such_share() -> None:
     fields = combine_ranks([(100.0, 0.0, NAN, NAN, 0.0, 0.0, 0.0)], {"step_ms": 5.0}, 2)
-    assert fields == {"data_wait_share": 0.0, "comm_share": None, "memory": [100], "cpu_utilisation": [0.0]}
+    assert fields == {
+        "data_wait_share": 0.0,
+        "data_wait_ms": [0.0],
+        "comm_share": None,
+        "memory": [100],
+        "cpu_utilisation": [0.0],
+    }
 
 
 def test_a_worker_tells_what_it_measured_of_itself() -> None:

@@ -1,139 +1,18 @@
-"""The data of a report: runs with their numbers as series, and tables; the cell of an unknown value is empty."""
+"""The tables of a report; the cell of an unknown value is empty."""
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby, pairwise
-from math import isfinite
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import pluralize
+from multigpu_cli.monitor.curves import RunData
 from multigpu_cli.monitor.format import format_duration, format_label, format_metric, format_number, list_values
-from multigpu_cli.monitor.history import PLAN, History, load_history, load_summary, read_json
 from multigpu_cli.planning.memory import Memory
-
-Series = tuple[list[float], list[float]]
-_MOST_POINTS = 1500
-
-
-@dataclass(frozen=True)
-class RunData:
-    """One run, with a name of its own; what it lacks of its files is {}."""
-
-    name: str
-    folder: Path
-    history: History
-    summary: dict[str, Any]
-    settings: dict[str, Any]
-    forecast: dict[str, Any]
-
-    @property
-    def status(self) -> str:
-        """How the last attempt ended; 'not over' while it runs, or if it was killed."""
-        end = self.history.attempts[-1].end if self.history.attempts else None
-        return str(end["status"]) if end else "not over"
-
-    def curve(self, field: str, *, by: str = "step", factor: float = 1.0) -> Series:
-        """A number of the `train` lines over `by`, thinned out where there are very many lines."""
-        events = [event for _, event in sorted(self.history.train.items()) if event.get(field) is not None]
-        return thin_series([float(event[by]) for event in events], [factor * float(event[field]) for event in events])
-
-    @property
-    def has_many_workers(self) -> bool:
-        """Whether `train` lines have a summary in place of each worker's values."""
-        return any(isinstance(event.get("memory"), dict) for event in self.history.train.values())
-
-    def per_worker(self, field: str, *, by: str = "step", factor: float = 1.0) -> list[Series]:
-        """A series for each worker of the last line, of a number that `train` lines have for every worker.
-
-        Of more than 64 workers a series of the least, one of the mean and one of the greatest value.
-        """
-        events = [event for _, event in sorted(self.history.train.items()) if event.get(field)]
-        rows = [list_values(event[field]) for event in events]
-        series = []
-        for rank in range(len(rows[-1]) if rows else 0):
-            there = [at for at, row in enumerate(rows) if len(row) > rank and row[rank] is not None]
-            values = [factor * float(rows[at][rank]) for at in there]
-            series.append(thin_series([float(events[at][by]) for at in there], values))
-        return series
-
-    def evaluated(self, field: str, split: str = "val", *, by: str = "step", factor: float = 1.0) -> Series:
-        """A metric of the evaluations of a split."""
-        events = [event for (_, of), event in sorted(self.history.evals.items()) if of == split and field in event]
-        place = self._samples_at if by == "samples" else float
-        return [place(event["step"]) for event in events], [factor * float(event[field]) for event in events]
-
-    @cached_property
-    def _steps(self) -> list[int]:
-        return sorted(self.history.train)
-
-    def _samples_at(self, step: int) -> float:
-        """Samples trained up to a step: those of the last line before it, and the planned ones since then."""
-        at = bisect_right(self._steps, step)
-        known = self._steps[at - 1] if at else 0
-        samples = self.history.train[known]["samples"] if known else 0
-        return float(samples + self._planned(step) - self._planned(known))
-
-    def _planned(self, step: int) -> int:
-        plan = self.history.plan
-        size, per_epoch = plan["global_batch_size"], plan["steps_per_epoch"]
-        epochs, rest = divmod(step, per_epoch)
-        in_epoch = min(plan["samples"], per_epoch * size)  # without the samples that --drop-last leaves out
-        return int(epochs * in_epoch + min(rest * size, in_epoch))
-
-
-def load_runs(folders: Sequence[Path]) -> list[RunData]:
-    """The runs in these folders."""
-    names = _shorten_names(folders)
-    files = [folder / "config.yaml" for folder in folders]
-    return [
-        RunData(
-            name=name,
-            folder=folder,
-            history=load_history(folder),
-            summary=load_summary(folder),
-            settings=flatten_settings(resolve({}, [], str(file))) if file.is_file() else {},
-            forecast=read_json(folder / PLAN),
-        )
-        for name, folder, file in zip(names, folders, files, strict=True)
-    ]
-
-
-def thin_series(places: list[float], values: list[float]) -> Series:
-    """About 1,500 points of a curve at most, with its last one."""
-    every = -(-len(places) // _MOST_POINTS)
-    if every <= 1:
-        return places, values
-    return places[:-1:every] + places[-1:], values[:-1:every] + values[-1:]
-
-
-def smooth_values(values: Sequence[float]) -> list[float]:
-    """The exponential average over about a fortieth of a noisy curve, unbiased at its start."""
-    keep = 1 - 1 / max(1.0, len(values) / 40)
-    average, weight, averages = 0.0, 0.0, []
-    for value in values:
-        if isfinite(value):
-            average, weight = keep * average + (1 - keep) * value, keep * weight + (1 - keep)
-        averages.append(average / weight if weight else value)
-    return averages
-
-
-def _shorten_names(folders: Sequence[Path]) -> list[str]:
-    """Folder names, with as many parents' names as it takes to make them different."""
-    paths = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, paths)) + 1):
-        names = ["/".join(parts[-length:]) for parts in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(folder) for folder in folders]
-
 
 Row = tuple[str, list[str]]
 

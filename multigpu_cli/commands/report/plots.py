@@ -1,9 +1,8 @@
 """The plots of a report, drawn by matplotlib: small enough for a phone, sharp enough for paper."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -12,14 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from multigpu_cli.commands.report.data import RunData, Series, smooth_values
-from multigpu_cli.monitor.format import format_label
+from multigpu_cli.monitor.curves import Plot, RunData, Series, list_marks, list_plots, smooth_values
 from multigpu_cli.monitor.plot_style import INK, STYLE, color_of_run, escape_text, save_png
 
-_WAITS = (("data_wait_share", "for data"), ("comm_share", "for the wire"), ("straggler_share", "for slow workers"))
+_DASHES = ("-", "--", ":")
+_MARKS = {"restart": "#9aa5ae", "resize": "#b5651d", "fault": "#c81d25"}
 _SIZE = (4.4, 2.9)  # inches
 _TIME_UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-_Plot = tuple[str, str, Callable[[Axes], None]]  # file, title, what draws the data
 
 
 @dataclass(frozen=True)
@@ -34,44 +32,23 @@ class Picture:
 
 def draw_plots(runs: Sequence[RunData]) -> Iterator[Picture]:
     """All plots that these runs have data for."""
-    batches = {run.history.plan.get("global_batch_size") for run in runs}
-    # steps of different global batches can't be compared; samples can
-    by, where = ("step", "optimizer step") if len(batches) == 1 else ("samples", "training samples seen")
+    by, plots = list_plots(runs)
+    marks = [mark for run in runs for mark in list_marks(run, by)]
+    where = {"step": "optimizer step", "samples": "training samples seen"}[by]
     with rc_context(STYLE):
-        for name, title, draw in _list_plots(runs, by):
-            figure, axes = _new_figure(title)
-            draw(axes)
-            if axes.has_data():
-                axes.set_xlabel(where)
-                axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-                _finish_axes(axes)
-                yield _save_picture(figure, name, f"{title} over {where}: {', '.join(run.name for run in runs)}")
+        for plot in plots:
+            figure, axes = _new_figure(plot.title)
+            _draw_plot(plot, axes)
+            for mark in marks:
+                axes.axvline(mark.at, color=_MARKS[mark.kind], linewidth=0.8, linestyle="--", zorder=1)
+            axes.set_xlabel(where)
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+            _finish_axes(axes)
+            says = f"{plot.title} over {where}: {', '.join(run.name for run in runs)}"
+            yield _save_picture(figure, plot.name, says)
         yield from _draw_timeline(runs)
         for run in runs:
             yield from _draw_confusion(run, alone=len(runs) == 1)
-
-
-def _list_plots(runs: Sequence[RunData], by: str) -> list[_Plot]:
-    curves, per_worker = partial(_draw_curves, runs, by), partial(_draw_per_worker, runs, by)
-    return [
-        ("loss", "Loss" if len(runs) == 1 else "Loss (dashed: validation)", partial(_draw_losses, runs, by)),
-        *_list_metrics(runs, by),
-        ("learning_rate", "Learning rate", partial(curves, "lr")),
-        ("throughput", "Training samples per second", partial(curves, "samples_per_second")),
-        ("tokens", "Learned tokens per second", partial(curves, "tokens_per_second")),
-        ("all_tokens", "All tokens per second", partial(curves, "all_tokens_per_second")),
-        ("padding", "Padding, as a share of all places", partial(curves, "padding_share")),
-        ("step_time", "Milliseconds per optimizer step", partial(curves, "step_ms")),
-        ("waiting", "Share of time spent waiting (%)", partial(_draw_waits, runs, by)),
-        ("memory", "Peak memory per worker (GiB)", partial(per_worker, "memory", 2.0**-30)),
-        ("own_time", "Own milliseconds per step", partial(per_worker, "own_ms", 1.0)),
-        ("cpu_utilisation", "CPU threads at work (%)", partial(per_worker, "cpu_utilisation", 1.0)),
-        ("gpu_utilisation", "GPU utilisation (%)", partial(per_worker, "gpu_utilisation", 1.0)),
-        ("gpu_power", "GPU power (W)", partial(per_worker, "gpu_power", 1.0)),
-        ("gpu_temperature", "GPU temperature (°C)", partial(per_worker, "gpu_temperature", 1.0)),
-        ("noise_scale", "Gradient noise scale (samples)", partial(curves, "noise_scale")),
-        ("gradient_norm", "Gradient norm", partial(curves, "grad_norm")),
-    ]
 
 
 def _new_figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
@@ -84,79 +61,19 @@ def _new_figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _draw_losses(runs: Sequence[RunData], by: str, axes: Axes) -> None:
-    alone = len(runs) == 1
-    for number, run in enumerate(runs):
-        trained = run.curve("mean_loss", by=by)
-        _draw_noisy(axes, trained, color_of_run(number), "training" if alone else escape_text(run.name))
-        look = {"label": "validation"} if alone else {}
-        shade = color_of_run(1) if alone else color_of_run(number)
-        _draw_line(axes, run.evaluated("loss", by=by), shade, linestyle="--", marker="o", markersize=3, **look)
-    _use_log_if_wide(axes)
-
-
-def _list_metrics(runs: Sequence[RunData], by: str) -> Iterator[_Plot]:
-    """The task's metrics beside the loss, on the validation split."""
-    known = {"event", "time", "epoch", "step", "split", "samples", "loss"}
-    evals = [event for run in runs for event in run.history.evals.values() if event["split"] == "val"]
-    for name in dict.fromkeys(key for event in evals for key in event if key not in known):
-        unit, factor = (" (%)", 100.0) if "accuracy" in name else ("", 1.0)
-        yield f"val_{name}", f"Validation {format_label(name)}{unit}", partial(_draw_metric, runs, by, name, factor)
-
-
-def _draw_metric(runs: Sequence[RunData], by: str, name: str, factor: float, axes: Axes) -> None:
-    for number, run in enumerate(runs):
-        series = run.evaluated(name, by=by, factor=factor)
-        _draw_line(axes, series, color_of_run(number), marker="o", markersize=3, label=escape_text(run.name))
-
-
-def _draw_curves(runs: Sequence[RunData], by: str, field: str, axes: Axes) -> None:
-    for number, run in enumerate(runs):
-        series = run.curve(field, by=by)
-        if field == "lr":
-            _draw_line(axes, series, color_of_run(number), label=escape_text(run.name))
-        else:
-            _draw_noisy(axes, series, color_of_run(number), escape_text(run.name))
-    if field == "grad_norm":
+def _draw_plot(plot: Plot, axes: Axes) -> None:
+    for line in plot.lines:
+        (places, values), shade, label = line.series, color_of_run(line.color), escape_text(line.label) or None
+        if line.kind == "noisy" and len(values) > 40:
+            _draw_line(axes, line.series, shade, alpha=0.25, linewidth=0.8)
+            values = smooth_values(values)
+        look: dict[str, Any] = {"label": label, "linestyle": _DASHES[line.dash]}
+        look |= {"marker": "o", "markersize": 3} if line.kind == "dots" else {}
+        _draw_line(axes, (places, values), shade, **look)
+    if plot.scale == "wide":
         _use_log_if_wide(axes)
-    else:
-        _start_at_zero(axes)
-
-
-def _draw_waits(runs: Sequence[RunData], by: str, axes: Axes) -> None:
-    for number, run in enumerate(runs):
-        for at, (field, reason) in enumerate(_WAITS):
-            shade = color_of_run(at) if len(runs) == 1 else color_of_run(number)
-            label = reason if len(runs) == 1 else f"{escape_text(run.name)}, {reason}"
-            series = run.curve(field, by=by, factor=100.0)
-            _draw_line(axes, series, shade, linestyle=("-", "--", ":")[at], label=label, linewidth=1.4)
-    _start_at_zero(axes)
-
-
-def _draw_per_worker(runs: Sequence[RunData], by: str, field: str, factor: float, axes: Axes) -> None:
-    alone = len(runs) == 1
-    for number, run in enumerate(runs):
-        every = run.per_worker(field, by=by, factor=factor)
-        for rank, series in enumerate(every):
-            name = escape_text(run.name) if rank == 0 and not alone else None
-            label = name
-            if alone and len(every) <= 8:
-                label = ("least", "mean", "greatest")[rank] if run.has_many_workers else f"rank {rank}"
-            _draw_line(axes, series, color_of_run(rank if alone else number), label=label, linewidth=1.4)
-    _start_at_zero(axes)
-
-
-def _start_at_zero(axes: Axes) -> None:
-    if axes.has_data():
+    elif plot.scale == "zero":
         axes.set_ylim(bottom=0)
-
-
-def _draw_noisy(axes: Axes, series: Series, shade: str, label: str) -> None:
-    places, values = series
-    if len(values) > 40:
-        _draw_line(axes, series, shade, alpha=0.25, linewidth=0.8)
-        values = smooth_values(values)
-    _draw_line(axes, (places, values), shade, label=label)
 
 
 def _draw_line(axes: Axes, series: Series, shade: str, **look: Any) -> None:

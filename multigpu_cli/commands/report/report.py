@@ -10,10 +10,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from multigpu_cli.commands.options import writing_to
 from multigpu_cli.commands.report import data
-from multigpu_cli.commands.report.data import RunData, load_runs
 from multigpu_cli.commands.report.plots import Picture, draw_plots
 from multigpu_cli.commands.status import choose_key, collect_figures, explain_order, find_runs, order_runs
 from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.monitor.curves import RunData, load_runs
 from multigpu_cli.monitor.plot_style import color_of_run
 
 _MOST_CURVES = 8  # colours that can be distinguished

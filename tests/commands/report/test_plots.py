@@ -1,14 +1,13 @@
 import math
 from pathlib import Path
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from multigpu_cli.commands.report import plots
-from multigpu_cli.commands.report.data import load_runs
 from multigpu_cli.commands.report.plots import draw_plots
+from multigpu_cli.monitor.curves import list_plots, load_runs
 from multigpu_cli.monitor.plot_style import STYLE
 from tests.commands.runs import PLAN, event, interrupted_run, lines, run_folder
 
@@ -33,14 +32,14 @@ def test_runs_that_went_to_infinity_or_have_another_global_batch_are_drawn(tmp_p
     assert found.says == "Loss (dashed: validation) over training samples seen: a, b"
     assert found.png.startswith(b"\x89PNG")
     assert b"<svg" in found.svg
+    assert plots._MARKS["resize"].encode() in found.svg, "the first went on with fewer workers"
 
 
 def test_the_curve_is_that_of_the_mean_loss(tmp_path: Path) -> None:
     """A short last step of an epoch says little of it."""
-    (run,) = load_runs([run_folder(tmp_path / "a", [event(0, "start"), *lines(1, 8, 0, loss=9.0, mean_loss=1.25)])])
-    _, axes = plots._new_figure("Loss")
-    plots._draw_losses([run], "step", axes)
-    assert np.unique(axes.lines[0].get_ydata()).tolist() == [1.25]
+    runs = load_runs([run_folder(tmp_path / "a", [event(0, "start"), *lines(1, 8, 0, loss=9.0, mean_loss=1.25)])])
+    [loss] = [plot for plot in list_plots(runs)[1] if plot.name == "loss"]
+    assert set(loss.lines[0].series[1]) == {1.25}
 
 
 def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
@@ -57,10 +56,11 @@ def test_names_are_shown_letter_by_letter(tmp_path: Path) -> None:
 def test_long_numbers_on_the_axis_are_whole(tmp_path: Path) -> None:
     """Those of a small learning rate, which begin at zero: 0.000125 and 0.0001475 lost figures at the edge."""
     for last in (1, 2):
-        (small,) = load_runs([run_folder(tmp_path / str(last), [event(0, "start"), *lines(1, last, 0, lr=1.464e-4)])])
+        small = load_runs([run_folder(tmp_path / str(last), [event(0, "start"), *lines(1, last, 0, lr=1.464e-4)])])
+        [rate] = [plot for plot in list_plots(small)[1] if plot.name == "learning_rate"]
         with rc_context(STYLE):
             figure, axes = plots._new_figure("Learning rate")
-            plots._draw_curves([small], "step", "lr", axes)
+            plots._draw_plot(rate, axes)
             plots._finish_axes(axes)
             box = axes.get_tightbbox(FigureCanvasAgg(figure).get_renderer())
             assert box is not None

@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 from multigpu_cli.commands.report import data
-from multigpu_cli.commands.report.data import load_runs
+from multigpu_cli.monitor.curves import load_runs
 from tests.commands.runs import forecast, interrupted_run, run_folder
 
 

@@ -1,18 +1,19 @@
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from multigpu_cli.commands.report.data import load_runs, smooth_values, thin_series
-from tests.commands.runs import event, interrupted_run, run_folder
+from multigpu_cli.monitor.curves import CurveHistory, load_runs, smooth_values, thin_series
+from tests.commands.runs import event, interrupted_run, lines, run_folder
 
 
 def test_curves_hold_what_counts(tmp_path: Path) -> None:
     (run,) = load_runs([interrupted_run(tmp_path / "a", seed=7)])
-    places, values = run.curve("loss")
+    places, values = run.history.curves.series("mean_loss")
     assert places == list(range(1, 41))
     assert values[9] == 0.2
-    assert run.curve("loss", by="samples")[0][:2] == [25, 50]
-    assert run.curve("comm_share") == ([], [])
+    assert run.history.curves.series("mean_loss", by="samples")[0][:2] == [25, 50]
+    assert run.history.curves.series("comm_share") == ([], [])
     first, second = run.per_worker("memory", factor=2.0**-30)
     assert (first[1][0], second[1][0]) == (1, 2)
     assert run.evaluated("accuracy", factor=100.0)[1][0] == 75
@@ -38,7 +39,7 @@ def test_samples_that_were_dropped_or_left_out_are_not_counted(tmp_path: Path) -
 
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     (run,) = load_runs([run_folder(tmp_path / "a", [])])
-    assert (run.status, run.curve("loss"), run.per_worker("memory")) == ("not over", ([], []), [])
+    assert (run.status, run.history.curves.series("mean_loss"), run.per_worker("memory")) == ("not over", ([], []), [])
 
 
 def test_names_are_as_long_as_it_takes(tmp_path: Path) -> None:
@@ -48,10 +49,28 @@ def test_names_are_as_long_as_it_takes(tmp_path: Path) -> None:
 
 
 def test_long_curves_are_thinned_to_their_end() -> None:
-    places, values = thin_series([float(at) for at in range(10_001)], [float(-at) for at in range(10_001)])
-    assert len(places) < 1600
-    assert (places[0], places[-1], values[-1]) == (0, 10_000, -10_000)
-    assert thin_series([1.0], [2.0]) == ([1.0], [2.0])
+    """One outlier among a million points stays, and so does a gap."""
+    places, values = np.arange(1_000_003.0), np.sin(np.arange(1_000_003.0))
+    values[123_456], values[700_000], values[900_000:910_000] = 50, -50, np.inf
+    thinned = thin_series(places, values)
+    assert len(thinned[0]) < 1600
+    assert (thinned[0][0], thinned[0][-1], thinned[1][-1]) == (0, 1_000_002, values[-1])
+    assert thinned[0] == sorted(thinned[0])
+    assert {(123_456.0, 50.0), (700_000.0, -50.0)} <= set(zip(*thinned, strict=True))
+    assert 5 < thinned[1].count(np.inf) < 30
+    assert thin_series(np.array([1.0]), np.array([2.0])) == ([1.0], [2.0])
+
+
+def test_curves_forget_what_a_resume_replaced_and_keep_few_whole_lines() -> None:
+    history = CurveHistory(keep=5)
+    events = [event(0, "start"), *lines(1, 20, 0), event(30, "start", resumed_from="x"), event(31, "resume", step=16)]
+    for each in [*events, *lines(17, 18, 30, scale=3.0, loss="NaN", memory={"min": 1, "mean": 2, "max": 3})]:
+        history.add(each)
+    assert history.curves.series("grad_norm") == ([float(at) for at in range(1, 19)], [1.0] * 16 + [3.0] * 2)
+    assert history.curves.series("mean_loss")[1][-2:] == [np.inf] * 2
+    assert (history.curves.series("memory 2"), history.curves.summarized) == (([17, 18], [3, 3]), True)
+    assert 5 <= len(history.train) <= 10
+    assert history.step == 18
 
 
 def test_smoothing_keeps_a_level_and_passes_over_what_is_no_number() -> None:
