@@ -127,7 +127,7 @@ def parse_export_target(to: str, checkpoint: str, format: str | None = None, dty
         if format == "adapter" or (format is None and target.suffix not in (".pt", ".safetensors")):
             what = f"--format {format}" if format else f"--to {to}"
             remedy = "leave it out; it is for --format hf and merged, .safetensors and .pt"
-            raise RequestError(f"--dtype {dtype} together with {what}", remedy=remedy)
+            raise RequestError(f"--dtype {dtype} can't be used with {what}", remedy=remedy)
     if missing := [package for package in packages if find_spec(package) is None]:
         what = f"--format {format}" if format else f"--to {to}"
         raise RequestError(f"{what} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")
