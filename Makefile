@@ -7,7 +7,7 @@ SHELL_FILES := launch_multi_gpu.sh .ci/run deploy/slurm.sbatch
 ALONE := alone or quality or netns or root or slurm
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all walkthrough picture chaos mutants same-runs bench bench-peers bench-growth gpu-bench gpu-check gpu-data lint format clean
+.PHONY: help quickstart test test-all walkthrough picture chaos mutants same-runs bench bench-peers bench-growth gpu-bench gpu-check gpu-data lint style format clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -17,8 +17,8 @@ quickstart: $(VENV)/.installed ## install, look for devices, train the digits wi
 		--nproc-per-node $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
 	@printf '\nNext: source $(BIN)/activate, then bash launch_multi_gpu.sh, or python main_multi_gpu.py --help\n'
 
-test: lint ## what CI runs, two tests at a time: lint, types, unit tests, several processes, recipes, README
-	$(BIN)/pytest -n 2 --dist loadfile
+test: style ## what CI runs, two tests at a time: lint, types, unit tests, several processes, recipes, README
+	$(BIN)/mypy & types=$$!; code=0; $(BIN)/pytest -n 2 --dist loadfile || code=$$?; wait $$types || { code=$$?; echo "mypy: errors, see above"; }; exit $$code
 	@$(BIN)/python -m tests.test_house_rules # the sizes of the house
 
 test-all: export COVERAGE_FILE := $(CURDIR)/.coverage_cache/part
@@ -63,10 +63,12 @@ gpu-data: ## what gpu-bench trains on, copied from ../shared/data into shared/da
 	cp -rL ../shared/data/har ../shared/data/fashion-mnist shared/data
 	chmod -R u+w shared/data
 
-lint: $(VENV)/.installed-dev ## ruff, mypy, shellcheck
+lint: style ## ruff, mypy, shellcheck
+	$(BIN)/mypy
+
+style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/shellcheck $(SHELL_FILES)
 
 format: $(VENV)/.installed-dev ## let ruff lay the code out

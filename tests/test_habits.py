@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,10 +45,25 @@ def test_the_hooks_are_the_commands_of_make_lint() -> None:
 
 def test_the_shell_files_are_those_of_make_lint() -> None:
     pattern = next(hook["files"] for hook in hooks() if hook["id"] == "shellcheck")
-    files = list_lint_commands()[-1][1:]
+    files = next(words for words in list_lint_commands() if called_by_hand(words) == "shellcheck")[1:]
     assert files
     assert [file for file in files if not re.search(pattern, file)] == []
     assert not re.search(pattern, "tests/test_habits.py")
+
+
+@pytest.mark.parametrize("failing", ["", "ruff", "mypy", "pytest"])
+def test_make_test_fails_where_one_of_its_parts_does(failing: str, tmp_path: Path) -> None:
+    """mypy runs beside the tests, and whichever of the two fails counts."""
+    (tmp_path / "bin").mkdir()
+    for tool in ("ruff", "shellcheck", "mypy", "pytest", "python"):
+        program = tmp_path / "bin" / tool
+        program.write_text(f"#!/bin/sh\necho ran {tool}\nexit {int(tool == failing)}\n")
+        program.chmod(0o755)
+    (tmp_path / ".installed-dev").touch()
+    done = subprocess.run(["make", "test", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (failing == ""), done.stderr
+    assert ("mypy: errors, see above" in done.stdout.splitlines()) == (failing == "mypy")
+    assert {"ran mypy", "ran pytest"} <= set(done.stdout.splitlines()) or failing == "ruff"
 
 
 def test_the_workflow_runs_what_runs_here_and_may_only_read() -> None:
