@@ -11,9 +11,13 @@ PARTS = {
     "prompts": "multigpu_cli.language.prompts:PromptSamples",
     "logger": "multigpu_cli.loggers.part:Loggers",
     "mirror": "multigpu_cli.mirror.part:Mirroring",
+    "notify": "multigpu_cli.notify.part:Notify",
     "tune.pause_at": "multigpu_cli.tune.pause:PauseAtRung",
 }
 """A `Part` for settings of which one is given; parts are made and called in this order, on all ranks."""
+
+REQUESTS = {"profile": "multigpu_cli.profiling.profiler:Profiling"}
+"""A `Part` by the name with which logs/request asks for it while a run trains: Class(run, steps, id)."""
 
 COMMANDS = {"tune": "multigpu_cli.tune.command:app", "watch": "multigpu_cli.watch.command:watch"}
 """Commands of rooms → a function, or a Typer app with commands below; imported with the front door, without torch."""
@@ -26,6 +30,7 @@ RULES = (
     "multigpu_cli.rl.rules:RULES",
     "multigpu_cli.loggers.rules:RULES",
     "multigpu_cli.mirror.rules:RULES",
+    "multigpu_cli.notify.rules:RULES",
 )
 """Rules between the settings of a room and others, loaded when a request is first checked; none needs torch."""
 
@@ -47,8 +52,8 @@ PART_STATES = {"hooks": "--hook"}
 UNITS = ("env_steps", "tokens", "samples", "pixels")
 """Units of a run's speed: the first of these that its journal counts."""
 
-OUTSIDE = ("logger", "mirror", "prompts")
-"""Settings that send a run's files elsewhere or read text into it; the user is told where a config file sets one."""
+OUTSIDE = ("logger", "mirror", "prompts", "notify")
+"""Settings that send a run's files elsewhere, read text or run a program; the user is told where a file sets one."""
 
 PLAN_NOTES = {
     "adapter": "adapter",

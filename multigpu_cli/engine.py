@@ -15,6 +15,7 @@ from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.run.evaluation import evaluate_epoch
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.open import ResolvedRequest, open_run
+from multigpu_cli.run.part import add_requested_part
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.step import forward_backward
 from multigpu_cli.run.train_log import log_recovery, log_step
@@ -82,12 +83,14 @@ def finish_step(run: Run, outcome: StepResult) -> str:
     if end.at_epoch_end:
         evaluate_epoch(run)
     finished = run.finished
-    stopping, overdue = run.agree_on_stop_and_save(end)
+    stopping, overdue, asked = run.agree_on_stop_and_save(end)
     if (stopping or finished) and not end.at_log_interval:
         log_step(run, outcome)
     due = run.checkpointer.schedule.update_due(end.previous_step, end.step, epoch_ended=end.at_epoch_end)
     if end.savable and (stopping or finished or overdue or due):
         save_checkpoint(run)
+    if asked and not (stopping or finished):
+        add_requested_part(run)
     if stopping and not finished:
         run.log.console.note(f"stopped by {run.control.stop.signal or 'a signal to another rank'} at step {end.step}")
     return "finished" if finished else "stopped" if stopping else ""

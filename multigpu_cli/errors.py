@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 FAILED, WRONG_REQUEST, STOPPED = 1, 2, 75
 GRACE = 3.0  # seconds; the agent ends all ranks as soon as one exits, so the rank with the root cause exits first
+STALLED = "no progress for "  # the beginning of what a hang is called
 _LISTED = 30  # names in one message at most
 
 

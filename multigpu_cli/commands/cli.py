@@ -296,6 +296,20 @@ def log(
 
 
 @app.command(cls=Command)
+def profile(
+    run: _Run,
+    steps: Annotated[str, typer.Option(metavar="N", help="optimizer steps to profile (default: 20)")] = "20",
+    as_json: _Json = False,
+) -> None:
+    """Profile some steps of a run while it trains. Prints the top operators, and writes a Chrome trace."""
+    from multigpu_cli.commands.requests import parse_option
+    from multigpu_cli.profiling.command import MOST_STEPS, format_profile, profile_run
+
+    found = profile_run(run, parse_option(integer(1, MOST_STEPS), "--steps", steps))
+    print_result(found, format_profile(found), as_json=as_json)
+
+
+@app.command(cls=Command)
 def clean(
     runs: Annotated[list[str], run_argument("DIR", "run folders, or folders that contain some")],
     yes: Annotated[bool, typer.Option("--yes", help="remove them; otherwise they are only listed")] = False,

@@ -39,7 +39,7 @@ COMMON = (
 _GROUPS: Mapping[str, Sequence[str]] = {
     "Train": ("train", "tune", "recipes"),
     "Prepare": ("doctor", "selftest", "plan", "bench", "data"),
-    "Inspect and manage runs": ("status", "report", "verify", "checkpoints", "clean", "mirror", "log"),
+    "Inspect and manage runs": ("status", "report", "verify", "checkpoints", "clean", "mirror", "log", "profile"),
     "Use a trained model": ("evaluate", "predict", "sample", "export"),
 }
 _EXAMPLES = (

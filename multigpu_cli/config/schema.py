@@ -321,6 +321,7 @@ class FaultConfig:
     on_oom: str = flag("shrink", choice("shrink", "stop"), "on out of memory: smaller batches, or stop")
     hang_timeout: float = flag(600.0, number(1), "seconds without progress until a rank counts as hung")
     max_restarts: int = flag(0, integer(0, 10**6), "restarts after a crash (not under torchrun)")
+    notify: str | None = flag(None, types.command, "program to run at the end, after a fault and after a stall")
 
 
 @dataclass(frozen=True, kw_only=True)

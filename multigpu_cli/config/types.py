@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from pathlib import Path
@@ -114,6 +115,12 @@ def _text(value: Any) -> str:
     if isinstance(value, (bool, list, dict)) or not str(value).strip() or "\0" in str(value):
         raise ValueError(f"must be a word, not {quote_value(value)}")
     return str(value)
+
+
+def _command(value: Any) -> str:
+    if not shlex.split(text := _text(value)):  # ValueError: a quotation without an end
+        raise ValueError(f"must be a program with its arguments, not {quote_value(value)}")
+    return text
 
 
 def _switch(value: Any) -> bool:
@@ -281,6 +288,7 @@ def quote_value(value: Any) -> str:
 text = ValueType("NAME", _text)
 path = ValueType("PATH", lambda value: str(parse_path(_text(value))))
 url = ValueType("URL", _text)
+command = ValueType("CMD", _command)
 switch = ValueType("", _switch)
 gpu_ids = ValueType("0,1", _ids)
 every = ValueType("500|10m", _every)

@@ -114,6 +114,11 @@ def list_secrets() -> tuple[str, ...]:
     return tuple(value for name, value in os.environ.items() if named.search(name.upper()) and len(value) >= 6)
 
 
+def with_variables(more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process and these variables, for a process that it starts."""
+    return {**os.environ, **more}
+
+
 class FinalVerdict(NamedTuple):
     """The end of an attempt that must not be repeated."""
 

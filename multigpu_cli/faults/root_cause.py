@@ -9,7 +9,7 @@ from pathlib import Path
 from multigpu_cli.distributed.launch_env import PreviousAttempt, record_end
 from multigpu_cli.distributed.processes import quote_last_lines
 from multigpu_cli.distributed.world import World
-from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.errors import STALLED, RequestError, TrainingError
 from multigpu_cli.faults.explain import (
     describe_innermost_line,
     format_main_thread_stack,
@@ -172,7 +172,7 @@ def hang_error(positions: Sequence[RankPosition], size: int, seconds: float, log
     furthest = max(position.order for position in positions)
     behind = [position.rank for position in positions if position.order < furthest]
     names = ", ".join(map(str, sorted([*silent, *behind])))
-    head = f"no progress for {seconds:.0f} s"
+    head = f"{STALLED}{seconds:.0f} s"
     if size > 1:
         head += f": rank {names} did not arrive" if names else ": all ranks are at the same position"
     lines = [f"  rank {rank}: does not answer" for rank in silent[:4]]

@@ -65,6 +65,11 @@ class Watchdog:
         """The phase of this rank: one of PHASES."""
         return self._own.phase
 
+    @property
+    def steps(self) -> int:
+        """The optimizer steps that this rank has done."""
+        return self._own.steps
+
     def mark_progress(self) -> None:
         """Progress within a phase; any thread may call it."""
         self._own.mark()

@@ -27,6 +27,7 @@ from multigpu_cli.run.train_log import peak_memory
 def finish_run(run: Run, status: str) -> dict[str, Any]:
     """End a run that completed or stopped; returns its summary, or raises a TrainingError if a write fails."""
     end: dict[str, Any] = {}
+    run.log.state.ending = True
     if status == "completed":
         end = finish_completed(run)
     else:

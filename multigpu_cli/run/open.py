@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from multigpu_cli.capabilities import PART_STATES
-from multigpu_cli.checkpoint.files import check_unlocked, fail_on_write_error, lock_folder, publish, remove_drafts
+from multigpu_cli.checkpoint.files import (
+    check_owner,
+    check_unlocked,
+    fail_on_write_error,
+    lock_folder,
+    publish,
+    remove_drafts,
+)
 from multigpu_cli.checkpoint.run_folder import rewind_run
 from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
@@ -38,6 +45,7 @@ from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.gpu import Sampler, peak_flops
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import NoiseMeter, SampleTrace, StepTimer
+from multigpu_cli.monitor.run_state import RunState
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents, describe_groups
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_batch
@@ -197,6 +205,8 @@ def assemble_run(
     world, config, plan, progress = components.world, components.config, components.plan, components.progress
     folder = Path(components.spec.resume_point.folder)
     board = None
+    main_folder = folder if world.is_main else None
+    state = stack.enter_context(closing(RunState(main_folder, watchdog, lambda: check_owner(folder))))
     if world.is_main:
         from multigpu_cli.monitor.tensorboard import TensorBoard  # late: rank 0 alone has one
 
@@ -236,7 +246,7 @@ def assemble_run(
             trace,
         ),
         checkpointer=Checkpointer(store, writer, saver, CheckpointSchedule(config.checkpoint), progress.step),
-        log=RunLog(journal, board, console, progress_bar, gpu, _count_flops(components)),
+        log=RunLog(journal, board, console, progress_bar, state, gpu, _count_flops(components)),
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
         moments=bind_moments(parts),
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from multigpu_cli.capabilities import PARTS, load_given
-from multigpu_cli.distributed.world import World
+from multigpu_cli.capabilities import PARTS, REQUESTS, load, load_given
+from multigpu_cli.distributed.world import World, run_on_main_rank
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.journal import Event
@@ -97,3 +97,13 @@ def bind_moments(parts: Sequence[Part]) -> Moments:
             for name in names
         }
     )
+
+
+def add_requested_part(run: Run) -> None:
+    """Add the part that logs/request asks for, until it restores the moments; all ranks together, between two steps."""
+    if words := run_on_main_rank(run.world, run.log.state.take_request):
+        name, steps, number = words
+        more = bind_moments([load(REQUESTS[name])(run, int(steps), number)])
+        run.moments = Moments(
+            **{each.name: getattr(run.moments, each.name) + getattr(more, each.name) for each in fields(Moments)}
+        )

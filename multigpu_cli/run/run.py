@@ -24,6 +24,7 @@ from multigpu_cli.monitor.console import Console, ProgressDisplay
 from multigpu_cli.monitor.gpu import Sampler
 from multigpu_cli.monitor.journal import Journal
 from multigpu_cli.monitor.meters import NoiseMeter, SampleTrace, StepTimer, add_exactly
+from multigpu_cli.monitor.run_state import RunState
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents
@@ -223,12 +224,13 @@ class Checkpointer:
 
 @dataclass
 class RunLog:
-    """The outputs of a run: journal, TensorBoard, console, and what only its log lines need."""
+    """The outputs of a run: journal, TensorBoard, console, its state, and what only its log lines need."""
 
     journal: Journal
     tensorboard: "TensorBoard | None"
     console: Console
     progress_bar: ProgressDisplay
+    state: RunState
     gpu_monitor: Sampler | None  # watches this rank's GPU
     flops_per_sample: float | None  # where the device's peak rate is known
     allocator_retries: int = 0  # of all ranks, at the last log line
@@ -331,13 +333,14 @@ class Run(TrainComponents):
         log = step // interval > before // interval or step == total
         return StepEnd(before, step, log, epoch, savable=epoch or not self.loaders.train.resumable_only_at_epoch)
 
-    def agree_on_stop_and_save(self, end: StepEnd) -> tuple[bool, bool]:
-        """Whether a rank was asked to stop, and whether a checkpoint is overdue: the same on every rank."""
+    def agree_on_stop_and_save(self, end: StepEnd) -> tuple[bool, bool, bool]:
+        """Whether a rank was asked to stop, a checkpoint is overdue, and a request waits: the same on every rank."""
         self.observer.watchdog.set_position(end.step, "agreeing")
-        wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue())
-        stopping, overdue = self.control.consensus.vote(end.step, wishes) if end.savable else (False, False)
+        wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue(), self.log.state.asked)
+        agreed = self.control.consensus.vote(end.step, wishes) if end.savable else (False, False, False)
+        stopping, overdue, asked = agreed
         paused = self.control.pause_at is not None and end.savable and end.step >= self.control.pause_at
-        return stopping or paused, overdue
+        return stopping or paused, overdue, asked
 
 
 @contextmanager

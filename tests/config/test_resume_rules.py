@@ -121,6 +121,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "on_oom": "stop",
     "hang_timeout": 5.0,
     "max_restarts": 1,
+    "notify": "true",
 }
 KEYS = sorted(set(SETTINGS) - OF_THE_COMMAND)
 FREE = {key for key, entry in SETTINGS.items() if entry.free}

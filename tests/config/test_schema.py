@@ -12,7 +12,7 @@ FLAGS = """
 --on-oom --hang-timeout --max-restarts --sync-bn --grad-checkpointing --find-unused-parameters --freeze --init-from
 --bucket-cap-mb --grad-compression --num-envs --env-group --env-steps --episodes --multi-gpu --gpu-ids --nproc-per-node
 --reshard --shard-size --init-partial --model-dir --max-length --packing --prompts --sample-every
---adapter --metric --best --hook --mirror --logger
+--adapter --metric --best --hook --mirror --logger --notify
 """
 DEFAULTS = {
     "data": "digits",

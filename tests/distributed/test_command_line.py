@@ -322,7 +322,9 @@ def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Pa
     assert "the planted fault" in box
     assert "closed by peer" not in ended.stderr, "an innocent rank's error is not shown as a cause"
     assert "rank 1 failed (forward, 3 steps done): ValueError: the planted fault" in summary_of(run)["error"]
-    assert sorted(file.name for file in (run / "logs").iterdir()) == ["crash_0.txt", "crash_1.txt", "rank_1.log"]
+    assert sorted(file.name for file in (run / "logs").iterdir()) == [
+        *("crash_0.txt", "crash_1.txt", "rank_1.log", "state.json")
+    ]
     log = (run / "logs" / "rank_1.log").read_text()
     assert (log.count("--- rank 1, attempt 1, "), log.count("--- rank 1, attempt 2, ")) == (1, 1)
 

@@ -1,0 +1,105 @@
+"""logs/state.json: what rank 0 is doing now, and logs/request: what somebody asks of it; without torch."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+from multigpu_cli.capabilities import REQUESTS
+
+if TYPE_CHECKING:
+    from multigpu_cli.faults.watchdog import Watchdog
+
+STATE, REQUEST = "logs/state.json", "logs/request"
+_INTERVAL = 1.0  # seconds between two looks
+_PHASES = {"starting", "evaluating", "saving"}  # of the watchdog's; all others are parts of training
+
+
+class RunState:
+    """Writes the file where phase or step have changed, at most once a second, in a thread of its own.
+
+    It reads what the watchdog is told in any case, so that no step calls anything here, and a disk that does not answer
+    keeps this thread alone waiting. The file has `phase` (starting, training, evaluating, saving or ending), `step`
+    (optimizer steps done), `time` (Unix seconds at which both were seen first), `pid`, `host`, and `started`, see
+    `read_process_start`.
+
+    The thread also looks for a request, a file with a name of REQUESTS, a number of steps and an id. It stays until it
+    is finished, so that there is one at a time. On ranks above 0, where `run` is None, there is no thread. Nothing is
+    written while `check_owner` raises an OSError.
+    """
+
+    def __init__(self, run: Path | None, watchdog: "Watchdog", check_owner: Callable[[], None]) -> None:
+        self.ending = False  # the last step is done, and what ends the run is at work
+        self.asked = self._taken = False  # a request waits; is at work
+        self._watchdog, self._check_owner = watchdog, check_owner
+        self._closed, self._written = Event(), ("", -1)
+        self._thread: Thread | None = None
+        if run is not None:
+            self._file, self._request = run / STATE, run / REQUEST
+            self.finish_request()  # of an earlier attempt
+            self._thread = Thread(target=self._follow, name="state", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Write the last state, and end the thread."""
+        self._closed.set()
+        if self._thread:
+            self._thread.join(timeout=2 * _INTERVAL)  # no longer, where the disk does not answer
+            self.finish_request()
+
+    def take_request(self) -> list[str]:
+        """On rank 0, the words of the request that waits; [] if it was taken before, or makes no sense."""
+        before, self._taken, self.asked = self._taken, True, False
+        if before:  # the thread has seen it once more
+            return []
+        with suppress(OSError):
+            words = self._request.read_text().split()
+            if len(words) == 3 and words[0] in REQUESTS and words[1].isdecimal():
+                return words
+        self.finish_request()
+        return []
+
+    def finish_request(self) -> None:
+        """On rank 0: remove the request, which is done; the next one may come."""
+        with suppress(OSError):  # a disk that refuses this refuses checkpoints too, which are missed
+            self._request.unlink(missing_ok=True)
+        self._taken = False
+
+    def _follow(self) -> None:
+        closed = False
+        while True:
+            with suppress(OSError):  # no request; or a full disk, of which the journal warns: the next look tries again
+                self._write_if_changed()
+                if self._request.stat().st_size and not self._taken:  # an empty one is being written
+                    self.asked = True
+            if closed:
+                return
+            closed = self._closed.wait(_INTERVAL)
+
+    def _write_if_changed(self) -> None:
+        step, phase = self._watchdog.steps, self._watchdog.phase
+        phase = "ending" if self.ending else phase if phase in _PHASES else "training"
+        if (phase, step) != self._written:
+            pid, host = os.getpid(), os.uname().nodename
+            process = {"pid": pid, "host": host, "started": read_process_start(pid)}
+            self._check_owner()
+            self._file.parent.mkdir(exist_ok=True)
+            draft = self._file.with_name(f".{self._file.name}.draft")
+            try:
+                draft.write_text(json.dumps({"phase": phase, "step": step, "time": time.time()} | process))
+                draft.replace(self._file)
+            finally:
+                draft.unlink(missing_ok=True)
+            self._written = phase, step
+
+
+def read_process_start(pid: int) -> int | None:
+    """When a process of this machine was started, in clock ticks since boot; None: there is none, or no /proc."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # field 22 of proc(5)
+    except OSError:
+        return None

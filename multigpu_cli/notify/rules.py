@@ -1,0 +1,17 @@
+"""The program that --notify names: it must be there before a run begins."""
+
+import shlex
+import shutil
+from collections.abc import Iterator
+
+from multigpu_cli.config.rules import Rule
+from multigpu_cli.config.schema import Config
+from multigpu_cli.errors import RequestError
+
+
+def _notify(config: Config) -> Iterator[RequestError]:
+    if config.fault.notify is not None and shutil.which(program := shlex.split(config.fault.notify)[0]) is None:
+        yield RequestError(f"--notify {program}: there is no such program", remedy="its path, or one that PATH has")
+
+
+RULES = (Rule("notify", _notify),)
