@@ -1,5 +1,6 @@
 """Fetches the samples of a map-style dataset, in loader processes or in this process."""
 
+import atexit
 import gc
 import operator
 import os
@@ -14,6 +15,7 @@ from functools import partial
 from itertools import islice, tee
 from multiprocessing import current_process
 from multiprocessing.context import ForkContext, ForkProcess
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
@@ -43,9 +45,7 @@ from multigpu_cli.runtime.seeding import seed_host
 
 _MOST_PROCESSES = 16  # per worker, as in torchvision's own training: each keeps batches in shared memory
 _TRANSFER_COST = 30e-6  # seconds per sample of receiving a small batch from another process
-_LONGEST_PROBE, _TYPICAL_BATCH = 0.5, 32  # seconds, samples
 _MOST_AT_ONCE, _BYTES_AT_ONCE = 32, 2**23  # batches that are fetched together
-_ALIGNMENT = 64  # bytes, of torch's own tensors on a CPU
 
 Result = TypeVar("Result")
 
@@ -74,9 +74,8 @@ class ItemFetcher:
         pool = _pools.get(key) if processes else None
         if pool is None or not pool.users:
             pool = _Pool(splits, device, seed, processes, source)
-        self._loader = pool
-        self._loader.users.add(self)
-        _pools[key] = self._loader
+        _pools[key] = self._loader = pool
+        pool.users.add(self)
         where = f"by {pluralize(processes, 'loader process')}" if processes else "in this process"
         self.data_location = f"fetched {where}{reason}"
 
@@ -104,8 +103,7 @@ class ItemFetcher:
         while group := list(islice(waiting, self._at_once)):
             whole = self._dataset.fetch_whole(torch.cat(group).numpy())
             self._collate.check_classes(whole.indices, whole.targets)
-            sizes = [len(indices) for indices in group]
-            parts = whole.inputs.split(sizes), whole.targets.split(sizes)
+            parts = (part.split([len(indices) for indices in group]) for part in (whole.inputs, whole.targets))
             for inputs, targets, indices in zip(*parts, group, strict=True):
                 yield Fetched(_align(inputs), _align(targets), indices)
             self._at_once = min(_MOST_AT_ONCE, max(1, _BYTES_AT_ONCE * len(group) // whole.inputs.nbytes))
@@ -119,7 +117,7 @@ class ItemFetcher:
 
 def _align(part: Tensor) -> Tensor:
     """The same where torch begins any tensor, so that sums over it have the same bits whatever was fetched with it."""
-    return part if part.data_ptr() % _ALIGNMENT == 0 else part.clone()
+    return part if part.data_ptr() % 64 == 0 else part.clone()  # bytes, of torch's own tensors on a CPU
 
 
 Request = tuple[int, list[tuple[int, int]]]
@@ -134,8 +132,7 @@ class _Pool(DataLoader[Any]):
     ) -> None:
         self.source, self.users = source, WeakSet[ItemFetcher]()
         self.turn: object = None  # of the stream that was begun last
-        self.requests = _Requests()
-        options = source.loader_options
+        self.requests, options = _Requests(), source.loader_options
         super().__init__(
             _Splits([(SeededDataset(split, seed), Collate(split, source.form)) for split in splits]),
             collate_fn=lambda made: made,
@@ -149,16 +146,23 @@ class _Pool(DataLoader[Any]):
         )
         if processes:  # fork now: during training a thread may hold a lock, on which the child would wait for ever
             deque(self, maxlen=0)
+            Finalize(None, _end_pools, exitpriority=11)  # in a child of multiprocessing; queues are closed at 10
 
 
 _pools: WeakValueDictionary[tuple[object, ...], _Pool] = WeakValueDictionary()
 
 
+@atexit.register  # after torch's own, so called before it: from then on a DataLoader ends no processes
+def _end_pools() -> None:
+    """End what is left at exit: multiprocessing terminates its children and waits, but these ignore SIGTERM."""
+    for pool in [pool for (process, *_), pool in _pools.items() if process == os.getpid()]:
+        end_processes(pool)
+
+
 class _Requests:
     """A batch sampler whose batches are set before each pass."""
 
-    def __init__(self) -> None:
-        self.now: Iterable[Request] = []
+    now: Iterable[Request] = ()
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self.now)
@@ -173,18 +177,12 @@ class _Splits(Dataset[Any]):
     def __getitems__(self, request: Request) -> tuple[Collated, TokenCounts | None]:
         number, places = request
         dataset, collate = self._parts[number]
-        return _collate_and_count(collate, dataset.__getitems__(places))
-
-
-def _collate_and_count(
-    collate: Collate, numbered: Fetched | Sequence[tuple[int, Any]]
-) -> tuple[Collated, TokenCounts | None]:
-    """A batch, and its tokens, for which one would have to wait on a device."""
-    if isinstance(numbered, Fetched):
-        collate.check_classes(numbered.indices, numbered.targets)
-        return Collated(numbered.inputs, numbered.targets), None
-    made = collate(numbered)
-    return made, count_tokens([item for _, item in numbered], made.targets)
+        numbered = dataset.__getitems__(places)
+        if isinstance(numbered, Fetched):
+            collate.check_classes(numbered.indices, numbered.targets)
+            return Collated(numbered.inputs, numbered.targets), None
+        made = collate(numbered)
+        return made, count_tokens([item for _, item in numbered], made.targets)  # on a device one would wait for them
 
 
 class SeededDataset(Dataset[Any]):
@@ -277,13 +275,13 @@ def _without_traceback() -> Iterator[None]:
 def _seconds_a_sample(dataset: SeededDataset) -> float:
     """The shortest time of a few samples, since the first may open files."""
     taken: list[float] = []
-    rows = 1 if dataset.fetch_batch is None else _TYPICAL_BATCH
+    rows = 1 if dataset.fetch_batch is None else 32  # as many as are typical
     for index in range(min(8, len(dataset.dataset))):  # type: ignore[arg-type]
         places = [(EVAL_EPOCH, index + row) for row in range(rows)]
         began = time.perf_counter()
         dataset.__getitems__(places)
         taken.append((time.perf_counter() - began) / len(places))
-        if index > 1 and sum(taken) > _LONGEST_PROBE:
+        if index > 1 and sum(taken) > 0.5:  # seconds
             break
     return min(taken, default=0.0)
 
@@ -309,6 +307,8 @@ class LoaderContext(ForkContext):
 
 
 class _LoaderProcess(ForkProcess):
+    terminate = ForkProcess.kill  # it ignores SIGTERM, which torch sends to one that has not ended when it was asked to
+
     def __init__(self, sockets: str, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._config["tempdir"] = sockets  # type: ignore[attr-defined]  # multiprocessing reads it from here

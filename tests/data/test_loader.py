@@ -2,10 +2,13 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data import fetcher
 from multigpu_cli.data.collate import SampleForm
-from multigpu_cli.data.fetcher import SeededDataset
+from multigpu_cli.data.fetcher import LoaderContext, SeededDataset, ignore_group_signals
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.order import EVAL_EPOCH, KeyedRandom, shuffle_numbers
 from multigpu_cli.data.source import DataSource
@@ -27,6 +30,7 @@ from tests.support.world import CPU
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 
+ROOT = Path(__file__).resolve().parents[2]
 PLAN = BatchPlan(samples=37, micro_batch=4, global_batch=12, workers=1)
 
 
@@ -318,6 +322,51 @@ def test_closing_ends_the_loader_processes() -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(maker, 0)
     served.close()
+
+
+HELD = """from tests.data.test_loader import Noisy, loader
+stream = loader(Noisy(), 1).eval_batches(4, 0, 1)
+print(next(stream).sample_indices.tolist())"""
+"""A user's script that ends amid a pass; its loader processes ignore the SIGTERM that multiprocessing sends them."""
+
+
+def test_a_script_ends_that_holds_a_stream() -> None:
+    ended = subprocess.run([sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.stdout, ended.returncode) == ("[0, 1, 2, 3]\n", 0), ended.stderr
+
+
+def test_so_does_a_process_of_multiprocessing() -> None:
+    """It runs no atexit functions, and waits for its children all the same."""
+    held: list[Any] = []
+
+    def hold() -> None:
+        held.append(loader(Noisy(), 1).eval_batches(4, 0, 1))
+        next(held[0])
+
+    process = multiprocessing.get_context("fork").Process(target=hold)
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_torch_can_end_a_process_that_ignores_sigterm() -> None:
+    """One whose queue was collected before it hears nothing else."""
+    context, (reader, writer) = LoaderContext(), multiprocessing.Pipe(duplex=False)
+
+    def wait() -> None:
+        ignore_group_signals(0)
+        writer.send("ready")
+        time.sleep(60)
+
+    process = context.Process(target=wait, daemon=True)
+    process.start()
+    reader.recv()
+    process.terminate()
+    process.join(30)
+    context.close()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_the_splits_of_a_source_share_their_processes(closing: list[Loader]) -> None:
