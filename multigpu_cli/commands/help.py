@@ -39,13 +39,11 @@ COMMON = (
 _GROUPS: Mapping[str, Sequence[str]] = {
     "Train": ("train", "tune", "recipes"),
     "Prepare": ("doctor", "selftest", "plan", "bench", "data"),
-    "Inspect and manage runs": ("status", "report", "verify", "checkpoints", "clean", "mirror", "log", "profile"),
+    "Manage runs": ("status", "watch", "report", "verify", "checkpoints", "clean", "mirror", "log", "profile"),
     "Use a trained model": ("evaluate", "predict", "sample", "export"),
 }
 _EXAMPLES = (
-    ("--epochs 5", "example data"),
     ("--data mine:data --model mine:net", "your own"),
-    ("--gpu-ids 0,1", "two GPUs"),
     ("--dry-run", "plan only"),
 )
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
