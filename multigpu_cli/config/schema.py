@@ -5,7 +5,7 @@ key have no flag: the free-form arguments of the parts (data.args.*, and so for 
 and hook), and what few people need, such as optimizer.rates. Settings of a section that is FREE may differ on resume.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from typing import Any
@@ -358,6 +358,17 @@ class Config:
         """The value of a setting by its key."""
         entry = SETTINGS[key]
         return getattr(getattr(self, entry.section), entry.attribute)
+
+    def nest(self, keys: Iterable[str]) -> dict[str, Any]:
+        """The recipe and the values of these keys, those of a part such as `model` below its name."""
+        data: dict[str, Any] = {"recipe": self.recipe}
+        for key in keys:
+            (part, _, inner), value = key.partition("."), self.get(key)
+            if part in types.PARTS:
+                data.setdefault(part, {})[inner or types.PARTS[part]] = value
+            else:
+                data[key] = list(value) if isinstance(value, tuple) else value
+        return data
 
 
 LENGTH = ("epochs", "max_steps", "env_steps", "episodes")  # the first that is reached ends a run

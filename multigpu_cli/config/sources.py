@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.config import paths
-from multigpu_cli.config.resume_rules import OF_THE_COMMAND
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
 from multigpu_cli.config.types import PARTS, SettingEntry, quote_value
 from multigpu_cli.errors import RequestError, TrainingError, raise_all
@@ -65,27 +64,9 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None, *,
     return Request(config, faults, frozenset(broken), frozenset(filed.keys() - given.keys()), command, readable)
 
 
-def dump(config: Config) -> str:
-    """The text of config.yaml: every resolved setting except save_dir, resume and own_code; `--config` reads it."""
-    from multigpu_cli.config import yaml_text  # late: only the rank that writes the folder needs it
-
-    return yaml_text.dump(_nest(config, [key for key in SETTINGS if key not in OF_THE_COMMAND]))
-
-
 def explicit_dump(config: Config) -> dict[str, Any]:
     """Only the explicit settings, as plain values for JSON; resolving them in a worker gives an equal Config."""
-    return _nest(config, [key for key in SETTINGS if key in config.explicit])
-
-
-def _nest(config: Config, keys: Iterable[str]) -> dict[str, Any]:
-    data: dict[str, Any] = {"recipe": config.recipe}
-    for key in keys:
-        (part, _, inner), value = key.partition("."), config.get(key)
-        if part in PARTS:
-            data.setdefault(part, {})[inner or PARTS[part]] = value
-        else:
-            data[key] = list(value) if isinstance(value, tuple) else value
-    return data
+    return config.nest(key for key in SETTINGS if key in config.explicit)
 
 
 def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken: set[str]) -> dict[str, Any]:

@@ -120,6 +120,11 @@ def dump(data: dict[str, Any]) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
 
 
+def dump_config(config: Config) -> str:
+    """The text of config.yaml: every resolved setting except save_dir, resume and own_code; `--config` reads it."""
+    return dump(config.nest(key for key in SETTINGS if key not in OF_THE_COMMAND))
+
+
 def dump_value(value: Any) -> str:
     """A single value in one line, as --set takes it."""
     options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": float("inf")}

@@ -23,7 +23,6 @@ from multigpu_cli.checkpoint.run_folder import rewind_run
 from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sources import dump
 from multigpu_cli.distributed.launch_env import LaunchEnv, leave_failures_to_watchdog, record_run
 from multigpu_cli.distributed.placement import Placement, describe_unlike_gpus, gpu_models
 from multigpu_cli.distributed.process_group import process_group
@@ -310,12 +309,14 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
 
 
 def _prepare_folder(run: Run) -> None:
+    from multigpu_cli.config.yaml_text import dump_config  # late: only the rank that writes the folder needs YAML
+
     with fail_on_write_error(run.folder):
         rewind_run(run.spec.resume_point, run.checkpointer.store)
         (run.folder / "summary.json").unlink(missing_ok=True)  # the previous attempt's
         remove_drafts(run.folder)
         run.checkpointer.store.sweep()
-        publish(run.folder / "config.yaml", (run.spec.factories.comment + dump(run.spec.user_config)).encode())
+        publish(run.folder / "config.yaml", (run.spec.factories.comment + dump_config(run.spec.user_config)).encode())
     if run.log.tensorboard:
         run.log.tensorboard.plan(run.plan.rows())
 

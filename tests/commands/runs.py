@@ -7,7 +7,7 @@ from typing import Any
 
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sources import dump
+from multigpu_cli.config.yaml_text import dump_config
 
 PLAN = {
     "strategy": "ddp",
@@ -58,7 +58,7 @@ def run_folder(
 ) -> Path:
     folder.mkdir(parents=True)
     (folder / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in events))
-    (folder / "config.yaml").write_text(dump(replace_settings(Config(), settings)))
+    (folder / "config.yaml").write_text(dump_config(replace_settings(Config(), settings)))
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder

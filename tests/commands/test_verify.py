@@ -12,7 +12,7 @@ import main_multi_gpu
 from multigpu_cli.commands.verify import compare_runs, format_comparison
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sources import dump
+from multigpu_cli.config.yaml_text import dump_config
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.journal import dump_json
 
@@ -48,7 +48,7 @@ def run(
     folder.mkdir()
     journal = [first or start(), *lines]
     (folder / "journal.jsonl").write_text("".join(json.dumps({"time": 1.0} | line) + "\n" for line in journal))
-    (folder / "config.yaml").write_text(dump(replace_settings(Config(), settings)))
+    (folder / "config.yaml").write_text(dump_config(replace_settings(Config(), settings)))
     status = "completed" if fingerprint else "stopped"
     (folder / "summary.json").write_text(json.dumps({"status": status, "fingerprint": fingerprint}))
     return str(folder)

@@ -6,7 +6,8 @@ import pytest
 
 from multigpu_cli.config.paths import explain_dataset, find_data_errors, find_datasets, is_path
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sources import dump, explicit_dump, resolve
+from multigpu_cli.config.sources import explicit_dump, resolve
+from multigpu_cli.config.yaml_text import dump_config
 from multigpu_cli.errors import RequestError
 
 
@@ -75,7 +76,7 @@ def test_config_yaml_has_the_recognized_dataset(tmp_path: Path) -> None:
     file = str(touch_files(tmp_path, "t.csv") / "t.csv")
     config = resolve({"data_dir": file}, [], None)
     assert "data" not in config.explicit, "a checkpoint's dataset is kept"
-    (tmp_path / "config.yaml").write_text(dump(config))
+    (tmp_path / "config.yaml").write_text(dump_config(config))
     (tmp_path / "t.csv").rename(tmp_path / "moved")
     again = resolve({"data_dir": str(tmp_path / "moved")}, [], str(tmp_path / "config.yaml"))
     assert again.data.name == "csv"

@@ -2,8 +2,8 @@ import pytest
 
 from multigpu_cli.config.code_names import parse_hook, parse_metric
 from multigpu_cli.config.resume_rules import flatten_settings
-from multigpu_cli.config.sources import dump, resolve
-from multigpu_cli.config.yaml_text import list_arguments
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.config.yaml_text import dump_config, list_arguments
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_they_are_lists_in_every_form(tmp_path: object) -> None:
     assert config.hook.args == {"c": {"file": "x"}}
     again = f"{tmp_path}/config.yaml"
     with open(again, "w") as file:
-        file.write(dump(config))
+        file.write(dump_config(config))
     assert flatten_settings(resolve({}, [], again)) == flatten_settings(config)
     words = list_arguments(config)
     assert words.count("--metric") == words.count("--hook") == 2

@@ -10,7 +10,8 @@ import pytest
 
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.config.sources import dump, explicit_dump, gather, resolve
+from multigpu_cli.config.sources import explicit_dump, gather, resolve
+from multigpu_cli.config.yaml_text import dump_config
 from multigpu_cli.errors import RequestError
 
 Write = Callable[[str], str]
@@ -110,7 +111,7 @@ def test_names_of_classes_and_parameters_are_text(recipe: Write, text: str) -> N
         config = resolve({}, sets, recipe(file) if file else None)
         assert config.task.class_weights == weights
         assert file or config.optimizer.rates == weights
-    assert resolve({}, (), recipe(dump(config))).task.class_weights == weights
+    assert resolve({}, (), recipe(dump_config(config))).task.class_weights == weights
     assert resolve({}, ("data.args={x: {no: 1}}",), None).data.args == {"x": {False: 1}}
 
 
@@ -221,16 +222,16 @@ WRITTEN = {
 @pytest.mark.parametrize("flags", [{}, WRITTEN, {"base_lr": "0.1", "max_grad_norm": "off", "seed": "0"}])
 def test_config_yaml_repeats_the_run(recipe: Write, flags: dict[str, Any]) -> None:
     config = resolve(flags, (), None)
-    repeated = resolve({}, (), recipe(dump(config)))
+    repeated = resolve({}, (), recipe(dump_config(config)))
     for key in SETTINGS.keys() - OF_THE_COMMAND:
         assert repeated.get(key) == config.get(key), key
     assert repeated.recipe == config.recipe
-    assert dump(repeated) == dump(config)
-    assert not any(key in dump(config) for key in OF_THE_COMMAND)
+    assert dump_config(repeated) == dump_config(config)
+    assert not any(key in dump_config(config) for key in OF_THE_COMMAND)
 
 
 def test_config_yaml_has_every_setting_in_the_tables_order(recipe: Write) -> None:
-    found = [line.split(":")[0] for line in dump(Config()).splitlines() if not line.startswith(" ")]
+    found = [line.split(":")[0] for line in dump_config(Config()).splitlines() if not line.startswith(" ")]
     told = dict.fromkeys(key.partition(".")[0] for key in SETTINGS if key not in OF_THE_COMMAND)
     assert found == ["recipe", *told]
 
@@ -246,6 +247,6 @@ def test_how_many_parts_of_a_sample_are_inputs_is_a_setting(recipe: Write) -> No
     file = recipe("data: {name: mine:rows, inputs: 2, args: {inputs: 5}}\n")
     config = resolve({}, (), file)
     assert (config.data.inputs, config.data.args) == (2, {"inputs": 5})
-    assert resolve({}, (), recipe(dump(config))).data == config.data
+    assert resolve({}, (), recipe(dump_config(config))).data == config.data
     assert resolve({"data": "digits"}, (), file).data.inputs is None, "it was meant for the other dataset"
     assert "must be a whole number" in read_refusal(sets=("data.inputs=both",))

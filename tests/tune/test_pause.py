@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from multigpu_cli.config.resume_rules import replace_settings
-from multigpu_cli.config.sources import dump, resolve
+from multigpu_cli.config.sources import resolve
+from multigpu_cli.config.yaml_text import dump_config
 from multigpu_cli.monitor.history import load_history
 from train_multi_gpu import train
 
@@ -38,6 +39,6 @@ def test_a_run_that_pauses_at_rungs_equals_one_that_does_not_and_never_sees_the_
 def test_the_pause_is_the_commands_own_and_stays_out_of_config_yaml() -> None:
     config = resolve({}, ["tune.pause_at=2"], None)
     assert config.length.pause_at == 2
-    assert "pause_at" not in dump(config)
+    assert "pause_at" not in dump_config(config)
     with pytest.raises(Exception, match=r"tune\.pause_at"):
         replace_settings(config, {"tune.pause_at": 0})
