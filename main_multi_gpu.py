@@ -88,9 +88,9 @@ def _train(values: Mapping[str, Any]) -> int:
     screen = next((name for name in ("json", "quiet", "verbose") if values[name]), "normal")
     config = build_config(values, os.environ)
     if values["print_config"]:
-        from multigpu_cli.config.sources import dump
+        from multigpu_cli.config.yaml_text import dump_config
 
-        _print_on_main(dump(config).rstrip())
+        _print_on_main(dump_config(config).rstrip())
         return 0
     gc.disable()  # torch's objects stay: collecting while it loads costs half a second
     from train_multi_gpu import train  # torch loads here

@@ -319,9 +319,9 @@ CEILINGS = {
     "files": 225,  # to become 220
     "lines": 44_952,  # 41,000
     "files to read": 30,
-    "lines to read": 7_177,  # 7,500
-    "files the engine reaches": 84,  # 100
-    "lines the engine reaches": 18_081,  # 18,000
+    "lines to read": 7_170,  # 7,500
+    "files the engine reaches": 83,  # 100
+    "lines the engine reaches": 17_916,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0
