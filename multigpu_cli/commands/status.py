@@ -27,9 +27,9 @@ from multigpu_cli.monitor.history import (
 )
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.monitor.pace import forecast_step
+from multigpu_cli.monitor.run_state import STATE, read_process
 
 HOME = "checkpoints"
-STATE = "logs/state.json"
 _PATIENCE = 60.0  # seconds without a line that are normal
 _FIRST_PATIENCE = 600.0  # before the first line: loading, compiling
 _REFRESH = 2.0  # seconds
@@ -233,7 +233,7 @@ def _judge_state(
     process, since = f"process {pid} on {host}", f"the last sign was {format_duration(silent)} ago"
     here = host == os.uname().nodename
     if locked:
-        letter = _read_process(pid)[0] if here else ""
+        letter = read_process(pid)[0] if here else ""
         if here and not letter and silent > _PATIENCE:
             doubt = "it is in another container, or a child has outlived it"
             return "unknown", f"the folder is in use, but {process} is not to be seen: {doubt}; {since}"
@@ -244,18 +244,9 @@ def _judge_state(
         return "unknown", f"the folder has no lock, as a copy has none; {since}"
     if not here:
         return "unknown", f"whether {process} still runs can't be seen from this machine; {since}"
-    if sign.get("started") and _read_process(sign["pid"])[1] == sign["started"]:
+    if sign.get("started") and read_process(sign["pid"])[1] == sign["started"]:
         return "ending", f"{process} has released the folder"
     return "dead", f"{process} is gone"
-
-
-def _read_process(pid: str) -> tuple[str, int | None]:
-    """A process's state, such as T where it is suspended, and when it was started, by proc(5); "", None without it."""
-    try:
-        fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return "", None
-    return fields[0], int(fields[19])
 
 
 def _list_companion_alarms(run: Path, state: str) -> Iterator[str]:

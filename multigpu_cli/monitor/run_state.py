@@ -25,7 +25,7 @@ class RunState:
     It reads what the watchdog is told in any case, so that no step calls anything here, and a disk that does not answer
     keeps this thread alone waiting. The file has `phase` (starting, training, evaluating, saving or ending), `step`
     (optimizer steps done), `time` (Unix seconds at which both were seen first), `pid`, `host`, and `started`, see
-    `read_process_start`.
+    `read_process`.
 
     The thread also looks for a request, a file with a name of REQUESTS, a number of steps and an id. It stays until it
     is finished, so that there is one at a time. On ranks above 0, where `run` is None, there is no thread. Nothing is
@@ -85,7 +85,7 @@ class RunState:
         phase = "ending" if self.ending else phase if phase in _PHASES else "training"
         if (phase, step) != self._written:
             pid, host = os.getpid(), os.uname().nodename
-            process = {"pid": pid, "host": host, "started": read_process_start(pid)}
+            process = {"pid": pid, "host": host, "started": read_process(pid)[1]}
             self._check_owner()
             self._file.parent.mkdir(exist_ok=True)
             draft = self._file.with_name(f".{self._file.name}.draft")
@@ -97,9 +97,13 @@ class RunState:
             self._written = phase, step
 
 
-def read_process_start(pid: int) -> int | None:
-    """When a process of this machine was started, in clock ticks since boot; None: there is none, or no /proc."""
+def read_process(pid: int | str) -> tuple[str, int | None]:
+    """A process's state, such as T where it is suspended, and its start in clock ticks since boot, by proc(5).
+
+    "" and None: this machine has no such process, or no /proc.
+    """
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # field 22 of proc(5)
-    except OSError:
-        return None
+        fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return "", None
+    return fields[0], int(fields[19])

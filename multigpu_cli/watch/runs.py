@@ -8,11 +8,12 @@ from hashlib import sha256
 from pathlib import Path
 from threading import RLock
 
-from multigpu_cli.commands.status import HOME, STATE
+from multigpu_cli.commands.status import HOME
 from multigpu_cli.errors import RequestError
 from multigpu_cli.loggers.sender import JournalTail
 from multigpu_cli.monitor.curves import CurveHistory, RunData, load_run
 from multigpu_cli.monitor.history import JOURNAL, PLAN, find_run_folders
+from multigpu_cli.monitor.run_state import STATE
 from multigpu_cli.tune.trials import STUDY
 
 _NEWEST = 1 << 20  # bytes of a long journal's end, which are read first

@@ -12,7 +12,7 @@ import pytest
 
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor import run_state
-from multigpu_cli.monitor.run_state import STATE, RunState, read_process_start
+from multigpu_cli.monitor.run_state import STATE, RunState, read_process
 from tests.support.run_training import run_training
 from tests.support.wait_until import wait_until
 from tests.support.world import ALONE
@@ -45,7 +45,7 @@ def test_it_follows_what_the_watchdog_is_told(
     found = read(tmp_path)
     assert found.keys() == {"phase", "step", "time", "pid", "host", "started"}
     assert (found["pid"], found["host"]) == (os.getpid(), os.uname().nodename)
-    assert found["started"] == read_process_start(os.getpid())
+    assert found["started"] == read_process(os.getpid())[1]
     assert [file.name for file in (tmp_path / STATE).parent.iterdir()] == ["state.json"], "no draft is left"
 
 
@@ -91,9 +91,9 @@ def test_a_disk_that_refuses_is_tried_again_and_a_folder_of_another_run_is_left_
 
 def test_a_process_that_is_gone_has_no_start() -> None:
     with subprocess.Popen(["sleep", "600"]) as other:
-        assert (read_process_start(other.pid) or 0) >= (read_process_start(os.getpid()) or 0) > 0
+        assert (read_process(other.pid)[1] or 0) >= (read_process(os.getpid())[1] or 0) > 0
         other.kill()
-    assert read_process_start(other.pid) is None
+    assert read_process(other.pid) == ("", None)
 
 
 def test_a_run_of_two_workers_has_one_state(tmp_path: Path) -> None:
