@@ -26,7 +26,7 @@ print("trained to", results["final_loss"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [*sorted(CAPABILITIES), "tune"])
+@pytest.mark.parametrize("room", [*sorted(CAPABILITIES), "tune", "watch"])
 def test_without_a_room_help_answers_and_a_tensor_dataset_trains(room: str, tmp_path: Path) -> None:
     for name in ("multigpu_cli", "main_multi_gpu.py", "train_multi_gpu.py", "configs"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

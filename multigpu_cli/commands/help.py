@@ -127,8 +127,8 @@ def write_commands(group: Any, ctx: Any, formatter: Any) -> None:
     groups = {"Commands": list(group.commands)} if ctx.parent else _GROUPS
     left = max(map(len, group.commands))
     for title, names in groups.items():
-        rows = [(name.ljust(left), group.commands[name].get_short_help_str(formatter.width)) for name in names]
-        _write_section(formatter, title, rows)
+        there = [(name.ljust(left), group.commands[name]) for name in names if name in group.commands]
+        _write_section(formatter, title, [(name, each.get_short_help_str(formatter.width)) for name, each in there])
     if not ctx.parent:
         formatter.write_paragraph()
         chapters = f"{ctx.command_path} help CHAPTER, with one of {', '.join(TOPICS)}"

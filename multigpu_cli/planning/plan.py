@@ -42,7 +42,7 @@ class Plan:
         return [
             ("what", self.description),
             *([("data", self.data)] if self.data else []),
-            ("where", self.placement_reason),
+            ("where", self.placement_reason + ("" if self.device == "cpu" else f"; {self.device}")),
             ("batch", self._batch()),
             ("learning rate", self.rate.reason + ("" if self.scheduler_every else f"; {self.schedule.shape} schedule")),
             *([("optimizer", self.optimizer)] if self.optimizer else []),

@@ -13,6 +13,7 @@ from tests.gpu.simulated.gpus import alone
 from tests.gpu.simulated.machine import Machine
 
 LAUNCHER = Path(__file__).resolve().parents[2] / "launch_multi_gpu.sh"
+_ROWS = ("where", "batch")  # of the plan
 FLAGS = ["--model", "mlp", "--max-steps", "3", "--data-on-device", "off"]
 
 
@@ -24,8 +25,10 @@ def test_a_training_on_two_gpus(mode: str, tmp_path: Path) -> None:
     told = launch_on(machine, tmp_path, "--mode", mode)
     assert told.returncode == 0, told.stderr
     assert "This machine: 2 GPUs to use" in told.stderr
-    assert told.stderr.count(machine.gpus[0].name) >= 3, "each GPU, and the device of the plan"
-    assert "workers: 2" in told.stderr
+    assert told.stderr.count(machine.gpus[0].name) == 2, "each GPU"
+    where, batch = (next(line for line in told.stdout.splitlines() if line.startswith(f" {row} ")) for row in _ROWS)
+    assert where.endswith(f"; {machine.gpus[0].name}")
+    assert "2 workers" in batch
     (run,) = (tmp_path / "checkpoints" / "digits").iterdir()
     summary = json.loads((run / "summary.json").read_text())
     start = next(event for event in journal.read_events(run / "journal.jsonl") if event["event"] == "start")

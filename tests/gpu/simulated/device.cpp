@@ -756,6 +756,15 @@ Tensor batch_norm_backward_applied(const Tensor& gradient, const Tensor& input, 
 
 struct NcclOptions final : c10d::Backend::Options {
   NcclOptions() : Options("nccl") {}
+  ~NcclOptions() override {  // torch frees groups without the GIL
+    if (Py_IsInitialized()) {
+      py::gil_scoped_acquire gil;
+      split_from = config = py::object();
+    } else {
+      split_from.release();
+      config.release();
+    }
+  }
   bool is_high_priority_stream = false;
   py::object split_from, config;
   int64_t split_color = 0;

@@ -329,6 +329,10 @@ def reductions(sim: Simulated, world: World) -> list[Any]:
     dist.all_gather(parts, torch.tensor([float(world.rank)], device=world.device))
     with pytest.raises(RuntimeError, match="cpu"):
         dist.all_reduce(torch.ones(1))
+    for _ in range(2):  # the first goes while the second comes
+        group = dist.new_group([0, 1])
+        dist.all_reduce(mean, op=dist.ReduceOp.AVG, group=group)
+        dist.destroy_process_group(group)
     dist.barrier()
     return [dist.get_backend(), one.tolist(), mean.tolist(), [part.item() for part in parts]]
 
