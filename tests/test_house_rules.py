@@ -317,11 +317,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 225,  # to become 220
-    "lines": 44_946,  # 41,000
+    "lines": 44_944,  # 41,000
     "files to read": 30,
-    "lines to read": 7_170,  # 7,500
+    "lines to read": 7_174,  # 7,500
     "files the engine reaches": 83,  # 100
-    "lines the engine reaches": 17_920,  # 18,000
+    "lines the engine reaches": 17_924,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from multigpu_cli.config.rules import Rule
-from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
 DRIVERS = {"file": "fsspec", "s3": "s3fs", "gs": "gcsfs"}
@@ -43,9 +42,4 @@ def _hide_password(url: str) -> str:
     return f"{head.partition('://')[0]}://…@{tail}" if at else tail
 
 
-def _mirror(config: Config) -> Iterator[RequestError]:
-    if config.checkpoint.mirror is not None:
-        yield from find_url_errors(config.checkpoint.mirror)
-
-
-RULES = (Rule("mirror", _mirror),)
+RULES = (Rule("mirror", lambda config: find_url_errors(url) if (url := config.checkpoint.mirror) else iter(())),)

@@ -241,7 +241,7 @@ def test_a_mirror_that_breaks_off_keeps_a_run_from_beginning_at_an_older_checkpo
     config = resolve({"mirror": "file:mirror", "save_dir": "run"}, [], None)
     monkeypatch.setattr(restore, "_check_settings", lambda *_: None)
     with monkeypatch.context() as full:
-        full.setattr(files, "_reserve", refuse)
+        full.setattr(os, "posix_fallocate", refuse)
         with pytest.raises(RequestError, match=r"could not be copied to run: the disk is full\n.*free some space"):
             restore.restore_from_mirror(config, attempt=0, begun=[])
     with monkeypatch.context() as broken:

@@ -90,7 +90,7 @@ def make_plan(request: RunRequest, world: World) -> Plan:
     return Plan(
         placement_reason=f"{placement.strategy}{' with --exact' if exact else ''}: {placement.reason}",
         strategy=placement.strategy,
-        device=torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
+        device=_name_device(world),
         batches=batches,
         rate=rate,
         schedule=schedule,
@@ -166,6 +166,10 @@ def _list_unused_flags(request: RunRequest) -> list[str]:
     unused |= {*chain(*STRATEGY_SETTINGS.values())} - {*STRATEGY_SETTINGS.get(strategy, ())}
     ddp_arguments = sorted(request.factories.ddp) if strategy != "ddp" else []
     return [SETTINGS[key].flag or key for key in sorted(unused & config.explicit)] + ddp_arguments
+
+
+def _name_device(world: World) -> str:
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
 
 
 def prepare_spec(
