@@ -1,16 +1,19 @@
-"""What the processes beside rank 0 cost a step: a logger whose server hangs, and a mirror that is sent checkpoints.
+"""What a step pays for processes beside it: a logger whose server hangs, a mirror that gets checkpoints, an open page.
 
     python -m benchmarks.companions
 
 Each against the same loop without, and a control. The logger's process connects to a server of this machine that
 accepts and never answers; the loop writes a journal line every ten steps. The loops beside a mirror write checkpoints,
 and the mirror is a folder on the same disk; a turn is long enough for several uploads, and what is still to be sent
-after it is waited for off the clock. All loops are in this process and take turns, by the clock on the wall: what the
-process beside takes from a step, on whatever core, counts.
+after it is waited for off the clock. The page is `watch` on the run's folder; a third process asks it each second for
+all that it shows, which is more than a browser does. All loops are in this process and take turns, by the clock on the
+wall: what the process beside takes from a step, on whatever core, counts.
 """
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.paired_timing import BLOCKS, Row, Seconds, program
+from benchmarks.paired_timing import BLOCKS, ROOT, Row, Seconds, program
 from benchmarks.step_overhead import assemble_training, iterate_steps
 from benchmarks.workloads import MLP
 from multigpu_cli.checkpoint.manifest import list_checkpoint_folders, parse_step
@@ -31,6 +34,7 @@ _NAME = "benchmarks.companions:Hanging"
 _ADDRESS = "hanging-server"  # a socket in the working directory
 _ENDLESS = "1000000"
 _INTERVAL, _LINES = 10, 8  # steps a journal line, lines a turn
+_PAGE_TURN = 2000  # steps: seconds, of which the page looks every one
 _SAVED, _CHECKPOINTS = 500, 6  # steps a checkpoint, checkpoints a turn: seconds, of which the mirror looks every one
 
 
@@ -55,7 +59,7 @@ def measure(tiny: bool = False) -> list[Row]:
     with tempfile.TemporaryDirectory() as home:
         os.chdir(home)
         try:
-            return [*_measure_logger(tiny), *_measure_mirror(tiny)]
+            return [*_measure_logger(tiny), *_measure_mirror(tiny), *_measure_page(tiny)]
         finally:
             os.chdir(before)
 
@@ -97,11 +101,50 @@ def _measure_mirror(tiny: bool) -> list[Row]:
     ]
 
 
+_READER = """
+import json, sys, time, urllib.request
+address, token = sys.argv[1].strip().split("?")
+ask = lambda path: json.load(urllib.request.urlopen(f"{address}{path}{token}"))
+while True:
+    rows = ask("runs?")["runs"]
+    ask(f"view?run={rows[0]['id']}&")
+    print("seen", flush=True)
+    time.sleep(1)
+"""
+
+
+def _measure_page(tiny: bool) -> list[Row]:
+    steps, turns = (20, 2) if tiny else (_PAGE_TURN, 2 * BLOCKS)
+    with ExitStack() as stack:
+        runs = _assemble({"watched": {}, "alone": {}, "alone again": {}}, _ENDLESS, stack)
+        server = _start(stack, "-m", "multigpu_cli", "watch", "watched")
+        reader = _start(stack, "-c", _READER, server.stdout.readline())  # type: ignore[union-attr]
+        if not reader.stdout.readline():  # type: ignore[union-attr]
+            raise RuntimeError("the page does not answer: nothing was measured")
+        seconds = _take_turns(runs, turns, steps)
+        if reader.poll() is not None:
+            raise RuntimeError("the reader of the page has ended: not all was measured")
+    return [
+        seconds.ratio("control: a step without a page / itself", "alone again", "alone"),
+        seconds.ratio("a step beside an open page / without", "watched", "alone", aim=1.01),
+        seconds.over("a step beside an open page, over without", "watched", "alone"),
+    ]
+
+
+def _start(stack: ExitStack, *arguments: str) -> subprocess.Popen[str]:
+    """A Python process that the stack ends; its output is read line by line."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, env=environ)
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    return process
+
+
 def _assemble(sides: Mapping[str, dict[str, str]], every: str, stack: ExitStack) -> dict[str, Run]:
     flags = MLP | {"epochs": _ENDLESS, "checkpoint_every": every, "log_interval": str(_INTERVAL)}
     runs = {name: assemble_training(flags | more | {"save_dir": name}, stack) for name, more in sides.items()}
     for run in runs.values():
-        run.log.journal.write("start", plan={})  # what `start_run` does
+        run.log.journal.write("start", plan=run.plan.as_dict())  # as `start_run` does
     return runs
 
 
