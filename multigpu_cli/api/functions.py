@@ -1,6 +1,7 @@
 """The functions of the API for a training loop of the user's own: wrapping a model, and keeping its metrics."""
 
 import hashlib
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -132,7 +133,9 @@ class Functions:
     def cleanup_distributed(self) -> None:
         """Destroy this process's group, if there is one, and forget the strategy. Runs of the engine end their own."""
         if dist.is_available() and dist.is_initialized():
+            gloo = dist.get_backend() == "gloo"
             dist.destroy_process_group()
+            time.sleep(0.2 * gloo)  # its thread frees the last work under the GIL: a process that ends before aborts
         self.current_strategy = None
 
     def log_training_metrics(
