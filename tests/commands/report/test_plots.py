@@ -5,8 +5,8 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from multigpu_cli.commands.report import plots
-from multigpu_cli.commands.report.plots import draw_plots
+from multigpu_cli.commands.report import report
+from multigpu_cli.commands.report.report import draw_plots
 from multigpu_cli.monitor.curves import list_plots, load_runs
 from multigpu_cli.monitor.plot_style import STYLE
 from tests.commands.runs import PLAN, event, interrupted_run, lines, run_folder
@@ -32,7 +32,7 @@ def test_runs_that_went_to_infinity_or_have_another_global_batch_are_drawn(tmp_p
     assert found.says == "Loss (dashed: validation) over training samples seen: a, b"
     assert found.png.startswith(b"\x89PNG")
     assert b"<svg" in found.svg
-    assert plots._MARKS["resize"].encode() in found.svg, "the first went on with fewer workers"
+    assert report._MARKS["resize"].encode() in found.svg, "the first went on with fewer workers"
 
 
 def test_the_curve_is_that_of_the_mean_loss(tmp_path: Path) -> None:
@@ -59,9 +59,9 @@ def test_long_numbers_on_the_axis_are_whole(tmp_path: Path) -> None:
         small = load_runs([run_folder(tmp_path / str(last), [event(0, "start"), *lines(1, last, 0, lr=1.464e-4)])])
         [rate] = [plot for plot in list_plots(small)[1] if plot.name == "learning_rate"]
         with rc_context(STYLE):
-            figure, axes = plots._new_figure("Learning rate")
-            plots._draw_plot(rate, axes)
-            plots._finish_axes(axes)
+            figure, axes = report._new_figure("Learning rate")
+            report._draw_plot(rate, axes)
+            report._finish_axes(axes)
             box = axes.get_tightbbox(FigureCanvasAgg(figure).get_renderer())
             assert box is not None
             assert box.x0 >= 0
@@ -73,7 +73,7 @@ def test_no_picture_is_empty(tmp_path: Path) -> None:
     assert "loss" not in names(lost.folder)
     axes = Figure().add_subplot()
     for values in ([math.nan, 2.0], [1.0, 2.0]):
-        plots._draw_line(axes, ([1.0, 2.0], values), "black")
+        report._draw_line(axes, ([1.0, 2.0], values), "black")
     assert [line.get_marker() for line in axes.lines] == ["o", "None"]
     (short,) = load_runs([run_folder(tmp_path / "b", [event(0, "start", plan=PLAN), *lines(1, 1, 0)])])
     assert "<!-- 0.98 -->" not in next(draw_plots([short])).svg.decode(), "steps are whole"
