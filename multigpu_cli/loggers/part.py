@@ -13,8 +13,7 @@ from multigpu_cli.distributed.world import World, run_on_main_rank
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.loggers.base import check_loggers
-from multigpu_cli.loggers.process import LoggerProcess, list_unsent
-from multigpu_cli.loggers.sender import hold_lock, read_position
+from multigpu_cli.loggers.sender import LoggerProcess, hold_lock, list_unsent, read_position
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.history import JOURNAL
 from multigpu_cli.run.assembly.components import TrainComponents

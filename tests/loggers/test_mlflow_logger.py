@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.loggers.process import LoggerProcess
-from multigpu_cli.loggers.sender import read_position
+from multigpu_cli.loggers.sender import LoggerProcess, read_position
 from tests.commands.runs import interrupted_run
 
 ROOT = Path(__file__).resolve().parents[2]

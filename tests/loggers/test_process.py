@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from multigpu_cli.loggers import process as module
-from multigpu_cli.loggers.process import LoggerProcess, list_unsent
-from multigpu_cli.loggers.sender import Position, hold_lock, read_position, write_position
+from multigpu_cli.loggers import sender as module
+from multigpu_cli.loggers.sender import LoggerProcess, Position, hold_lock, list_unsent, read_position, write_position
 from multigpu_cli.monitor.journal import Journal
 from tests.commands.runs import interrupted_run, run_folder
 from tests.support.recording_logger import read_rows
@@ -90,7 +89,7 @@ def test_it_sends_the_rest_and_ends_when_rank_0_is_killed() -> None:
     script = f"""
 import time
 from pathlib import Path
-from multigpu_cli.loggers.process import LoggerProcess
+from multigpu_cli.loggers.sender import LoggerProcess
 process = LoggerProcess(Path("run"), [{OWN!r}], 30.0, print)
 print(process._companion.process.pid, flush=True)
 time.sleep(600)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.loggers.process import LoggerProcess, list_unsent
-from multigpu_cli.loggers.sender import identify_run
+from multigpu_cli.loggers.sender import LoggerProcess, identify_run, list_unsent
 from tests.commands.runs import interrupted_run
 from tests.support.wandb_files import read_records
 
