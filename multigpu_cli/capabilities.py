@@ -153,10 +153,10 @@ TRANSFORMS = {
 """Of whole batches, beside a dataset's own."""
 
 TASKS = {
-    "classification": "multigpu_cli.tasks.classification:Classification",
-    "segmentation": "multigpu_cli.tasks.classification:Segmentation",
-    "multi-label": "multigpu_cli.tasks.classification:MultiLabel",
-    "regression": "multigpu_cli.tasks.regression:Regression",
+    "classification": "multigpu_cli.tasks.supervised:Classification",
+    "segmentation": "multigpu_cli.tasks.supervised:Segmentation",
+    "multi-label": "multigpu_cli.tasks.supervised:MultiLabel",
+    "regression": "multigpu_cli.tasks.supervised:Regression",
     "language-model": "multigpu_cli.language.task:LanguageModel",
     "dpo": "multigpu_cli.language.task:DPO",
     "from-model": "multigpu_cli.tasks.own_loss:FromModel",

@@ -18,7 +18,7 @@ SMALL = ["data.args.shape=[6]", "data.args.classes=3", "data.args.train=24", "da
 PLANTED = """open("ran", "w").close()
 from multigpu_cli.models.networks.mlp import build as net
 from multigpu_cli.data.builtin.synthetic import load as tensors
-from multigpu_cli.tasks.classification import Classification
+from multigpu_cli.tasks.supervised import Classification
 """
 CHECKPOINT = "checkpoints/step_00000002"
 

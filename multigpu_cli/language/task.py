@@ -33,7 +33,7 @@ from multigpu_cli.runtime.model_call import IGNORED
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
-from multigpu_cli.tasks.classification import compute_accuracy, count_right
+from multigpu_cli.tasks.supervised import compute_accuracy, count_right
 
 _LARGEST_LOSS = 700.0  # nats, of which e to the power is a number
 

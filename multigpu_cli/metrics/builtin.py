@@ -6,7 +6,7 @@ from math import nan
 import torch
 from torch import Tensor
 
-from multigpu_cli.tasks.classification import count_classes
+from multigpu_cli.tasks.supervised import count_classes
 
 
 class _MacroMean(ABC):

@@ -16,7 +16,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.model_call import IGNORED, TARGETS, Labelled
 from multigpu_cli.runtime.module_state import loss_mode
 from multigpu_cli.tasks.base import BatchMetrics, Loss, Task, at_least_float32
-from multigpu_cli.tasks.classification import compute_accuracy, count_right
+from multigpu_cli.tasks.supervised import compute_accuracy, count_right
 
 
 class Criterion(Task):

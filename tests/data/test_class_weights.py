@@ -173,7 +173,7 @@ def test_the_loss_is_torchs_with_weights() -> None:
     from torch.nn.functional import cross_entropy
 
     from multigpu_cli.config.schema import TaskConfig
-    from multigpu_cli.tasks.classification import Classification
+    from multigpu_cli.tasks.supervised import Classification
 
     task = Classification(SOURCE, TaskConfig(class_weights=(1.0, 2.0, 4.0), label_smoothing=0.1))
     logits, targets = torch.randn(6, 3), torch.tensor([0, 1, 2, 0, 1, 2])

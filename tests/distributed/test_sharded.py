@@ -27,7 +27,7 @@ from multigpu_cli.run.run import Run
 from multigpu_cli.runtime import precision
 from multigpu_cli.runtime.precision import PrecisionChoice
 from multigpu_cli.tasks.base import Evaluation
-from multigpu_cli.tasks.classification import Classification
+from multigpu_cli.tasks.supervised import Classification
 from tests.support.run_training import Ended, run_training
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

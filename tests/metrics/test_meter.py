@@ -21,8 +21,7 @@ from multigpu_cli.metrics.builtin import AUROC, R2, MacroAccuracy, MacroF1, comp
 from multigpu_cli.metrics.load import load_metrics
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.base import Task
-from multigpu_cli.tasks.classification import Classification
-from multigpu_cli.tasks.regression import Regression
+from multigpu_cli.tasks.supervised import Classification, Regression
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE, CPU
 

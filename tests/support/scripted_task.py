@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.tasks.classification import Classification
+from multigpu_cli.tasks.supervised import Classification
 
 
 class Planned(Classification):

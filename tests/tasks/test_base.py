@@ -15,7 +15,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import OutOfMemory, RequestError
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.base import RENAMED, BatchMetrics, Task
-from multigpu_cli.tasks.classification import Classification
+from multigpu_cli.tasks.supervised import Classification
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE, CPU
 

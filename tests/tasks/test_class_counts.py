@@ -21,8 +21,8 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.language.task import LanguageModel
 from multigpu_cli.metrics.load import load_metrics
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.tasks.classification import LARGEST_TABLE, Classification, MultiLabel, count_classes
 from multigpu_cli.tasks.own_loss import Criterion
+from multigpu_cli.tasks.supervised import LARGEST_TABLE, Classification, MultiLabel, count_classes
 from tests.distributed.launcher import run_command, torchrun
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import CPU

@@ -10,7 +10,7 @@ from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.classification import Classification
+from multigpu_cli.tasks.supervised import Classification
 
 CLASSES = 5
 

@@ -10,7 +10,7 @@ from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.tasks.classification import MultiLabel
+from multigpu_cli.tasks.supervised import MultiLabel
 from tests.support.world import CPU
 
 NAMES = ("red", "round", "rare", "never")

@@ -12,7 +12,7 @@ from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.tasks.regression import Regression
+from multigpu_cli.tasks.supervised import Regression
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import CPU
 

@@ -12,7 +12,7 @@ from multigpu_cli.data.load import choose_form, infer_source
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
-from multigpu_cli.tasks.classification import Classification, Segmentation
+from multigpu_cli.tasks.supervised import Classification, Segmentation
 
 CLASSES, VOID = 4, 255
 
