@@ -15,7 +15,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, LOGGERS, METRICS, MODELS, TASKS
 from multigpu_cli.commands.help import GENERAL, HelpPage, build_help_all_option, describe_setting
-from multigpu_cli.config.recipes import find_recipes
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.types import Setting
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -163,7 +162,7 @@ def offer_for(key: str, metavar: str) -> Offer | None:
         "task": _complete_from(TASKS),
         "metric": _complete_from(METRICS),
         "logger": _complete_from(LOGGERS),
-        "config": lambda incomplete: _complete_from(find_recipes())(incomplete),  # late: reads folders
+        "config": complete_recipes,
         "set": _complete_from(f"{key}=" for key in SETTINGS),
         "save_dir": complete_run_folders,
         "resume": lambda incomplete: [
@@ -178,6 +177,13 @@ def offer_for(key: str, metavar: str) -> Offer | None:
 def run_argument(metavar: str, help: str) -> Any:
     """Declare the positional argument that is the folder of a run."""
     return typer.Argument(metavar=metavar, help=help, autocompletion=complete_run_folders)
+
+
+def complete_recipes(incomplete: str) -> list[str]:
+    """Recipes that begin so."""
+    from multigpu_cli.config.yaml_text import find_recipes  # late: nothing else of the command line needs YAML
+
+    return [name for name in sorted(find_recipes()) if name.startswith(incomplete)]
 
 
 def complete_run_folders(incomplete: str) -> list[str]:
