@@ -316,12 +316,12 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 225,  # to become 220
-    "lines": 44_947,  # 41,000
+    "files": 220,  # 220
+    "lines": 44_895,  # 41,000
     "files to read": 30,
     "lines to read": 7_174,  # 7,500
-    "files the engine reaches": 83,  # 100
-    "lines the engine reaches": 17_924,  # 18,000
+    "files the engine reaches": 82,  # 100
+    "lines the engine reaches": 17_916,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

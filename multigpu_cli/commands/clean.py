@@ -1,5 +1,6 @@
-"""clean and checkpoints: what runs have on the disk, and the removal of old checkpoints."""
+"""checkpoints and clean: what runs have on the disk, each file verified without loading it, and what of it can go."""
 
+import pickletools
 import re
 import shutil
 import time
@@ -9,13 +10,121 @@ from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
 from multigpu_cli.checkpoint.files import is_locked, lock_folder
-from multigpu_cli.checkpoint.inspect import CheckpointEntry
-from multigpu_cli.checkpoint.manifest import MANIFEST
+from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, parse_step, read_manifest
 from multigpu_cli.commands.options import format_size
 from multigpu_cli.commands.status import find_runs
 from multigpu_cli.config.paths import refuse_links
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.history import load_summary
+
+_PLAIN = re.compile(
+    r"collections (OrderedDict|Counter)|_codecs encode|__builtin__ (set|bytearray|complex)|"
+    r"torch\._utils _rebuild_\w+|torch (\w*Storage|Size|device|[a-z]+\d\w*|bool)"
+)
+_IMPORTS = ("GLOBAL", "INST", "STACK_GLOBAL", "EXT1", "EXT2", "EXT4")  # torch.save writes only GLOBAL
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """One checkpoint, unfinished draft or file of weights."""
+
+    name: str  # relative to the run folder
+    state: str  # whole (intact), damaged, draft (unfinished) or aside (damaged or replaced, renamed by a later attempt)
+    reason: str  # why it is not intact, "" where it is
+    written: float  # Unix seconds
+    bytes: int  # of all its files
+    step: int | None = None  # of the manifest, as the next; None where there is none
+    world_size: int | None = None
+    resumes: bool = False  # a run would resume from this checkpoint
+
+
+def list_checkpoints(run: Path) -> list[CheckpointEntry]:
+    """Checkpoints of a run folder, oldest first, then drafts and renamed ones, then best.pt and last.pt."""
+    if not any((run / name).exists() for name in ("config.yaml", "journal.jsonl", "checkpoints")):
+        raise RequestError(f"{run} is not a run folder", remedy="name the --save-dir of a run")
+    running = is_locked(run)
+    found: list[CheckpointEntry] = []
+    folders = [path for path in (run / "checkpoints").glob("*") if path.is_dir()]
+    for folder in sorted(folders, key=lambda path: (not path.name.startswith("step_"), parse_step(path), path.name)):
+        try:
+            found.append(_checkpoint(folder, running=running))
+        except FileNotFoundError:
+            if not running:  # else the run has removed it in the meantime
+                raise
+    newest = max((at for at, entry in enumerate(found) if entry.state == "whole"), default=None)
+    listing = [CheckpointEntry(**entry.__dict__ | {"resumes": at == newest}) for at, entry in enumerate(found)]
+    return [*listing, *(_weights(run / name) for name in ("best.pt", "last.pt") if (run / name).exists())]
+
+
+def _checkpoint(folder: Path, *, running: bool) -> CheckpointEntry:
+    name = f"checkpoints/{folder.name}"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    dated = folder / MANIFEST if (folder / MANIFEST).exists() else folder
+    written = dated.stat().st_mtime
+    size = sum(path.stat().st_size for path in files)
+    if folder.name.startswith(".draft_"):
+        return CheckpointEntry(name, "draft", "being written" if running else "never finished", written, size)
+    damage = find_damage(folder) or next(_not_plain(folder / "state.pt"), None)
+    if damage and not folder.exists():
+        raise FileNotFoundError(folder)
+    if not folder.name.startswith("step_"):
+        why = folder.name.partition("_")[0]
+        return CheckpointEntry(name, "aside", f"{why}: {damage}" if damage else why, written, size)
+    if damage:
+        return CheckpointEntry(name, "damaged", damage, written, size)
+    manifest = read_manifest(folder)
+    return CheckpointEntry(name, "whole", "", written, size, int(manifest["step"]), int(manifest["world_size"]))
+
+
+def _weights(path: Path) -> CheckpointEntry:
+    """best.pt or last.pt: there is no manifest, but torch.save's archive has a checksum for each of its parts."""
+    about = path.stat()
+    damage = next(_not_plain(path), None)
+    return CheckpointEntry(path.name, "damaged" if damage else "whole", damage or "", about.st_mtime, about.st_size)
+
+
+def _not_plain(path: Path) -> Iterator[str]:
+    """What is wrong with a file of torch.save: truncated, modified, or naming more than tensors and plain values."""
+    try:
+        with ZipFile(path) as archive:
+            if torn := archive.testzip():
+                yield f"{path.name} does not match its checksum ({torn})"
+                return
+            pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
+            wanted = [
+                str(arg or code.name)
+                for text in pickles
+                for code, arg, _ in pickletools.genops(text)
+                if code.name in _IMPORTS
+            ]
+    except (BadZipFile, ValueError, EOFError, IndexError, RuntimeError) as error:
+        yield f"{path.name} is not a torch.save file ({type(error).__name__})"
+        return
+    yield from (
+        f"{path.name} would run {name.replace(' ', '.')} when loaded" for name in wanted if not _PLAIN.fullmatch(name)
+    )
+
+
+def format_checkpoints(run: str, entries: list[CheckpointEntry]) -> Iterator[str]:
+    """One line each."""
+    width = max((len(entry.name) for entry in entries), default=0)
+    now = time.time()
+    for entry in entries:
+        workers = "" if entry.world_size is None else pluralize(entry.world_size, "worker")
+        verdict = ": ".join(filter(None, (entry.state, entry.reason)))
+        if entry.resumes:
+            verdict = "valid; a run resumes from here"
+        size, age = format_size(entry.bytes), _format_age(now - entry.written)
+        yield f"{entry.name:<{width}}  {size:>9}  {age:>12}  {workers:<10}  {verdict}"
+    if not any(entry.resumes for entry in entries):
+        yield f"{run} has no checkpoint to resume from"
+
+
+def _format_age(seconds: float) -> str:
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            return f"{pluralize(int(seconds / length), unit)} ago"
+    return "just now"
 
 
 @dataclass(frozen=True)
@@ -99,25 +208,3 @@ def _remove(found: Cleaning) -> Cleaning:
 
 def _describe(checkpoints: int, size: int) -> str:
     return f"{pluralize(checkpoints, 'checkpoint')}, {format_size(size)}"
-
-
-def format_checkpoints(run: str, entries: list[CheckpointEntry]) -> Iterator[str]:
-    """One line each."""
-    width = max((len(entry.name) for entry in entries), default=0)
-    now = time.time()
-    for entry in entries:
-        workers = "" if entry.world_size is None else pluralize(entry.world_size, "worker")
-        verdict = ": ".join(filter(None, (entry.state, entry.reason)))
-        if entry.resumes:
-            verdict = "valid; a run resumes from here"
-        size, age = format_size(entry.bytes), _format_age(now - entry.written)
-        yield f"{entry.name:<{width}}  {size:>9}  {age:>12}  {workers:<10}  {verdict}"
-    if not any(entry.resumes for entry in entries):
-        yield f"{run} has no checkpoint to resume from"
-
-
-def _format_age(seconds: float) -> str:
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            return f"{pluralize(int(seconds / length), unit)} ago"
-    return "just now"

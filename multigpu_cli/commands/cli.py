@@ -50,7 +50,7 @@ def show_help(
 @app.command(cls=Command)
 def recipes(as_json: _Json = False) -> None:
     """List the recipes that --config takes by name."""
-    from multigpu_cli.config.recipes import format_recipes, list_recipes
+    from multigpu_cli.config.yaml_text import format_recipes, list_recipes
 
     found = list_recipes()
     print_result(found, format_recipes(found), as_json=as_json)
@@ -90,8 +90,7 @@ def verify(
 @app.command(cls=Command)
 def checkpoints(run: _Run, as_json: _Json = False) -> int:
     """List and verify the checkpoints of a run. Exit code 0 if none is damaged and the run can be resumed."""
-    from multigpu_cli.checkpoint.inspect import list_checkpoints
-    from multigpu_cli.commands.clean import format_checkpoints
+    from multigpu_cli.commands.clean import format_checkpoints, list_checkpoints
 
     entries = list_checkpoints(Path(run))
     healthy = any(each.resumes for each in entries) and all(each.state != "damaged" for each in entries)

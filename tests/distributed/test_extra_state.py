@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import main_multi_gpu
-from multigpu_cli.checkpoint.inspect import list_checkpoints
+from multigpu_cli.commands.clean import list_checkpoints
 from multigpu_cli.commands.export import export_run
 from multigpu_cli.monitor import journal
 from tests.support.run_training import run_training

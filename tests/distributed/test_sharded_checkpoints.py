@@ -16,10 +16,10 @@ from torch import Tensor
 
 from multigpu_cli.checkpoint import manifest as manifest_module
 from multigpu_cli.checkpoint.files import compute_sha256
-from multigpu_cli.checkpoint.inspect import list_checkpoints
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.checkpoint.weights import fingerprint, load_trained_weights
+from multigpu_cli.commands.clean import list_checkpoints
 from multigpu_cli.monitor import journal
 from multigpu_cli.strategies.fsdp import state as sharded_save
 from tests.chaos.mischief import fill

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.inspect import list_checkpoints
+from multigpu_cli.commands.clean import list_checkpoints
 from multigpu_cli.monitor import journal
 from tests.support import disk_fault_model
 from tests.support.fork import exit_code

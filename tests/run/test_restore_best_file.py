@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.inspect import list_checkpoints
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, read_manifest, sign_manifest
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.commands.clean import list_checkpoints
 from multigpu_cli.distributed.launch_env import PreviousAttempt
 from multigpu_cli.distributed.world import World
 from multigpu_cli.monitor import journal

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint.files import lock_folder
-from multigpu_cli.checkpoint.inspect import CheckpointEntry, list_checkpoints
 from multigpu_cli.checkpoint.manifest import MANIFEST
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
+from multigpu_cli.commands.clean import CheckpointEntry, list_checkpoints
 from multigpu_cli.errors import RequestError
 from tests.support.malicious_files import poison, poison_and_sign
 from tests.support.pieces import flip_byte, save_in_pieces
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_the_run_lets_go_meanwhile_is_left_out(run: Path, monk
             return "manifest.json can't be read"
         return None
 
-    monkeypatch.setattr("multigpu_cli.checkpoint.inspect.find_damage", vanishing)
+    monkeypatch.setattr("multigpu_cli.commands.clean.find_damage", vanishing)
     with lock_folder(run):
         assert list(states(run)) == ["step_00000020", "step_00000030", "best.pt"]
     (run / "checkpoints/step_00000010").mkdir()
