@@ -4,7 +4,6 @@ python -m tests.support.sample_files my_data
 """
 
 import gzip
-import pickle
 import sys
 from pathlib import Path
 
@@ -53,7 +52,6 @@ def _write_tables(folder: Path, draws: np.random.Generator) -> None:
     (folder / "indexed.csv").write_text(f",{head}\n" + "".join(f"{at},{row}\n" for at, row in enumerate(rows)))
     (folder / "bare.csv").write_text(lines)
     (folder / "later.csv").write_text(f"{head}\n" + "".join(f"{row}\n" for row in rows[:9]))
-    (folder / "table.parquet").write_bytes(b"PAR1")
     inputs = draws.normal(size=(ROWS, 8)).astype(np.float32)
     np.savez(folder / "arrays.npz", X=inputs, y=(inputs.sum(1) > 0).astype(np.int64))
 
@@ -75,8 +73,6 @@ def _write_weights(folder: Path) -> None:
     torch.save({"epoch": 3, "state_dict": {f"module.{name}": value for name, value in net.items()}}, folder / "ddp.pth")
     torch.save(net | {"head.weight": torch.randn(9, 16), "head.bias": torch.zeros(9)}, folder / "nine.pt")
     torch.save(Whole(8, 2), folder / "whole.pt")
-    torch.jit.save(torch.jit.trace(nn.Linear(8, 2), torch.zeros(1, 8)), folder / "scripted.pt")
-    (folder / "model.pkl").write_bytes(pickle.dumps(Whole(8, 2)))
     (folder / "keras.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(96))
 
 
