@@ -38,7 +38,7 @@ class Curves:
     Attributes:
         steps: the optimizer step of each line, ascending.
         workers: by field, the number of values in the newest line that has one for each worker.
-        summarized: whether lines have the least, mean and greatest value in place of each worker's.
+        summarized: whether the newest line has the least, mean and greatest value in place of each worker's.
         before: lines of earlier steps, where these are the end of a long journal.
     """
 
@@ -57,7 +57,7 @@ class Curves:
                 self._append(name, event[name])
         for name in _PER_WORKER:
             if event.get(name):
-                self.summarized |= isinstance(event[name], Mapping)
+                self.summarized = isinstance(event[name], Mapping)
                 values = list_values(event[name])
                 self.workers[name] = len(values)
                 for rank, value in enumerate(values):
@@ -156,17 +156,24 @@ class RunData:
         end = self.history.attempts[-1].end if self.history.attempts else None
         return str(end["status"]) if end else "not over"
 
-    def per_worker(self, name: str, **how: Any) -> list[Series]:
+    def per_worker(self, name: str, *, most: int = _MOST_POINTS, **how: Any) -> list[Series]:
         """A series for each worker of the last line, of a number that `train` lines have for every worker.
 
-        Of more than 64 workers a series of the least, one of the mean and one of the greatest value.
+        Of more than 64 workers a series of the least, one of the mean and one of the greatest value; more than 8 series
+        share the points of 8.
         """
         curves = self.history.curves
-        return [curves.series(f"{name} {rank}", **how) for rank in range(curves.workers.get(name, 0))]
+        count = curves.workers.get(name, 0)
+        most = max(50, most * 8 // max(8, count))
+        return [curves.series(f"{name} {rank}", most=most, **how) for rank in range(count)]
 
     def evaluated(self, name: str, split: str = "val", *, by: str = "step", factor: float = 1.0) -> Series:
         """A metric of the evaluations of a split."""
-        events = [event for (_, of), event in sorted(self.history.evals.items()) if of == split and name in event]
+        events = [
+            event
+            for (_, of), event in sorted(self.history.evals.items())
+            if of == split and event.get(name) is not None
+        ]
         place = self.samples_at if by == "samples" else float
         places = np.array([place(event["step"]) for event in events])
         return thin_series(places, factor * np.array([float(event[name]) for event in events]))
@@ -248,8 +255,8 @@ def list_marks(run: RunData, by: str) -> Iterator[Mark]:
     for before, after in pairwise(run.history.attempts):
         old, new = (attempt.start.get("plan", {}).get("workers") for attempt in (before, after))
         text = "restarted" if old == new else f"{old} → {new} workers"
-        at = after.resumed_at
-        yield Mark(place(at), "restart" if old == new else "resize", f"{run.name}: {text} after step {at:,}")
+        text = f"{run.name}: {text} after step {after.resumed_at:,}"
+        yield Mark(place(after.resumed_at), "restart" if old == new else "resize", text)
     for fault in (each for each in run.history.faults if each.get("kind") != "restart"):  # which is marked already
         text = f"{run.name}: {fault.get('kind')}: {fault.get('action')}"
         yield Mark(place(fault.get("step") or 0), "fault", text)
@@ -261,9 +268,7 @@ def list_plots(runs: Sequence[RunData], most: int = _MOST_POINTS) -> tuple[str, 
     by = "step" if len({run.history.plan.get("global_batch_size") for run in runs}) == 1 else "samples"
     curves, workers = partial(_list_curves, runs, by, most), partial(_list_workers, runs, by, most)
     plots = [
-        Plot(
-            "loss", "Loss" if len(runs) == 1 else "Loss (dashed: validation)", "wide", [*_list_losses(runs, by, most)]
-        ),
+        Plot("loss", "Loss" + " (dashed: validation)" * (len(runs) > 1), "wide", [*_list_losses(runs, by, most)]),
         *_list_metrics(runs, by),
         Plot("learning_rate", "Learning rate", "zero", curves("lr", "plain")),
         Plot("throughput", "Training samples per second", "zero", curves("samples_per_second")),
@@ -299,14 +304,13 @@ def _list_metrics(runs: Sequence[RunData], by: str) -> Iterator[Plot]:
     evals = [event for run in runs for event in run.history.evals.values() if event["split"] == "val"]
     for name in dict.fromkeys(key for event in evals for key in event if key not in known):
         unit, factor = (" (%)", 100.0) if "accuracy" in name else ("", 1.0)
-        found = [run.evaluated(name, by=by, factor=factor) for run in runs]
-        lines = [Line(run.name, at, each, "dots") for at, (run, each) in enumerate(zip(runs, found, strict=True))]
+        lines = [Line(run.name, at, run.evaluated(name, by=by, factor=factor), "dots") for at, run in enumerate(runs)]
         yield Plot(f"val_{name}", f"Validation {format_label(name)}{unit}", "free", lines)
 
 
 def _list_curves(runs: Sequence[RunData], by: str, most: int, name: str, kind: str = "noisy") -> list[Line]:
-    found = [run.history.curves.series(name, by=by, most=most) for run in runs]
-    return [Line(run.name, at, series, kind) for at, (run, series) in enumerate(zip(runs, found, strict=True))]
+    found = enumerate(run.history.curves.series(name, by=by, most=most) for run in runs)
+    return [Line(runs[at].name, at, series, kind) for at, series in found]
 
 
 def _list_waits(runs: Sequence[RunData], by: str, most: int) -> Iterator[Line]:

@@ -83,9 +83,8 @@ def divide_step(history: History) -> StepShares | None:
     own = list_values(last.get("own_ms") or [step])
     data = list_values(last.get("data_wait_ms") or [(last.get("data_wait_share") or 0.0) * step] * len(own))
     wire = (last.get("comm_share") or 0.0) * step
-    parts = [
-        (each, max(0.0, mine - each), wire, max(0.0, step - mine - wire)) for mine, each in zip(own, data, strict=True)
-    ]
+    waits = [max(0.0, step - mine - wire) for mine in own]
+    parts = [(each, max(0.0, mine - each), wire, wait) for mine, each, wait in zip(own, data, waits, strict=True)]
     many = isinstance(last.get("own_ms"), dict)
     ranks = ["least", "mean", "greatest"] if many else [f"rank {rank}" for rank in range(len(own))]
     worst = f"rank {last['own_ms']['worst_rank']}" if many else ""
@@ -96,10 +95,8 @@ def _say(own: Sequence[float], data: Sequence[float], step: float, worst: str) -
     slowest, usual = max(range(len(own)), key=lambda rank: own[rank]), median(own)
     found = []
     if own[slowest] > 1.05 * usual + 0.1:
-        name = worst or f"rank {slowest}"
-        found.append(
-            f"{name} is the slowest: {own[slowest]:.1f} ms of its own work a step, the median is {usual:.1f} ms"
-        )
+        work = f"{own[slowest]:.1f} ms of its own work a step, the median is {usual:.1f} ms"
+        found.append(f"{worst or f'rank {slowest}'} is the slowest: {work}")
     if (idle := max(data) / step) > _MUCH:
         found.append(f"idle, waiting for data, {idle:.0%} of the time: more --num-workers, or --data-on-device on")
     return "; ".join(found)

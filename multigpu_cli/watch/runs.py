@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from threading import RLock
+from threading import Lock
+from typing import Self
 
 from multigpu_cli.commands.status import HOME
 from multigpu_cli.errors import RequestError
@@ -17,6 +18,7 @@ from multigpu_cli.monitor.run_state import STATE
 from multigpu_cli.tune.trials import STUDY
 
 _NEWEST = 1 << 20  # bytes of a long journal's end, which are read first
+_HEAD = 100  # bytes that no other journal begins with: the time of the first start
 _KEPT = 200  # newest lines that stay complete
 _LOOK = 3.0  # seconds between two looks for new runs
 
@@ -26,15 +28,16 @@ class RunFollower:
 
     Attributes:
         share: how much of the journal has been read, from its beginning: 0 to 1; None before its end was.
+        looked: when that was, by the monotonic clock.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self._inode = folder, name, -1
+        self.folder, self.name, self.looked = folder, name, 0.0
         self.share: float | None = None
+        self._head: bytes | None = None
 
-    def _begin(self) -> None:
+    def _begin(self, size: int) -> None:
         file = self.folder / JOURNAL
-        size = file.stat().st_size
         self._newest, self._tail = CurveHistory(keep=_KEPT), JournalTail(file)
         self._whole, self._from_start = self._newest, self._tail
         self._files: dict[str, int] = {}
@@ -51,16 +54,18 @@ class RunFollower:
 
     def advance(self, seconds: float = 0.0) -> None:
         """Read what is new, and what is old for so many seconds at most."""
-        found = (self.folder / JOURNAL).stat()
-        inode, self._inode = self._inode, -1  # what can't be read is read anew, to the same end
-        if found.st_ino != inode or found.st_size < self._tail.end:  # another journal is there
-            self._begin()
+        self.looked = time.monotonic()
+        with open(self.folder / JOURNAL, "rb") as journal:
+            head, size = journal.read(_HEAD), os.fstat(journal.fileno()).st_size
+        before, self._head = self._head, None  # what can't be read is read anew, to the same end
+        if head != before or size < self._tail.end:  # another journal is there
+            self._begin(size)
         _read_on(self._tail, self._newest, None)
         if self._whole is not self._newest and seconds:
             _read_on(self._from_start, self._whole, time.monotonic() + seconds)
             if self._from_start.end >= self._tail.end:
                 self._newest, self._tail = self._whole, self._from_start
-        self._inode = found.st_ino
+        self._head = head
         self.share = 1.0 if self._whole is self._newest else self._from_start.end / self._tail.end
 
     def read(self) -> RunData:
@@ -96,9 +101,9 @@ def _time_of(file: Path) -> int:
 
 
 class WatchedRuns:
-    """The runs and studies below some folders, by an id that any address can hold; nothing else is ever read.
+    """The `runs`, and the folders of `studies`, below some folders, by an id that any address can hold.
 
-    RequestError: one of the folders is not there.
+    Nothing else is ever read. RequestError: one of the folders is not there.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -106,46 +111,37 @@ class WatchedRuns:
         for root in self.roots:
             if not root.is_dir():
                 raise RequestError(f"{root}: no such folder", remedy="the --save-dir of a run, or a folder of runs")
-        self.lock, self._looked = RLock(), -_LOOK
-        self._runs: dict[str, RunFollower] = {}
-        self._studies: dict[str, Path] = {}
+        self.lock, self._looked = Lock(), -_LOOK
+        self.runs: dict[str, RunFollower] = {}
+        self.studies: dict[str, Path] = {}
+        self.look()
 
-    def _look(self) -> None:
+    def look(self) -> Self:
         """Find runs and studies that are new, and forget those that were removed."""
         if time.monotonic() - self._looked < _LOOK:
-            return
+            return self
         runs, studies = dict[str, RunFollower](), dict[str, Path]()
         for root in self.roots:
-            for folder in find_run_folders(root):
+            found = [file.parent for at in ("", "*/", "*/*/") for file in root.glob(at + STUDY)]
+            studies |= {id_of(folder): folder for folder in found if _stays(folder, root)}
+            trials = (each for folder in studies.values() for each in find_run_folders(folder / "trials"))
+            for folder in (*find_run_folders(root), *trials):
                 if _stays(folder, root):
                     key = id_of(folder)
-                    runs[key] = self._runs.get(key) or RunFollower(folder, self.name(folder))
-            for folder in (file.parent for at in ("", "*/", "*/*/") for file in root.glob(at + STUDY)):
-                if _stays(folder, root):
-                    studies[id_of(folder)] = folder
-        self._runs, self._studies, self._looked = runs, studies, time.monotonic()
+                    runs[key] = self.runs.get(key) or RunFollower(folder, self.name(folder))
+        self.runs, self.studies, self._looked = runs, studies, time.monotonic()
+        return self
 
     def name(self, folder: Path) -> str:
         """A folder as its root knows it; where there are several roots, as the user named it."""
         root = self.roots[0]
         return str(folder.relative_to(root)) if len(self.roots) == 1 and folder != root else str(folder)
 
-    def list_runs(self) -> dict[str, RunFollower]:
-        """All runs by id."""
-        self._look()
-        return self._runs
-
-    def list_studies(self) -> dict[str, Path]:
-        """The folders of all studies by id."""
-        self._look()
-        return self._studies
-
     def find(self, ids: Sequence[str]) -> list[RunFollower]:
         """The runs of these ids; RequestError: there is no such run."""
-        runs = self.list_runs()
-        if absent := [each for each in ids if each not in runs]:
+        if absent := [each for each in ids if each not in self.runs]:
             raise RequestError(f"{absent[0]}: no such run")
-        return [runs[each] for each in ids]
+        return [self.runs[each] for each in ids]
 
 
 def id_of(folder: Path) -> str:
@@ -155,5 +151,5 @@ def id_of(folder: Path) -> str:
 
 def _stays(folder: Path, root: Path) -> bool:
     """Whether what is read of a run or a study lies below the root, wherever links lead."""
-    files = (JOURNAL, "summary.json", "config.yaml", PLAN, STATE, "checkpoints", STUDY, "trials")
-    return all((folder / name).resolve().is_relative_to(root.resolve()) for name in files)
+    files = (JOURNAL, "summary.json", "config.yaml", PLAN, STATE, ".lock", "checkpoints", STUDY, "trials")
+    return all(Path(os.path.realpath(folder / name)).is_relative_to(root.resolve()) for name in files)  # of a loop too

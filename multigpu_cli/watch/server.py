@@ -5,22 +5,25 @@ import hmac
 import re
 import secrets
 import sys
+import time
 from base64 import b64encode
 from collections.abc import Callable
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from math import inf
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.options import writing_to
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.watch.runs import WatchedRuns
-from multigpu_cli.watch.view import MOST_RUNS, UNREADABLE, check_checkpoint, list_runs, show_runs, show_study
+from multigpu_cli.watch.view import MOST_RUNS, answer_or_explain, check_checkpoint, list_runs, show_runs, show_study
 
 _HOST = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::\d{1,5})?")
 _PATIENCE = 0.4  # seconds for which a request reads old lines of a long journal
@@ -46,19 +49,6 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(*where)
 
-    def answer(self, path: str, query: dict[str, list[str]]) -> dict[str, Any] | None:
-        """The data at a path, None where there is nothing; RequestError: of a wrong query."""
-        names = query.get("run", [])
-        if path == "/check":  # it may read for minutes, so without the lock
-            return check_checkpoint(self.runs, names, query.get("checkpoint", [""])[0])
-        calls: dict[str, Callable[[], dict[str, Any]]] = {
-            "/runs": lambda: list_runs(self.runs, _PATIENCE),
-            "/view": lambda: show_runs(self.runs, names, query.get("known", [""])[0], _PATIENCE),
-            "/study": lambda: show_study(self.runs, query.get("id", [""])[0]),
-        }
-        with self.runs.lock:
-            return calls[path]() if path in calls else None
-
 
 class _Request(BaseHTTPRequestHandler):
     server: PageServer
@@ -66,28 +56,18 @@ class _Request(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        query = parse_qs(address.query)
-        token = query.get("token", [""])[0]
+        token = parse_qs(self.path.partition("?")[2]).get("token", [""])[0]
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):  # another site whose name leads here
             self._send(HTTPStatus.FORBIDDEN, "the Host of the request is not this machine\n")
         elif not hmac.compare_digest(token.encode(errors="replace"), self.server.token.encode()):
             self._send(HTTPStatus.FORBIDDEN, "the token is missing or wrong: use the address that `watch` printed\n")
-        elif address.path == "/":
+        elif self.path.startswith("/?"):
             self._send(HTTPStatus.OK, build_page({}), "text/html; charset=utf-8")
-        else:
-            self._send_data(address.path, query)
-
-    def _send_data(self, path: str, query: dict[str, list[str]]) -> None:
-        try:
-            found, status = self.server.answer(path, query), HTTPStatus.OK
-        except UNREADABLE as error:
-            problem = error.problem if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
-            found, status = {"error": problem}, HTTPStatus.BAD_REQUEST
-        if found is None:
+        elif (found := answer(self.server.runs, self.path[1:], _PATIENCE)) is None:
             self._send(HTTPStatus.NOT_FOUND, "there is nothing here\n")
         else:
+            status = HTTPStatus.BAD_REQUEST if "error" in found else HTTPStatus.OK
             self._send(status, dump_json(found), "application/json")
 
     def _send(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
@@ -96,11 +76,8 @@ class _Request(BaseHTTPRequestHandler):
         if len(body) > 2000 and "gzip" in self.headers.get("Accept-Encoding", ""):
             body = gzip.compress(body, 1)
             self.send_header("Content-Encoding", "gzip")
-        headers = {"Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store"}
-        headers |= {
-            "Content-Security-Policy": f"{build_policy()}; frame-ancestors 'none'",
-            "Referrer-Policy": "no-referrer",
-        }
+        headers = {"Content-Type": kind, "Content-Length": str(len(body)), "Referrer-Policy": "no-referrer"}
+        headers |= {"Content-Security-Policy": f"{build_policy()}; frame-ancestors 'none'", "Cache-Control": "no-store"}
         headers |= {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
         for name, value in headers.items():
             self.send_header(name, value)
@@ -131,14 +108,29 @@ def build_page(content: dict[str, Any]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read_part("page.html"))
 
 
+def answer(runs: WatchedRuns, address: str, patience: float) -> dict[str, Any] | None:
+    """The data at an address, which has "error" where they can't be shown; None where there is nothing."""
+    path, _, rest = address.partition("?")
+    query = parse_qs(rest)
+    names, first = query.get("run", []), {name: values[0] for name, values in query.items()}
+    calls: dict[str, Callable[[WatchedRuns], dict[str, Any]]] = {
+        "runs": partial(list_runs, patience=patience),
+        "view": partial(show_runs, names=names, known=first.get("known", ""), patience=patience),
+        "study": partial(show_study, key=first.get("id", "")),
+        "check": partial(check_checkpoint, ids=names, checkpoint=first.get("checkpoint", "")),
+    }
+    with nullcontext() if path == "check" else runs.lock:  # it may read for minutes
+        return answer_or_explain(lambda: calls[path](runs.look())) if path in calls else None
+
+
 def export_page(runs: WatchedRuns, file: str) -> Path:
     """Write the page with all that it shows now."""
-    content: dict[str, Any] = {"runs": list_runs(runs, float("inf"))}
-    ids = [row["id"] for row in content["runs"]["runs"] if row["phase"] != "unreadable"]
-    for shown in [[each] for each in ids] + [ids] * (1 < len(ids) <= MOST_RUNS):
-        content["view?" + "&".join(f"run={each}" for each in shown)] = show_runs(runs, shown, "", float("inf"))
-    for key in runs.list_studies():
-        content[f"study?id={key}"] = show_study(runs, key)
+    listed = list_runs(runs, inf)
+    views = ["run=" + row["id"] for row in listed["runs"] if row["phase"] != "unreadable"]
+    views += ["&".join(views)] * (1 < len(views) <= MOST_RUNS)
+    addresses = [*(f"view?{each}" for each in views), *(f"study?id={key}" for key in runs.studies)]
+    content: dict[str, Any] = {each: answer(runs, each, inf) for each in addresses}
+    content |= {"saved": time.strftime("%Y-%m-%d %H:%M"), "runs": listed}
     with writing_to("--export", Path(file)):
         publish(Path(file), build_page(content).encode())
     return Path(file)

@@ -1,8 +1,8 @@
 """What the page shows, as plain data for JSON: the list of runs, one to five runs, a study, a checkpoint's check."""
 
 import time
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from itertools import combinations
 from math import isfinite
 from typing import Any
@@ -24,38 +24,47 @@ MOST_RUNS = 5  # in one view
 _POINTS = 800  # of a curve
 _COLORS = [color_of_run(number) for number in range(8)]
 _AT_WORK = ("starting", "running")
-UNREADABLE = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError, RequestError)  # of any file
+_PROBLEMS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, RequestError, TypeError, ValueError)
+"""Of files that may hold anything."""
+
+
+def answer_or_explain(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What the call returns, or {"error": why it returns nothing}."""
+    try:
+        return call()
+    except _PROBLEMS as error:
+        return {"error": getattr(error, "problem", f"{type(error).__name__}: {error}")}
 
 
 def list_runs(runs: WatchedRuns, patience: float) -> dict[str, Any]:
     """A row for each run, those at work first, and the studies; where the seconds do not suffice, more by each call."""
     until = time.monotonic() + patience
-    unread_first = sorted(runs.list_runs().values(), key=lambda each: each.share is not None)
-    rows = [_describe_or_explain(each, until) for each in unread_first]
+    longest_ago_first = sorted(runs.runs.values(), key=lambda each: each.looked)
+    rows = []
+    for each in longest_ago_first:
+        row = {"id": id_of(each.folder), "name": each.name, "phase": "unread", "detail": "read in a moment"}
+        row |= answer_or_explain(partial(_make_row, each, until))
+        rows.append(row | {"phase": "unreadable", "detail": row["error"]} if "error" in row else row)
     rows.sort(key=lambda row: (row.get("state") not in _AT_WORK, row.get("silent_seconds", 0.0)))
-    studies = [{"id": key, "name": runs.name(folder)} for key, folder in runs.list_studies().items()]
+    studies = [{"id": key, "name": runs.name(folder)} for key, folder in runs.studies.items()]
     return {"runs": rows, "studies": studies, "paths": list(map(str, runs.roots))}
 
 
-def _describe_or_explain(follower: RunFollower, until: float) -> dict[str, Any]:
-    row = {"id": id_of(follower.folder), "name": follower.name, "phase": "unread", "detail": "read in a moment"}
-    try:
-        if time.monotonic() < until:
-            follower.advance()
-        return describe_run(follower.read(), time.time()) if follower.share is not None else row
-    except UNREADABLE as error:
-        return row | {"phase": "unreadable", "detail": f"it can't be read: {type(error).__name__}: {error}"}
+def _make_row(follower: RunFollower, until: float) -> dict[str, Any]:
+    if (left := until - time.monotonic()) > 0:
+        follower.advance(left)
+    return describe_run(follower.read(), time.time()) if follower.share is not None else {}
 
 
 def describe_run(run: RunData, now: float) -> dict[str, Any]:
     """The state of a run and its numbers, at Unix time `now`."""
     history, status = run.history, read_status(run.folder, now, run.history)
     busy, total = status.state in _AT_WORK, status.total_steps
-    alarms = [each for each in status.alarms if not each.startswith("failed:")]
+    error = run.summary.get("error")
     return vars(status) | {
         "id": id_of(run.folder),
         "name": run.name,
-        "alarms": alarms + [str(run.summary.get("error"))] * (status.state == "failed"),
+        "alarms": [str(error) if error and each.startswith("failed:") else each for each in status.alarms],
         "val": [[name, format_metric(name, value, decimals=4)] for name, value in status.val.items()],
         "end": forecast_step(history, total, now) if busy and total else None,
         "next": forecast_checkpoint(history, run.settings.get("checkpoint_every"), now) if busy else None,
@@ -81,17 +90,15 @@ def show_runs(runs: WatchedRuns, names: Sequence[str], known: str, patience: flo
     if shown["version"] == known:
         return shown
     by, plots = list_plots(found, _POINTS)
-    pairs = ((a, b, {each.summary.get("fingerprint") for each in (a, b)}) for a, b in combinations(found, 2))
-    equal = [
-        (str(a.folder), str(b.folder), *prints) for a, b, prints in pairs if len(prints) == 1 and None not in prints
-    ]
+    pairs = ((a, b, a.summary.get("fingerprint")) for a, b in combinations(found, 2))
+    equal = [each for each in pairs if each[2] and each[2] == each[1].summary.get("fingerprint")]
     return shown | {
         "by": by,
         "plots": [_plain(plot) for plot in plots],
         "marks": [mark._asdict() for run in found for mark in list_marks(run, by)],
         "tables": [table._asdict() for table in _list_tables(found)],
         "checkpoints": [[*_list_checkpoints(run)] for run in found],
-        "verified": [text for each in equal if (text := _verify(*each))],
+        "verified": [text for a, b, same in equal if (text := _verify(str(a.folder), str(b.folder), same))],
     }
 
 
@@ -151,9 +158,9 @@ def _verify(one: str, other: str, fingerprint: str) -> str | None:
 
 def show_study(runs: WatchedRuns, key: str) -> dict[str, Any]:
     """A study: its trials, the best first, and their objectives after each rung; those that no other beats in blue."""
-    if key not in (studies := runs.list_studies()):
+    if key not in runs.studies:
         raise RequestError(f"{key}: no such study")
-    study, trials = read_study(path := studies[key])
+    study, trials = read_study(path := runs.studies[key])
     ranked, front = rank_trials(study, trials), {trial.number for trial in list_front(study, trials)}
     rows, links, plots = [], {}, [Plot(goal, goal, "free", []) for goal in study.objectives]
     for trial in [*ranked, *(trial for trial in trials if trial not in ranked)]:
@@ -165,7 +172,7 @@ def show_study(runs: WatchedRuns, key: str) -> dict[str, Any]:
         rows.append((name, cells))
         for at, plot in enumerate(plots):
             series = [float(each) for each in trial.values], [each[at] for each in trial.values.values()]
-            plot.lines.append(Line(name * best, 0 if best else 7, series, "dots"))
+            plot.lines.extend([Line(name * best, 0 if best else 7, series, "dots")] * bool(trial.values))
     columns = ["", "state", "epochs", *study.objectives, *study.search]
     about = {"name": runs.name(path), "runs": [], "links": links, "by": "epoch", "marks": [], "colors": _COLORS}
     shown = [_plain(plot._replace(lines=plot.lines[::-1])) for plot in plots]  # the best lies on top

@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multigpu_cli.monitor.curves import CurveHistory, load_runs, smooth_values, thin_series
+from multigpu_cli.monitor.curves import CurveHistory, RunData, list_plots, load_runs, smooth_values, thin_series
 from tests.commands.runs import event, interrupted_run, lines, run_folder
 
 
@@ -71,6 +71,19 @@ def test_curves_forget_what_a_resume_replaced_and_keep_few_whole_lines() -> None
     assert (history.curves.series("memory 2"), history.curves.summarized) == (([17, 18], [3, 3]), True)
     assert 5 <= len(history.train) <= 10
     assert history.step == 18
+    history.add({**history.train[18], "step": 19, "memory": [5, 6]})
+    assert not history.curves.summarized, "two workers each have a curve again"
+
+
+def test_the_curves_of_many_workers_share_the_points_of_a_plot() -> None:
+    events = [event(0, "start"), *lines(1, 2000, 0, memory=list(range(1, 65)))]
+    history = CurveHistory()
+    for each in events:
+        history.add(each)
+    _, plots = list_plots([RunData("a", Path("a"), history, {}, {}, {})], 800)
+    (memory,) = [plot for plot in plots if plot.name == "memory"]
+    assert len(memory.lines) == 64
+    assert 64 * 50 < sum(len(line.series[0]) for line in memory.lines) < 8 * 900
 
 
 def test_smoothing_keeps_a_level_and_passes_over_what_is_no_number() -> None:

@@ -10,7 +10,9 @@ import time
 import urllib.request
 from base64 import b64encode
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +21,10 @@ import main_multi_gpu
 from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.checkpoint.manifest import sign_manifest
 from multigpu_cli.watch import runs as watched
+from multigpu_cli.watch import view as view_module
 from multigpu_cli.watch.runs import WatchedRuns
 from multigpu_cli.watch.server import PageServer
-from multigpu_cli.watch.view import show_runs
+from multigpu_cli.watch.view import list_runs, show_runs
 from tests.commands.runs import PLAN, event, interrupted_run, lines, run_folder
 from tests.tune.studies import make_study, make_trials
 from tests.watch.pages import ask, list_by_name, request, serving, view
@@ -58,8 +61,9 @@ def test_only_this_machine_with_the_token_is_answered(tmp_path: Path) -> None:
             answer = request(server, f"/runs?{wrong}", Host="localhost")
             assert (answer.status, b"token" in answer.body) == (403, True)
         assert request(server, "/", Host="localhost").status == 403
-        for path in ("/../etc/passwd", "/a/journal.jsonl", "/favicon.ico", "/page.js"):
+        for path in ("/../etc/passwd", "/a/journal.jsonl", "/favicon.ico", "/page.js", "/runs/"):
             assert request(server, f"{path}?{token}", Host="localhost").status == 404
+        assert request(server, "http://[x/runs").status == 403  # no address at all
         for method in ("POST", "PUT", "DELETE", "OPTIONS"):
             assert request(server, f"/runs?{token}", method=method, Host="localhost").status == 501
         assert ask(server, "/view?run=../../etc") == {"error": "../../etc: no such run"}
@@ -92,6 +96,7 @@ def test_a_state_is_what_can_be_known(tmp_path: Path) -> None:
         end = event(time.time(), "end", status=status, step=12)
         folder = owned(tmp_path / status, f"{HERE} {GONE}", end)
         (folder / "summary.json").write_text('{"error": "OutOfMemory: too much\\n  try: --batch-size 8"}')
+    owned(tmp_path / "without reason", f"{HERE} {GONE}", event(time.time(), "end", status="failed", step=12))
     run_folder(tmp_path / "copy", [event(1, "start", plan=PLAN), *lines(1, 2, 1)])
     with serving(tmp_path) as server:
         found = list_by_name(server)
@@ -102,10 +107,12 @@ def test_a_state_is_what_can_be_known(tmp_path: Path) -> None:
             "copy": "unknown",
             "releasing": "ending",
             "reused": "dead",
+            "without reason": "failed",
         }
         assert (found["dead"]["state"], found["dead"]["detail"]) == ("died", f"process {GONE} on {HERE} is gone")
         assert "can't be seen from this machine" in found["elsewhere"]["detail"]
         assert found["failed"]["alarms"][-1] == "OutOfMemory: too much\n  try: --batch-size 8"
+        assert found["without reason"]["alarms"] == ["failed: summary.json says why"]
         assert found["dead"]["end"] is None
 
 
@@ -170,16 +177,22 @@ def test_a_journal_that_breaks_off_grows_is_replayed_and_begins_anew(tmp_path: P
         run_folder(tmp_path / "b", [event(5, "start", plan=PLAN), *lines(1, 3, 5)])
         (tmp_path / "b/journal.jsonl").rename(journal)
         assert view(server, "a")["runs"][0]["step"] == 3
+        longer = run_folder(tmp_path / "c", [event(7, "start", plan=PLAN | {"workers": 3}), *lines(1, 12, 7)])
+        with journal.open("r+") as same_inode:  # as a new file has that replaces a removed one
+            same_inode.write((longer / "journal.jsonl").read_text())
+        assert [view(server, "a")["runs"][0][name] for name in ("step", "workers", "attempts")] == [12, 3, 1]
 
 
 def test_a_long_journal_shows_its_end_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "_NEWEST", 20_000)
     ends = [event(2000, "start", plan=PLAN | {"workers": 3}, resumed_from="x"), event(2000, "resume", step=900)]
     folder = run_folder(
-        tmp_path / "a", [event(0, "start", plan=PLAN), *lines(1, 1000, 0), *ends, *lines(901, 2000, 2000)]
+        tmp_path / "a", [event(0, "start", plan=PLAN), *lines(1, 1000, 0, lr=0.3), *ends, *lines(901, 2000, 2000)]
     )
     runs = WatchedRuns([str(tmp_path)])
-    (key,) = runs.list_runs()
+    (key,) = runs.runs
+    (row,) = list_runs(WatchedRuns([str(tmp_path)]), 60)["runs"]
+    assert (row["step"], row["attempts"], row["workers"]) == (2000, 2, 3)
     first = show_runs(runs, [key], "", 0.0)
     assert first["share"] == 0.0
     assert first["runs"][0]["step"] == 2000
@@ -194,13 +207,31 @@ def test_a_long_journal_shows_its_end_first(tmp_path: Path, monkeypatch: pytest.
     assert shares == sorted(shares)
     assert len(shares) > 10
     fresh = WatchedRuns([str(tmp_path)])
-    fresh.list_runs()[key].advance(60)
+    fresh.runs[key].advance(60)
     assert show_runs(fresh, [key], "", 60)["plots"] == shown["plots"]
     assert shown["runs"][0]["workers"] == 3
     assert shown["marks"][0]["kind"] == "resize"
     steps = shown["plots"][0]["lines"][0]["series"][0]
     assert (steps[0], steps[-1]) == (1, 2002)
     assert 600 < len(steps) <= 810
+    plan = {
+        row[0]: row[1] for table in shown["tables"] if table["title"] == "Plan against reality" for row in table["rows"]
+    }
+    assert plan["greatest learning rate, of the steps logged"] == ["0.1", "0.3"]
+
+
+def test_each_run_has_its_turn_where_the_time_does_not_suffice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "c"):
+        run_folder(tmp_path / name, [event(1, "start", plan=PLAN), *lines(1, 2, 1)])
+    runs, clock = WatchedRuns([str(tmp_path)]), count()
+    monkeypatch.setattr(view_module, "time", SimpleNamespace(time=time.time, monotonic=lambda: next(clock)))
+    for _ in range(3):
+        list_runs(runs, 1.5)  # enough for one
+    for name in ("a", "b", "c"):
+        with (tmp_path / name / "journal.jsonl").open("a") as journal:
+            journal.write(json.dumps(event(4, "train", step=3)) + "\n")
+    shown = [sorted(row["step"] for row in list_runs(runs, 1.5)["runs"]) for _ in range(3)]
+    assert shown == [[2, 2, 3], [2, 3, 3], [3, 3, 3]]
 
 
 def test_nothing_outside_of_the_named_folders_is_read(tmp_path: Path) -> None:
@@ -211,6 +242,10 @@ def test_nothing_outside_of_the_named_folders_is_read(tmp_path: Path) -> None:
     (home / "half/summary.json").unlink()
     (home / "half/summary.json").symlink_to(tmp_path / "private/run/summary.json")
     (home / "again").symlink_to(home / "own")
+    (home / "own/summary.json").unlink()
+    (home / "own/summary.json").symlink_to("summary.json")  # leads to itself
+    interrupted_run(home / "locked")
+    (home / "locked/.lock").symlink_to(tmp_path / "private/run/journal.jsonl")
     with serving(home) as server:
         assert sorted(list_by_name(server)) == ["again", "own"]
 
@@ -220,8 +255,17 @@ def test_any_name_and_any_journal_is_shown(tmp_path: Path) -> None:
     interrupted_run(tmp_path / os.fsdecode(b"\xff<b>") / "a")
     run_folder(tmp_path / "broken", [event(1, "start", plan=[]), event(2, "train", step="x")])
     (tmp_path / "folder/journal.jsonl").mkdir(parents=True)
+    deep = run_folder(tmp_path / "deep", [event(1, "start", plan=PLAN), *lines(1, 3, 1)]) / "journal.jsonl"
+    deep.write_text(deep.read_text() + '{"event": "fault", "time": 3, "kind": ' + "[" * 2000 + "]" * 2000 + "}\n")
+    scarce = [event(1, "start", plan={"samples": 9}), event(2, "eval", step=1, split="val", loss=1.0, auc=None)]
+    run_folder(tmp_path / "scarce", [*scarce, event(3, "eval", step=2, split="val", loss=1.0, auc=0.5)])
     with serving(tmp_path) as server:
         found = list_by_name(server)
+        assert found.pop("deep")["phase"] == "unreadable"
+        shown = view(server, "scarce")
+        assert [plot["name"] for plot in shown["plots"]] == ["loss", "val_auc"]
+        assert shown["tables"][1]["rows"][0] == ["+ 0 s", ["attempt 1 starts: unknown"]]
+        del found["scarce"]
         assert found["broken"]["phase"] == "unreadable"
         assert "error" in ask(server, f"/view?run={found['broken']['id']}")
         assert found["folder"]["phase"] == "unreadable"
@@ -271,7 +315,7 @@ def test_a_study(tmp_path: Path) -> None:
         trial.write(tmp_path / "study")
     for file in interrupted_run(tmp_path / "run").iterdir():
         file.rename(tmp_path / "study/trials/0001" / file.name)
-    with serving(tmp_path / "study") as server:
+    with serving(tmp_path) as server:
         (study,) = ask(server, "/runs")["studies"]
         shown = ask(server, f"/study?id={study['id']}")
         (table,) = shown["tables"]
@@ -285,6 +329,8 @@ def test_a_study(tmp_path: Path) -> None:
 def test_the_page_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     interrupted_run(tmp_path / "runs/a")
     interrupted_run(tmp_path / "runs/<script>alert(1)</script>", lr=0.3)
+    odd = event(5, "end", status="completed")  # without a step, which the list does not show, but a table does
+    run_folder(tmp_path / "runs/odd", [event(1, "start", plan=PLAN), *lines(1, 3, 1), odd])
     file = tmp_path / "page.html"
     assert main_multi_gpu.run(["watch", str(tmp_path / "runs"), "--export", str(file)]) == 0
     assert capsys.readouterr().out == f"{file}\n"
@@ -292,11 +338,14 @@ def test_the_page_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     kept = json.loads(data)
     assert "<" not in data
-    ids = [row["id"] for row in kept["runs"]["runs"]]
-    assert set(kept) == {"runs", *(f"view?run={each}" for each in ids), f"view?run={ids[0]}&run={ids[1]}"}
+    ids = {row["name"]: row["id"] for row in kept["runs"]["runs"]}
+    views = {f"view?run={each}" for each in ids.values()}
+    assert set(kept) == {"runs", "saved", *views, "view?" + "&".join(f"run={each}" for each in ids.values())}
+    assert kept["saved"].startswith(time.strftime("%Y-"))
+    assert kept[f"view?run={ids['odd']}"]["error"] == "KeyError: 'step'"
     with serving(tmp_path / "runs") as server:
-        live = ask(server, f"/view?run={ids[0]}")
-    assert live["plots"] == kept[f"view?run={ids[0]}"]["plots"]
+        live = ask(server, f"/view?run={ids['a']}")
+    assert live["plots"] == kept[f"view?run={ids['a']}"]["plots"]
     assert "Content-Security-Policy" in page
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
+from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def tabulate_plan(run: RunData) -> ReportTable:
     plans = [attempt.start.get("plan", {}) for attempt in history.attempts]
     plan, now = plans[0] if plans else {}, history.plan
     workers = [str(count) for count, _ in groupby(plan.get("workers") for plan in plans) if count is not None]
-    rates = [event["lr"] for event in history.train.values() if event.get("lr") is not None]
+    rates = [rate for rate in history.curves.series("lr")[1] if isfinite(rate)]
     steps, per_epoch = history.step, now.get("steps_per_epoch") or 1
     repeated = sum(max(0, before.reached - after.resumed_at) for before, after in pairwise(history.attempts))
     rows = [
@@ -159,7 +160,8 @@ def tabulate_events(run: RunData) -> ReportTable:
     for count, attempt in enumerate(run.history.attempts, 1):
         plan, at = attempt.start.get("plan", {}), attempt.resumed_at
         going_on = f", resumes from step {at}" if at else ""
-        text = f"attempt {count} starts: {plan.get('strategy')}, {pluralize(plan.get('workers'), 'worker')}{going_on}"
+        workers = f", {pluralize(plan['workers'], 'worker')}" if "workers" in plan else ""
+        text = f"attempt {count} starts: {plan.get('strategy', 'unknown')}{workers}{going_on}"
         events.append((attempt.start["time"], text))
         if attempt.end:
             events.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}"))
