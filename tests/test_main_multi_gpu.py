@@ -16,6 +16,7 @@ import pytest
 import typer
 
 import main_multi_gpu
+from multigpu_cli.commands import help
 from multigpu_cli.commands.help import COMMON, TOPICS
 from multigpu_cli.commands.options import with_train_options
 from multigpu_cli.config.rules import OWN_RUN_ID
@@ -201,7 +202,15 @@ def test_a_chapter_has_its_flags_and_its_settings_without_one(door: Door, topic:
     for setting in SETTINGS.values():
         found = re.search(rf"^  {re.escape(setting.flag or setting.key)}(?=\s)", out, re.MULTILINE)
         assert bool(found) == (setting.panel == title), setting.key
+    assert out.endswith(f"\n\nMore: {SCRIPT.parent / 'docs' / page}\n")
     assert (SCRIPT.parent / "docs" / page).exists()
+
+
+def test_help_names_no_page_that_is_not_there(door: Door, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(help, "_DOCS", tmp_path)  # as beside an installed wheel
+    for words in (["--help"], ["help", "data"]):
+        assert "docs" not in door(*words).out
+        assert "More:" not in door(*words).out
 
 
 def test_help_of_a_command_is_the_commands_own_and_unknown_words_are_refused(door: Door) -> None:

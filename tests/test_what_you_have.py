@@ -29,9 +29,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def type_in(command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Exit code and output of a command: of the front door in this process, where torch is imported already."""
     words = shlex.split(command)
-    if words[:2] != ["python", "main_multi_gpu.py"]:
+    if words[0] != "multigpu":
         return run(command, project)
-    code = main_multi_gpu.run(words[2:] + (SHORT if words[2].startswith("-") and SHORT[0] not in words else []))
+    code = main_multi_gpu.run(words[1:] + (SHORT if words[1].startswith("-") and SHORT[0] not in words else []))
     return code, "".join(capsys.readouterr())
 
 

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,6 +30,7 @@ TOPICS: Mapping[str, tuple[str, str]] = {
 }
 """The chapters in their order: word for `help` → title, and page under docs/."""
 
+_DOCS = Path(__file__).resolve().parents[2] / "docs"  # of a checkout; an installed wheel has none
 _PANELS = [title for title, _ in TOPICS.values()]
 COMMON = (
     *("config", "data", "data_dir", "model", "multi_gpu", "gpu_ids", "epochs", "batch_size", "global_batch_size", "lr"),
@@ -132,7 +134,7 @@ def write_commands(group: Any, ctx: Any, formatter: Any) -> None:
     if not ctx.parent:
         formatter.write_paragraph()
         chapters = f"{ctx.command_path} help CHAPTER, with one of {', '.join(TOPICS)}"
-        formatter.write_text(f"All options: --help-all. One chapter: {chapters}. Documentation: docs/README.md")
+        formatter.write_text(f"All options: --help-all. One chapter: {chapters}.")
 
 
 def format_topic(topic: str | None, root: Any) -> str:
@@ -151,8 +153,8 @@ def format_topic(topic: str | None, root: Any) -> str:
     settings = [each for each in SETTINGS.values() if each.panel == title and not each.flag]
     rows = [(f"{each.key} {each.kind.metavar}", describe_setting(each)) for each in settings]
     _write_section(formatter, "In YAML, or with --set KEY=VALUE", rows)
-    formatter.write_paragraph()
-    formatter.write_text(f"More: docs/{page}")
+    if (_DOCS / page).is_file():
+        formatter.write(f"\nMore: {_DOCS / page}\n")
     return colour(formatter.getvalue().rstrip(), root.obj)
 
 

@@ -3,7 +3,6 @@
 python -m tests.support.sample_files my_data
 """
 
-import gzip
 import sys
 from pathlib import Path
 
@@ -48,8 +47,6 @@ def _write_tables(folder: Path, draws: np.random.Generator) -> None:
     head, lines = "size,weight,colour,kind", "".join(f"{row}\n" for row in rows)
     (folder / "table.csv").write_text(f"{head}\n{lines}")
     (folder / "european.csv").write_text(f"{head}\n{lines}".replace(",", ";").replace(".", ","))
-    (folder / "packed.csv.gz").write_bytes(gzip.compress(f"{head}\n{lines}".encode()))
-    (folder / "indexed.csv").write_text(f",{head}\n" + "".join(f"{at},{row}\n" for at, row in enumerate(rows)))
     (folder / "bare.csv").write_text(lines)
     (folder / "later.csv").write_text(f"{head}\n" + "".join(f"{row}\n" for row in rows[:9]))
     inputs = draws.normal(size=(ROWS, 8)).astype(np.float32)
