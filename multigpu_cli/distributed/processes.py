@@ -30,15 +30,15 @@ from multigpu_cli.errors import RequestError
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends (Linux); exit at once if it has ended already.
+def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends (Linux); exit at once if it has ended already.
 
     Without the parent's pid, a parent that ended before this call is not noticed.
     """
     if sys.platform != "linux":
         return
     parent = os.getppid() if parent is None else parent
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 

@@ -41,6 +41,7 @@ def tune(
     budget: Annotated[str | None, _option("Nslot-hours|Nepochs", "beyond it no rung begins")] = None,
     slots: Annotated[str | None, _option("N", "runs at a time (default: one per GPU or core)")] = None,
     gpus_per_trial: Annotated[str, _option("N", "slots that each run begins with")] = "1",
+    srun: Annotated[bool, typer.Option("--srun", help="slots are those of this SLURM allocation")] = False,
     order: Annotated[str, _option("fixed|async", "async: faster, and not reproducible")] = "fixed",
     **values: Any,
 ) -> Any:

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from multigpu_cli.tune.space import Dimension, Params
 from multigpu_cli.tune.trials import RungResult, Study, Trial, read_rung, read_study
 
 FRONT_DOOR = Path(__file__).resolve().parents[2] / "main_multi_gpu.py"
+_STEP = ("srun", "--nodes=1", "--ntasks=1", "--exact", "--mem=0", "--input=none")  # --mem=0: steps share the memory
 JOURNAL, BASE, EXPORT = "study.jsonl", "base.yaml", "optuna.journal"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the last one unless nohup ignores it
 _POLL, _BEAT, _LOOK, _PATIENCE = 0.05, 10.0, 1.0, 30.0  # seconds; the last for what a killed driver left to end
@@ -38,16 +40,31 @@ _NAN, _KILLED = "NaN or infinite", "was ended by SIG"
 
 
 class Slots(NamedTuple):
-    """Where trials run: the name of each slot's GPU, "" of a core; and how a process is started there."""
+    """The GPU and the node of each slot, "" for a core and for this machine; and how a process is started there."""
 
     names: Sequence[str]
+    nodes: Sequence[str]
     environ: Mapping[str, str]
+    cores: int = 1  # of each, in an allocation
+    stop: int = signal.SIGTERM  # the signal after which a run saves a checkpoint
+    kill: int = signal.SIGKILL  # and the one that ends it at once, which also follows this process's end
+
+    def pick(self, free: Iterable[int], wanted: int) -> list[int]:
+        """So many free slots of one node, or those of the node that has the most."""
+        groups = groupby(sorted(free), self.nodes.__getitem__)
+        return max((list(group) for _, group in groups), key=len, default=[])[:wanted]
 
     def start(self, argv: Sequence[str], taken: Sequence[int], **popen: Any) -> subprocess.Popen[Any]:
-        """Start the front door on some of them, on CPUs with one thread a worker; it ends with this process."""
-        visible = ",".join(self.names[each] for each in taken).strip(",")
-        environ = ({} if visible else {"OMP_NUM_THREADS": "1"}) | dict(self.environ) | {"CUDA_VISIBLE_DEVICES": visible}
-        command, end = [sys.executable, str(FRONT_DOOR), *argv], partial(die_with_parent, os.getpid())
+        """Start the front door on some slots of one node, on CPUs with one thread a worker."""
+        gpus, count = ",".join(self.names[each] for each in taken).strip(","), len(taken)
+        environ = ({} if gpus else {"OMP_NUM_THREADS": "1"}) | dict(self.environ)
+        command, end = [sys.executable, str(FRONT_DOOR), *argv], partial(die_with_parent, os.getpid(), self.kill)
+        if node := self.nodes[taken[0]]:  # SLURM itself chooses which GPUs of it
+            gres = f"gpu:{count}" if gpus else "none"
+            use = [f"--nodelist={node}", f"--cpus-per-task={self.cores * count}", f"--gres={gres}"]
+            command = [*_STEP, *use, *command]
+        if not (node and gpus):
+            environ["CUDA_VISIBLE_DEVICES"] = gpus
         return subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end, **popen)
 
 
@@ -59,11 +76,7 @@ class Running:
     process: subprocess.Popen[Any]
     slots: list[int]
     began: float  # Unix seconds
-    ending: bool = False
-
-    def end(self) -> None:  # at the edge of a step, with a checkpoint
-        self.ending = True
-        self.process.send_signal(signal.SIGTERM)
+    ending: bool = False  # at the edge of a step, with a checkpoint
 
 
 class Driver:
@@ -76,10 +89,9 @@ class Driver:
         self._free = set(range(len(slots.names)))
         self._signals: list[int] = []  # that ask for a stop
         self._speeds = Speeds()
-        self._rates: dict[int, dict[int, float]] = {}  # samples per second, by trial and workers
         self._reached: dict[Job, RungResult] = {}
         self._tries: Counter[tuple[int, int, int]] = Counter()
-        self._sets: dict[Job, list[str]] = {}  # the settings of a job
+        self._batches: dict[int, tuple[list[str], int]] = {}  # a trial's settings, and micro-batches of a step
         self._looked = self._beat = 0.0
 
     def run(self) -> str:
@@ -89,14 +101,16 @@ class Driver:
         with closing(Journal(self.path / JOURNAL, warn=self.say)) as self._journal:
             self._journal.write("open", slots=len(self.slots.names))
             try:
+                for job in self._list_waiting():  # a driver was killed before it came to that
+                    if (result := read_rung(self._folder(job), self.study, job.epochs)).values is not None:
+                        self._record(job, result)
                 while self._advance():
                     self._start_waiting()
                     self._widen()
                     time.sleep(_POLL)
                     self._collect()
             finally:
-                for each in self._running.values():
-                    each.end()
+                self._end(self._running.values())
                 for each in self._running.values():
                     each.process.wait()
                 self._collect()
@@ -109,7 +123,7 @@ class Driver:
     def _hear(self, number: int, _: object) -> None:
         if number == signal.SIGINT and number in self._signals:  # a second Ctrl-C: without another checkpoint
             for each in self._running.values():
-                each.process.kill()
+                each.process.send_signal(self.slots.kill)
         self._signals.append(number)
 
     @property
@@ -124,11 +138,13 @@ class Driver:
         if failed.total() == min(self.study.generation, self.study.trials):
             problem = f"all of the first {len(first)} trials failed: {failed.most_common(1)[0][0]}"
             raise TrainingError(problem, remedy="settings that can be trained, and another --save-dir")
-        idle = len(self._free) >= self.study.gpus_per_trial and not self._list_waiting()
+        least = self.study.gpus_per_trial
+        idle = len(self.slots.pick(self._free, least)) == least and not self._list_waiting()
         decision = decide(self.study, self.trials, idle)
         wants = any(decision) and not self._signals
         amount, unit = parse_budget(self.study.budget or "")
-        if not wants or amount <= (self.measure_use()[0] / 3600 if unit == "slot-hours" else self.epochs):
+        hours = wants and unit == "slot-hours"
+        if not wants or amount <= (measure_use(read_events(self.path / JOURNAL))[0] / 3600 if hours else self.epochs):
             return not self._signals and any(trial.state == "waiting" for trial in self.trials)
         for trial in decision.promote:
             trial.rung, trial.state = trial.rung + 1, "waiting"
@@ -144,10 +160,6 @@ class Driver:
         export_journal(self.path / EXPORT, self.study, self.space, self.trials)
         return True
 
-    def measure_use(self) -> tuple[float, float]:
-        """Seconds in which runs held slots, and seconds of all slots, over all attempts."""
-        return measure_use(list(read_events(self.path / JOURNAL)))
-
     def _list_waiting(self) -> list[Job]:
         """The runs that are neither at work nor at their rung, in the order of the trials."""
         waiting = (trial for trial in self.trials if trial.state == "waiting")
@@ -155,36 +167,30 @@ class Driver:
         return [job for job in jobs if job not in self._running and job not in self._reached]
 
     def _job(self, trial: Trial, run: int) -> Job:
-        place = (trial.number, run, self.study.rungs[trial.rung])
-        if known := next((job for job in self._sets if job[:3] == place), None):
-            return known
-        sets, micro_batches = plan_batch(self.study, trial.params, str(self.path / BASE))
-        sets += [f"seed={self.study.seed + run}", f"tune.pause_at={place[2]}"]
-        job = Job(*place, micro_batches)
-        self._sets[job] = [word for each in sets for word in ("--set", each)]
-        return job
+        if trial.number not in self._batches:
+            self._batches[trial.number] = plan_batch(self.study, trial.params, str(self.path / BASE))
+        return Job(trial.number, run, self.study.rungs[trial.rung], self._batches[trial.number][1])
 
     def _start_waiting(self) -> None:
-        if len(self._free) < self.study.gpus_per_trial:
-            return
-        for job in self._list_waiting():
-            if (result := read_rung(self._folder(job), self.study, job.epochs)).values is not None:
-                self._record(job, result)  # a driver was killed before it came to that
-        waiting = {job: float(job.epochs) for job in self._list_waiting()}
-        for job, width in assign_slots(waiting, len(self._free), self.study.gpus_per_trial, self._speeds).items():
-            folder, kind, taken = self._folder(job), self.study.multi_gpu, sorted(self._free)[:width]
+        waiting, least = {job: float(job.epochs) for job in self._list_waiting()}, self.study.gpus_per_trial
+        for job, wanted in assign_slots(waiting, len(self._free), least, self._speeds).items():
+            if len(taken := self.slots.pick(self._free, wanted)) < least:
+                return
+            folder, kind = self._folder(job), self.study.multi_gpu
             if not wait_until_unlocked(folder, patience=_PATIENCE):
                 problem = f"{folder}: a process that an earlier driver started is still at work"
                 raise TrainingError(problem, remedy="end it, and run the same command again")
-            several = ["--multi-gpu", "ddp" if kind == "auto" else kind, "--nproc-per-node", str(width)]
-            argv = several if width > 1 or kind == "fsdp" else ["--multi-gpu", "none"]
-            argv += ["--config", str(self.path / BASE), *self._sets[job], "--save-dir", str(folder), "--quiet"]
+            several = ["--multi-gpu", "ddp" if kind == "auto" else kind, "--nproc-per-node", str(len(taken))]
+            argv = several if len(taken) > 1 or kind == "fsdp" else ["--multi-gpu", "none"]
+            sets = [*self._batches[job.trial][0], f"seed={self.study.seed + job.run}", f"tune.pause_at={job.epochs}"]
+            argv += ["--config", str(self.path / BASE), *(word for each in sets for word in ("--set", each))]
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / "output.log", "wb") as log:
-                process = self.slots.start(argv, taken, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+                process = self.slots.start([*argv, "--save-dir", str(folder), "--quiet"], taken, **pipes)
             self._free -= set(taken)
             self._running[job] = Running(job, process, taken, time.time())
-            self._journal.write("start", trial=job.trial, run=job.run, epochs=job.epochs, slots=width)
+            self._journal.write("start", trial=job.trial, run=job.run, epochs=job.epochs, slots=len(taken))
 
     def _collect(self) -> None:
         """See which runs have ended, how fast they were, what their start has cost, and what became of them."""
@@ -192,14 +198,11 @@ class Driver:
             del self._running[each.job]
             self._free |= set(each.slots)
             self._journal.write("end", trial=each.job.trial, run=each.job.run, slots=len(each.slots))
-            (history, line), width = self._look(each), len(each.slots)
+            history, line = self._look(each)
             if history:
                 self._speeds.starts.append(history.attempts[-1].start["time"] - each.began)
-            if line:
-                rates = self._rates.setdefault(each.job.trial, {})
-                rates[width] = line["samples_per_second"]
-                if alone := rates.get(self.study.gpus_per_trial):
-                    self._speeds.rates.setdefault(width, []).append(rates[width] / alone)
+            if line and line["samples_per_second"]:
+                self._speeds.rates.setdefault(each.job.trial, {})[len(each.slots)] = line["samples_per_second"]
             self._record_end(each)
         if (now := time.monotonic()) - self._beat > _BEAT:
             self._beat = now
@@ -223,8 +226,8 @@ class Driver:
         if result.values is not None:
             self._record(job, result)
         elif not each.ending:
-            _, sign, said = (folder / "output.log").read_text(errors="replace").rpartition("error: ")
-            message, summary = said.strip() if sign else f"exit code {each.process.returncode}", load_summary(folder)
+            said, summary = read_error((folder / "output.log").read_text(errors="replace")), load_summary(folder)
+            message = said or f"exit code {each.process.returncode}"
             reason = str(summary.get("error", message))
             if any(words in reason for words in _NO_SPACE):
                 problem = f"the disk of {self.path} is full, so the study pauses: {reason}"
@@ -259,9 +262,12 @@ class Driver:
         trial.state, trial.error = state, error
         trial.write(self.path)
         self.say(f"trial {trial.number}: {state}: {error}")
-        for each in self._running.values():
-            if each.job.trial == trial.number:
-                each.end()
+        self._end(each for each in self._running.values() if each.job.trial == trial.number)
+
+    def _end(self, running: Iterable[Running]) -> None:
+        for each in running:
+            each.ending = True
+            each.process.send_signal(self.slots.stop)
 
     def _widen(self) -> None:
         """Stop a run that goes on with the free slots as well, where that is worth a restart."""
@@ -269,18 +275,24 @@ class Driver:
             return
         self._looked, needs = time.monotonic(), {}
         for each in self._running.values():
-            wider = not each.ending and each.job.widen(len(each.slots), len(each.slots) + len(self._free))
+            most = len(self.slots.pick(self._free | set(each.slots), len(self.slots.names)))
+            wider = not each.ending and each.job.widen(len(each.slots), most)
             history, line = self._look(each) if wider else (None, None)
             if history and line and line["samples_per_second"]:
                 left = each.job.epochs * history.plan["samples"] - line["samples"]
                 seconds = left / line["samples_per_second"] - (time.time() - line["time"])
-                needs[each.job] = (len(each.slots), max(0.0, seconds))
-        if chosen := choose_widening(needs, len(self._free), self._speeds, median(self._speeds.starts)):
+                needs[each.job] = (len(each.slots), most, max(0.0, seconds))
+        if chosen := choose_widening(needs, self._speeds, median(self._speeds.starts)):
             self.say(f"trial {chosen[0].trial}: goes on with {chosen[1]} slots")
-            self._running[chosen[0]].end()
+            self._end([self._running[chosen[0]]])
 
     def _folder(self, job: Job) -> Path:
         return self.study.run_folder(self.path, job.trial, job.run)
+
+
+def read_error(printed: str) -> str:
+    """The last error message that a process has printed, but for srun's note of its exit code; "" for none."""
+    return ["", *re.sub(r"srun: error: .* Exited with exit code \d+", "", printed).split("error: ")[1:]][-1].strip()
 
 
 def list_sets(params: Params) -> list[str]:

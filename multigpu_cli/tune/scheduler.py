@@ -3,8 +3,10 @@
 `order: fixed` decides where all of a generation that were sent to a rung are there: so no decision depends on a clock.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import le
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -92,15 +94,15 @@ class Job(NamedTuple):
 
 @dataclass
 class Speeds:
-    """Measured: samples per second by workers, relative to the same trial's on the least; seconds of starts."""
+    """Measured: samples per second, by trial and workers; seconds of starts."""
 
-    rates: dict[int, list[float]] = field(default_factory=dict)
+    rates: dict[int, dict[int, float]] = field(default_factory=dict)
     starts: list[float] = field(default_factory=list)
 
     def speedup(self, before: int, after: int) -> float:
         """How much faster a job is on `after` workers than on `before`; as many times as workers where nobody knows."""
-        known = self.rates.get(before) and self.rates.get(after)
-        return median(self.rates[after]) / median(self.rates[before]) if known else after / before
+        known = [each[after] / each[before] for each in self.rates.values() if before in each and after in each]
+        return median(known) if known else after / before
 
 
 def assign_slots(waiting: Mapping[Job, float], free: int, least: int, speeds: Speeds) -> dict[Job, int]:
@@ -108,38 +110,38 @@ def assign_slots(waiting: Mapping[Job, float], free: int, least: int, speeds: Sp
     starting = dict.fromkeys(list(waiting)[: free // least], least)
     left = free - least * len(starting)
     while left and len(starting) == len(waiting):
-        needs = {job: (width, waiting[job] / speeds.speedup(least, width)) for job, width in starting.items()}
-        if not (chosen := choose_widening(needs, left, speeds, cost=0.0)):
+        times = {job: waiting[job] / speeds.speedup(least, width) for job, width in starting.items()}
+        needs = {job: (width, width + left, times[job]) for job, width in starting.items()}
+        if not (chosen := choose_widening(needs, speeds, cost=0.0)):
             break
         left, starting[chosen[0]] = left - chosen[1] + starting[chosen[0]], chosen[1]
     return starting
 
 
 def choose_widening(
-    running: Mapping[Job, tuple[int, float]], free: int, speeds: Speeds, cost: float
+    running: Mapping[Job, tuple[int, int, float]], speeds: Speeds, cost: float
 ) -> tuple[Job, int] | None:
-    """Which of these, with their slots and the time they still need, gains most by more, and more than it costs."""
-    gains: list[tuple[float, int, int, Job, int]] = []
-    for job, (width, seconds) in running.items():
-        if wider := job.widen(width, width + free):
-            gains.append((seconds * (1 - 1 / speeds.speedup(width, wider)), -job.trial, -job.run, job, wider))
-    gain, _, _, chosen, wider = max(gains, default=(0.0, 0, 0, Job(0, 0, 0, 0), 0))
-    return (chosen, wider) if gain > cost else None
+    """Which of these, with their slots, the most they could get, and their time, gains most, and more than the cost."""
+    gains = {
+        (job, wider): seconds * (1 - 1 / speeds.speedup(width, wider))
+        for job, (width, most, seconds) in sorted(running.items())
+        if (wider := job.widen(width, most))
+    }
+    chosen = max(gains, key=gains.__getitem__, default=None)  # of equal ones the first
+    return chosen if chosen and gains[chosen] > cost else None
 
 
-def measure_use(events: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+def measure_use(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
     """Seconds in which runs held slots, and seconds of all slots, from each driver's first event to its last."""
-    total = busy = 0.0
+    busy = total = 0.0
     slots = held = 0
-    last: float | None = None
-    for event in events:
-        now, kind = float(event["time"]), event["event"]
-        if kind == "open":
+    for event, after in pairwise(events):
+        if (kind := event["event"]) == "open":
             slots, held = event["slots"], 0
-        elif last is not None:
-            total, busy = total + slots * (now - last), busy + held * (now - last)
         held += event.get("slots", 0) * {"start": 1, "end": -1}.get(kind, 0)
-        last = None if kind == "close" else now
+        if kind != "close" and after["event"] != "open":
+            seconds = after["time"] - event["time"]
+            busy, total = busy + held * seconds, total + slots * seconds
     return busy, total
 
 
@@ -147,11 +149,8 @@ def list_front(study: Study, trials: Sequence[Trial]) -> list[Trial]:
     """The whole trials than which no other is better in every objective; first what adds most to their hypervolume."""
     whole = [trial for trial in trials if trial.state == "completed"]
     points = {trial.number: trial.score(study) for trial in whole}
-
-    def is_best(own: tuple[float, ...]) -> bool:
-        return not any(own != its and all(a <= b for a, b in zip(own, its, strict=True)) for its in points.values())
-
-    front = [trial for trial in whole if is_best(points[trial.number])]
+    better = {own: any(own != its and all(map(le, own, its)) for its in points.values()) for own in points.values()}
+    front = [trial for trial in whole if not better[points[trial.number]]]
     corner = [min(values) for values in zip(*points.values(), strict=True)]  # the worst that any trial has
 
     def lost_without(trial: Trial) -> float:

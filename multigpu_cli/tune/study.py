@@ -2,8 +2,12 @@
 
 import json
 import math
+import re
+import shutil
+import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -24,17 +28,24 @@ from multigpu_cli.errors import STOPPED, RequestError, TrainingError, combine_er
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.format import format_bytes, format_duration
 from multigpu_cli.monitor.history import read_json
-from multigpu_cli.monitor.journal import dump_json
-from multigpu_cli.tune.driver import BASE, FRONT_DOOR, Driver, Slots, list_sets, parse_budget
+from multigpu_cli.monitor.journal import dump_json, read_events
+from multigpu_cli.tune.driver import BASE, FRONT_DOOR, JOURNAL, Driver, Slots, list_sets, parse_budget, read_error
 from multigpu_cli.tune.sampler import SAMPLERS, VERSIONS
-from multigpu_cli.tune.scheduler import list_front, plan_epochs, rank_trials
+from multigpu_cli.tune.scheduler import list_front, measure_use, plan_epochs, rank_trials
 from multigpu_cli.tune.space import Dimension, list_corners, list_points, parse_search
 from multigpu_cli.tune.trials import STUDY, Study, check_same_study, read_study
 
 SUMMARY = "summary.json"
 _OWN = ("multi_gpu", "gpu_ids", "save_dir", "seed", "tune.pause_at")  # the study's
 _NOT_HERE = {"resume", "mirror", "nproc_per_node", "max_restarts"}
+_OPTIONS = dict.fromkeys(("trials", "generation", "seeds", "gpus_per_trial"), integer(1)) | {
+    "order": choice("fixed", "async"),
+    "sampler": choice(*SAMPLERS),
+    "budget": ValueType("", parse_budget),
+}
 _START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from multigpu_cli.tune import check; check.main(sys.argv[1])"
+_NODE = ("SLURMD_NODENAME", "SLURM_CPUS_ON_NODE", "SLURM_GPUS_ON_NODE")
+_LOOK = f"import os; print('node', *(os.environ.get(name, 0) for name in {_NODE}))"
 
 
 def run_study(given: Mapping[str, Any], values: Mapping[str, Any], environ: Mapping[str, str]) -> int:
@@ -49,7 +60,8 @@ def run_study(given: Mapping[str, Any], values: Mapping[str, Any], environ: Mapp
     elif any(path.glob("[!.]*")):
         raise RequestError(f"--save-dir {path}: holds something else", remedy="a new folder")
     found = check_space(study, config, space, measure=bool(values["dry_run"]))
-    where = choose_slots(parse_option(integer(1, 4096), "--slots", given["slots"]), study, found, environ)
+    wanted = parse_option(integer(1, 4096), "--slots", given["slots"])
+    where = choose_slots(wanted, study.gpus_per_trial, found, environ, srun=given["srun"])
     if values["dry_run"]:
         rows = forecast(study, len(where.names), found["forecast"])
         print_result(rows, (f"{name:12} {text}" for name, text in rows.items()), as_json=values["json"])
@@ -68,22 +80,19 @@ def run_study(given: Mapping[str, Any], values: Mapping[str, Any], environ: Mapp
 
 def build_study(given: Mapping[str, Any], config: Config, space: Sequence[Dimension]) -> Study:
     """The study that the options ask for; RequestError: an option is wrong by itself."""
-
-    def parse(name: str, kind: ValueType) -> Any:
-        return parse_option(kind, f"--{name.replace('_', '-')}", given[name])
-
+    options = {name: parse_option(kind, f"--{name.replace('_', '-')}", given[name]) for name, kind in _OPTIONS.items()}
     length, own, banned = config.length.epochs, config, sorted(config.explicit & _NOT_HERE)
     rungs = [parse_option(integer(1), "--rungs", each) for each in given["rungs"].split(",") if each]
     goals = [parse_option(best, "--objective", each) for each in given["objective"]]
-    order, sampler = parse("order", choice("fixed", "async")), parse("sampler", choice(*SAMPLERS))
     kind, names = config.device.multi_gpu, [each.partition(":")[0] for each in goals]
-    mixed = len(goals) > 1 and (rungs or order == "async")
+    mixed = len(goals) > 1 and (rungs or options["order"] == "async")
     bad_goals = not names or len(set(names)) < len(names) or not all(each.startswith("val_") for each in names)
     auto_batch = "auto" in (config.batch.size, *(v for each in space if each.key == "batch_size" for v in each.values))
     rules = (
         (config.checkpoint.save_dir is None, "tune needs --save-dir", "--save-dir studies/NAME"),
         (banned, f"tune can't be used with {', '.join(banned)}: it starts the runs", "--slots, --gpus-per-trial"),
         (kind not in ("auto", "ddp", "fsdp"), f"tune can't be used with --multi-gpu {kind}", "ddp, or leave it out"),
+        (given["srun"] and own.device.gpu_ids, "--gpu-ids can't be used with --srun: SLURM chooses", "leave it out"),
         (auto_batch, "tune can't be used with --batch-size auto: trials would depend on the memory", "a number"),
         (rungs != sorted({0, length + 1, *rungs})[1:-1], "--rungs must ascend, up to --epochs", f"up to {length}"),
         (bad_goals, "tune needs --objective, each of another number of the validation", "--objective val_accuracy:max"),
@@ -91,25 +100,14 @@ def build_study(given: Mapping[str, Any], config: Config, space: Sequence[Dimens
     )
     if wrong := [RequestError(problem, remedy=remedy) for broken, problem, remedy in rules if broken]:
         raise combine_errors(wrong)
-    parse("budget", ValueType("", parse_budget))
-    numbers = {name: parse(name, integer(1)) for name in ("trials", "generation", "seeds", "gpus_per_trial")}
-    if sampler == "grid":
-        numbers["trials"] = len(list(islice(list_points(space, grid=True), numbers["trials"])))
+    if options["sampler"] == "grid":
+        options["trials"] = len(list(islice(list_points(space, grid=True), options["trials"])))
     for key in _OWN:
         own = without_setting(own, key)
-    return Study(
-        search={each.key: each.text for each in space},
-        objectives=goals,
-        rungs=[*(each for each in rungs if each < length), length],
-        sampler=sampler,
-        order=order,
-        seed=config.reproducibility.seed,
-        multi_gpu=kind,
-        budget=given["budget"],
-        versions=VERSIONS,
-        settings=explicit_dump(own),
-        **numbers,
-    )
+    options |= {"rungs": [*(each for each in rungs if each < length), length], "budget": given["budget"]}
+    options |= {"search": {each.key: each.text for each in space}, "objectives": goals, "multi_gpu": kind}
+    seed = config.reproducibility.seed
+    return Study(seed=seed, versions=VERSIONS, settings=explicit_dump(own), **options)
 
 
 def check_space(study: Study, config: Config, space: Sequence[Dimension], *, measure: bool) -> dict[str, Any]:
@@ -135,15 +133,47 @@ def check_space(study: Study, config: Config, space: Sequence[Dimension], *, mea
     return found
 
 
-def choose_slots(wanted: int | None, study: Study, found: Mapping[str, Any], environ: Mapping[str, str]) -> Slots:
-    """The GPUs of this machine; on CPUs as many slots as asked for, which share the cores."""
-    gpus = found["gpus"]
-    count = wanted or len(gpus) or found["cores"]
-    if count < study.gpus_per_trial or (gpus and count > len(gpus)):
-        there = f"there are {pluralize(len(gpus), 'GPU')}" if gpus else f"{study.gpus_per_trial} per trial are more"
-        raise RequestError(f"--slots {count}: {there}", remedy="another --slots, or --gpus-per-trial")
+def choose_slots(
+    wanted: int | None, least: int, found: Mapping[str, Any], environ: Mapping[str, str], *, srun: bool
+) -> Slots:
+    """The slots of this machine, or of the allocation: GPUs, or else cores, which on this machine may be shared.
+
+    RequestError: there are fewer than wanted, or no node has the `least` that a trial needs.
+    """
     visible = (environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(1024)))).split(",")
-    return Slots([visible[gpu] for gpu in gpus[:count]] or [""] * count, environ)
+    names = [visible[gpu] for gpu in found["gpus"]] or [""] * (wanted or found["cores"])
+    there = find_allocation(environ) if srun else Slots(names, [""] * len(names), environ)
+    count = wanted or len(there.names)
+    if count > len(there.names) or max(Counter(there.nodes[:count]).values()) < least:
+        kind = pluralize(len(there.names), "GPU" if there.names[0] else "core")
+        problem = f"--slots {count}, {least} per trial: there are {kind} on {pluralize(len(set(there.nodes)), 'node')}"
+        raise RequestError(problem, remedy="another --slots, or --gpus-per-trial")
+    return there._replace(names=there.names[:count], nodes=there.nodes[:count])
+
+
+def find_allocation(environ: Mapping[str, str]) -> Slots:
+    """The GPUs, or else the cores, of all nodes of the allocation that this process is in; RequestError: it is in none.
+
+    srun hands SIGUSR1 on to a step, and ends the step at once where it gets SIGTERM. From the environment it would take
+    what was asked for the job as asked for the step.
+    """
+    job, count = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NUM_NODES")
+    if not job or not count or not shutil.which("srun"):
+        problem = "--srun: this is no SLURM allocation (no SLURM_JOB_ID and SLURM_JOB_NUM_NODES, or no srun)"
+        raise RequestError(problem, remedy="the same command in a job of sbatch or salloc; or leave out --srun")
+    own = {name: value for name, value in environ.items() if not re.match("SRUN_|SLURM_(?!CONF$|JOB_ID$)", name)}
+    look = ["srun", "--overlap", f"--nodes={count}", "--ntasks-per-node=1", sys.executable, "-c", _LOOK]
+    done = subprocess.run(look, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    said = sorted(re.findall(r"^node (\S+) (\d+) (\d+)$", done.stdout, re.MULTILINE))  # a prolog may print as well
+    if done.returncode or not said:
+        raise RequestError(f"--srun: {read_error(done.stderr)}", remedy="an allocation that can run steps")
+    nodes = [(name, int(cpus), int(gpus)) for name, cpus, gpus in said]
+    any_gpu = any(gpus for *_, gpus in nodes)
+    if poor := [name for name, cpus, gpus in nodes if cpus < gpus]:
+        raise RequestError(f"--srun: {poor[0]} has fewer cores than GPUs", remedy="a job with --cpus-per-gpu")
+    slots = [name for name, cpus, gpus in nodes for _ in range(gpus if any_gpu else cpus)]
+    cores = min(cpus // gpus for _, cpus, gpus in nodes if gpus) if any_gpu else 1
+    return Slots(["gpu" if any_gpu else ""] * len(slots), slots, own, cores, signal.SIGUSR1, signal.SIGTERM)
 
 
 def forecast(study: Study, slots: int, measured: Sequence[Mapping[str, float]]) -> dict[str, str]:
@@ -160,7 +190,7 @@ def forecast(study: Study, slots: int, measured: Sequence[Mapping[str, float]]) 
 def summarize(driver: Driver, status: str) -> dict[str, Any]:
     """Write summary.json; where the study is over, with the winner's metrics of the test split, evaluated once."""
     file, trials = driver.path / SUMMARY, driver.trials
-    (busy, total), winner = driver.measure_use(), dict[str, Any]()
+    (busy, total), winner = measure_use(read_events(driver.path / JOURNAL)), dict[str, Any]()
     if ranked := rank_trials(driver.study, trials):
         content, before = ranked[0].as_dict(), read_json(file).get("best") or {}
         winner = {"number": ranked[0].number, "params": ranked[0].params, "epochs": max(ranked[0].values)}
@@ -184,7 +214,7 @@ def evaluate_trial(driver: Driver, number: int) -> dict[str, float] | None:
         with driver.slots.start(argv, [0], stdout=pipe, stderr=pipe, text=True) as process:
             printed, complaint = process.communicate()
         if process.returncode:
-            driver.say(f"trial {number}: no test metrics: {complaint.rpartition('error: ')[2].strip()}")
+            driver.say(f"trial {number}: no test metrics: {read_error(complaint)}")
             return None
         found.append(json.loads(printed))
     names = [name for name, value in found[0].items() if isinstance(value, float)]

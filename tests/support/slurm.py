@@ -1,5 +1,7 @@
 """A SLURM of two nodes on this machine: Debian's slurm-wlm and munge, with configuration, ports and keys of their own.
 
+Its GPUs are devices that every Linux has: SLURM counts them, and no program finds one.
+
 The daemons live in namespaces of their own: there /etc/hosts knows both nodes, and what they started ends with them.
 """
 
@@ -49,12 +51,13 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=5,bf_interval=5
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+GresTypes=gpu
 SlurmdParameters=config_overrides
 KillWait=30
 PreemptMode=REQUEUE
 PreemptType=preempt/partition_prio
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 Gres=gpu:2 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 Gres=gpu:2 State=UNKNOWN
 PartitionName=usual Nodes=n[1-2] Default=YES MaxTime=INFINITE PriorityTier=1
 PartitionName=patient Nodes=n[1-2] MaxTime=INFINITE PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=n[1-2] MaxTime=INFINITE PriorityTier=10
@@ -77,13 +80,13 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._environ = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT)}
-        self._environ |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MULTIGPU_PER_NODE": "1"}
-        self._environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.environ = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT)}
+        self.environ |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MULTIGPU_PER_NODE": "1"}
+        self.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def ask(self, *command: str, **environ: str) -> str:
         """One of SLURM's commands; what it printed."""
-        done = subprocess.run(command, env=self._environ | environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self.environ | environ, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
@@ -120,6 +123,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     """Two idle nodes, for as long as the context lasts."""
     host = socket.gethostname().partition(".")[0]
     (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, host=host, ports=_free_ports(3)))
+    (folder / "gres.conf").write_text("".join(f"Name=gpu File=/dev/{name}\n" for name in ("null", "zero")))
     (folder / "hosts").write_text(f"127.0.0.1 localhost {host} n1 n2\n")
     (folder / "key").touch(0o600)
     (folder / "key").write_bytes(os.urandom(128))
@@ -127,12 +131,12 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     with open(folder / "daemons.log", "wb") as log:
         daemons = subprocess.Popen(
-            [*apart, "sh", "-c", _DAEMONS, "sh", str(folder)], env=found._environ, stdout=log, stderr=log
+            [*apart, "sh", "-c", _DAEMONS, "sh", str(folder)], env=found.environ, stdout=log, stderr=log
         )
     try:
         (folder / "state").mkdir()
         idle = ["sinfo", "--noheader", "--partition=usual", "--states=idle", "--format=%D"]
-        answers = lambda: subprocess.run(idle, env=found._environ, capture_output=True, text=True).stdout  # noqa: E731
+        answers = lambda: subprocess.run(idle, env=found.environ, capture_output=True, text=True).stdout  # noqa: E731
         found.wait_for(lambda: answers().strip() == "2", 60, "two idle nodes")
         yield found
     finally:

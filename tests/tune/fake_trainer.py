@@ -22,6 +22,7 @@ base = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text()) if "--
 stopped: list[int] = []
 heard = signal.SIG_IGN if "FAKE_DEAF" in os.environ else lambda number, frame: stopped.append(number)
 signal.signal(signal.SIGTERM, heard)
+signal.signal(signal.SIGUSR1, heard)
 if argv[0] == "evaluate":
     print(json.dumps({"split": "test", "samples": 10, "accuracy": 0.5, "run": argv[1]}))
     sys.exit(0)
@@ -56,6 +57,7 @@ write(
     plan={"steps_per_epoch": 10, "samples": 100},
     resumed_from="checkpoint" if done else None,
     world_size=workers,
+    gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
 )
 if done:
     write("resume", step=10 * done, from_world_size=1, world_size=workers)

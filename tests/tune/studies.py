@@ -59,8 +59,8 @@ def make_driver(
     folder.mkdir(parents=True, exist_ok=True)
     study.write(folder)
     space = parse_search([f"{key}={text}" for key, text in study.search.items()])
-    places = Slots([""] * slots, {**os.environ, **(environ or {})})
-    return Driver(folder, space, places, (said if said is not None else []).append)
+    here = Slots([""] * slots, [""] * slots, {**os.environ, **(environ or {})})
+    return Driver(folder, space, here, (said if said is not None else []).append)
 
 
 def read_trials(folder: Path) -> list[dict[str, Any]]:

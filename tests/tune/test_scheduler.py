@@ -87,19 +87,20 @@ def test_slots_that_are_left_help_the_slowest_as_far_as_its_micro_batches_go() -
     assert assign_slots(waiting, 3, 1, Speeds()) == {first: 1, second: 2}
     assert assign_slots(waiting, 5, 1, Speeds()) == {first: 1, second: 4}
     assert assign_slots(waiting, 9, 1, Speeds()) == {first: 4, second: 4}
-    assert assign_slots(waiting, 3, 1, Speeds(rates={1: [1.0], 2: [0.9], 4: [0.9]})) == {first: 1, second: 1}
+    assert assign_slots(waiting, 3, 1, Speeds({7: {1: 1.0, 2: 0.9, 4: 0.9}})) == {first: 1, second: 1}
     assert assign_slots(waiting, 4, 2, Speeds()) == {first: 2, second: 2}
     assert [Job(0, 0, 1, 6).widen(width, 9) for width in (1, 2, 3, 6)] == [2, 3, 6, 0]
 
 
 def test_a_run_is_widened_only_where_the_gain_exceeds_the_cost_of_a_start() -> None:
     slow, fast = Job(0, 0, 1, 4), Job(1, 0, 1, 4)
-    running = {slow: (1, 100.0), fast: (1, 10.0)}
-    assert choose_widening(running, 1, Speeds(), cost=20) == (slow, 2)
-    assert choose_widening(running, 3, Speeds(), cost=20) == (slow, 2)  # and from there on
-    assert choose_widening(running, 1, Speeds(), cost=50) is None
-    assert choose_widening(running, 1, Speeds({1: [1.0], 2: [1.2]}), cost=20) is None
-    assert choose_widening({Job(0, 0, 1, 1): (1, 100.0)}, 1, Speeds(), cost=1) is None
+    running = {slow: (1, 2, 100.0), fast: (1, 2, 10.0)}
+    assert choose_widening(running, Speeds(), cost=20) == (slow, 2)
+    assert choose_widening({slow: (1, 4, 100.0)}, Speeds(), cost=20) == (slow, 2)  # and from there on
+    assert choose_widening({slow: (1, 1, 100.0), fast: (1, 2, 90.0)}, Speeds(), cost=20) == (fast, 2)  # other nodes
+    assert choose_widening(running, Speeds(), cost=50) is None
+    assert choose_widening(running, Speeds({7: {1: 1.0, 2: 1.2}}), cost=20) is None
+    assert choose_widening({Job(0, 0, 1, 1): (1, 2, 100.0)}, Speeds(), cost=1) is None
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
@@ -113,8 +114,8 @@ def test_inheritance_shortens_a_generation_on_a_clock_of_its_own(slots: int) -> 
     while left:
         for job, width in assign_slots({j: s for j, s in left.items() if j not in widths}, free, 1, speeds).items():
             widths[job], free, left[job] = width, free - width, left[job] + restart * width
-        needs = {job: (width, left[job] / width) for job, width in widths.items()}
-        if len(widths) == len(left) and free and (chosen := choose_widening(needs, free, speeds, restart)):
+        needs = {job: (width, width + free, left[job] / width) for job, width in widths.items()}
+        if len(widths) == len(left) and free and (chosen := choose_widening(needs, speeds, restart)):
             job, width = chosen
             free, widths[job], left[job] = free + widths[job] - width, width, left[job] + restart * width
             continue

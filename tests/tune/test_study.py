@@ -12,7 +12,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.tune import driver, study
 from multigpu_cli.tune.report import find_place, report_study
 from multigpu_cli.tune.space import parse_search
-from multigpu_cli.tune.study import choose_slots, forecast
+from multigpu_cli.tune.study import forecast
 from multigpu_cli.tune.trials import Trial, check_same_study, read_study
 from tests.tune.studies import FAKE, make_study
 
@@ -100,18 +100,6 @@ def test_a_broken_study_is_named(content: str, tmp_path: Path) -> None:
     Trial(1, {}).write(tmp_path)
     with pytest.raises(RequestError, match="trial 0 is missing"):
         read_study(tmp_path)
-
-
-def test_slots_are_gpus_or_as_many_processes_as_asked_for() -> None:
-    gpus = FOUND | {"gpus": [0, 2]}
-    assert choose_slots(None, make_study(), FOUND, {}).names == ["", ""]
-    assert choose_slots(5, make_study(), FOUND, {}).names == [""] * 5
-    assert choose_slots(None, make_study(), gpus, {}).names == ["0", "2"]
-    assert choose_slots(1, make_study(), gpus, {"CUDA_VISIBLE_DEVICES": "4,5,GPU-6"}).names == ["4"]
-    with pytest.raises(RequestError, match="--slots 3: there are 2 GPUs"):
-        choose_slots(3, make_study(), gpus, {})
-    with pytest.raises(RequestError, match="--slots 2: 4 per trial are more"):
-        choose_slots(None, make_study(gpus_per_trial=4), FOUND, {})
 
 
 def test_the_forecast_counts_epochs_and_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
