@@ -110,8 +110,12 @@ def _code(config: Config, parts: Collection[str]) -> Iterator[str]:
     and loads no weights.
     """
     id, acts = config.data.name.partition(":")[2], names_environments(config)
-    if "data" in parts:
-        yield from _mixed_code(config)
+    for number, entry in enumerate(config.data.mix if "data" in parts else ()):
+        if ":" in entry["data"]:
+            yield f"data.mix.{number}.data={entry['data']}"
+        for place, text in _texts(entry["args"], f"data.mix.{number}.args"):
+            if _FACTORY.fullmatch(text):
+                yield f"{place}={text}"
     for part in parts:
         given, pattern = config.get(part) or "", _FACTORY
         for name in [given] if isinstance(given, str) else given:
@@ -124,16 +128,6 @@ def _code(config: Config, parts: Collection[str]) -> Iterator[str]:
         arguments = config.get(f"{part}.args") if f"{part}.args" in SETTINGS else {}
         for place, text in _texts(arguments, f"{part}.args"):
             if pattern.fullmatch(text):
-                yield f"{place}={text}"
-
-
-def _mixed_code(config: Config) -> Iterator[str]:
-    """The same of the datasets of a mixture."""
-    for number, entry in enumerate(config.data.mix):
-        if ":" in entry["data"]:
-            yield f"data.mix.{number}.data={entry['data']}"
-        for place, text in _texts(entry["args"], f"data.mix.{number}.args"):
-            if _FACTORY.fullmatch(text):
                 yield f"{place}={text}"
 
 

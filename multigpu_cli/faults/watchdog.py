@@ -117,13 +117,10 @@ class Watchdog:
             if now - since > limit or self._exits.is_hang():
                 self._terminate_process(partial(self._report_hang, max(now - since, self._timeout)))
             elif self._cause.found is None and self._exits.has_exits():
-                self._end_without_peer()
-
-    def _end_without_peer(self) -> None:
-        """A rank has ended: unless the main thread notices soon, end this process, as NCCL never tells who waits."""
-        self._cause.publish_lost_peer()
-        if not self._closed.wait(PATIENCE) and self._cause.keep_main_thread_from_reporting():
-            self._terminate_process(self._cause.find_for_lost_peer)
+                # unless the main thread notices soon, this process is ended: NCCL never tells who waits
+                self._cause.publish_lost_peer()
+                if not self._closed.wait(PATIENCE) and self._cause.keep_main_thread_from_reporting():
+                    self._terminate_process(self._cause.find_for_lost_peer)
 
     def _terminate_process(self, find_error: Callable[[], TrainingError]) -> None:
         """End this process from its thread, since the main thread can't be woken from a collective."""

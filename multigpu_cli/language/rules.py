@@ -16,7 +16,10 @@ def _adapter(config: Config) -> Iterator[RequestError]:
     """An adapter without a pretrained model, and settings of an adapter without one."""
     kind, pretrained = config.adapter.kind, is_pretrained(config)
     if pretrained and config.model.args.get("quantize", "none") != "none":
-        yield from _find_quantization_errors(config)
+        if kind == "none":
+            yield RequestError("model.args.quantize: 4-bit weights can't be trained", remedy="add --adapter lora")
+        if config.device.multi_gpu == "fsdp":
+            yield RequestError("model.args.quantize can't be used with --multi-gpu fsdp yet", remedy="--multi-gpu ddp")
     if kind == "none":
         for key in [key for key in _OWN if config.get(key) != SETTINGS[key].default]:
             yield RequestError(
@@ -32,13 +35,6 @@ def _adapter(config: Config) -> Iterator[RequestError]:
 def is_pretrained(config: Config) -> bool:
     """Whether the model is --model pretrained, which is also that of --data chat where none is named."""
     return config.model.name == "pretrained" or (config.model.name is None and config.data.name == "chat")
-
-
-def _find_quantization_errors(config: Config) -> Iterator[RequestError]:
-    if config.adapter.kind == "none":
-        yield RequestError("model.args.quantize: 4-bit weights can't be trained", remedy="add --adapter lora")
-    if config.device.multi_gpu == "fsdp":
-        yield RequestError("model.args.quantize can't be used with --multi-gpu fsdp yet", remedy="--multi-gpu ddp")
 
 
 def _pretrained(config: Config) -> Iterator[RequestError]:

@@ -324,7 +324,8 @@ class LoggerProcess:
         (run / FOLDER).mkdir(exist_ok=True)
         text = json.dumps(request | {"again": again, "replay": replay})
         # its stderr goes nowhere: libraries may name a server with its password
-        self._companion = Companion(__name__, [text], self._hear)
+        more = "" if replay else "; training continues"
+        self._companion = Companion(__name__, [text], lambda line: warn(line + more))
 
     def __call__(self, event: Event) -> None:
         """Note how the run ends, and show what the process has to say: one read that does not wait."""
@@ -349,9 +350,6 @@ class LoggerProcess:
         if patience:
             for position, lines in list_unsent(self._run, self._loggers):
                 self._warn(explain_unsent(self._run, position, lines))
-
-    def _hear(self, line: str) -> None:
-        self._warn(line + ("" if self._replay else "; training continues"))
 
 
 def list_unsent(run: Path, loggers: Sequence[str]) -> list[tuple[Position, int]]:

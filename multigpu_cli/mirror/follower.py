@@ -53,7 +53,9 @@ class Follower:
             try:
                 self.upload_new()
                 if last:
-                    self.upload_final()
+                    for name in (*FINAL_FILES, *SMALL_FILES):  # weights for use, and the journal's last lines
+                        self.mirror.upload_file(self.run / name, self._say_at_work)
+                    self._record(complete=True)
                     return True
                 pause = _INTERVAL
             except (MirrorError, OSError) as error:
@@ -89,12 +91,6 @@ class Follower:
         kept = self.mirror.list_steps()[: self.keep]
         self.mirror.discard(lambda step: step not in kept)
         self._record(step=parse_step(new), content=str(manifest["sha256"]))
-
-    def upload_final(self) -> None:
-        """Upload the weights for use, and the last lines of the journal."""
-        for name in (*FINAL_FILES, *SMALL_FILES):
-            self.mirror.upload_file(self.run / name, self._say_at_work)
-        self._record(complete=True)
 
     def _claim(self) -> None:
         """Take over the mirror for this run; a checkpoint that came from there has brought its id."""

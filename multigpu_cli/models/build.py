@@ -131,15 +131,11 @@ def checkpoint_activations(model: nn.Module) -> None:
     as they have parameters; of a network of transformers those of the outermost ones, wherever they lie. Dropout draws
     the same numbers again, and BatchNorm does not count a batch twice.
     """
-    for block in _blocks(model):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=partial(_contexts, block))
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    levels = 1 if not hasattr(model, "callees") else sys.maxsize
-    roots = list(_find_rows(model, levels))
-    blocks = [block for root in roots for block in root.children()] or list(model.children())
-    return [block for block in blocks if any(p.requires_grad for p in block.parameters())]
+    rows = _find_rows(model, sys.maxsize if hasattr(model, "callees") else 1)
+    for block in [block for row in rows for block in row.children()] or list(model.children()):
+        if any(p.requires_grad for p in block.parameters()):
+            again = partial(_contexts, block)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=again)
 
 
 def _find_rows(module: nn.Module, levels: int) -> Iterator[nn.Module]:

@@ -1,6 +1,6 @@
 """Evaluations: exact passes over a split, at the end of an epoch and of the run; and which was the best."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isnan
 
@@ -69,7 +69,10 @@ def _show_progress(run: Run, split: str, loader: Loader) -> Iterator[None]:
 
 
 def evaluate_epoch(run: Run) -> None:
-    """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
+    """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more.
+
+    The epoch's line has its losses, metrics, rate and seconds, evaluations left out.
+    """
     progress = run.progress
     report_skipped_steps(run)
     run.observer.loss.all_reduce_pending()
@@ -84,20 +87,15 @@ def evaluate_epoch(run: Run) -> None:
                 result = evaluate(run, "val", run.loaders.val, show=False)  # in the epoch's line
                 track_best(run, result)
             metrics = {f"val_{name}": value for name, value in result.metrics.items()}
-        show_epoch(run, metrics)
+        timer = run.observer.timer
+        with timer.pause():
+            samples, seconds = timer.samples - run.log.at_last_epoch[0], timer.seconds - run.log.at_last_epoch[1]
+            run.log.at_last_epoch = timer.samples, timer.seconds
+            numbers = {"train_loss": progress.last.get("train_loss"), **metrics}
+            cells = format_epoch(run.epoch, run.epochs, numbers, divide(samples, seconds), seconds)
+            run.log.console.epoch(cells, best=bool(metrics) and progress.best.get("step") == progress.step)
     for tell in run.moments.epoch_end:
         tell(run)
-
-
-def show_epoch(run: Run, metrics: Mapping[str, float]) -> None:
-    """Show the line of an epoch: its losses, metrics, rate and seconds, evaluations left out."""
-    timer, progress = run.observer.timer, run.progress
-    with timer.pause():
-        samples, seconds = timer.samples - run.log.at_last_epoch[0], timer.seconds - run.log.at_last_epoch[1]
-        run.log.at_last_epoch = timer.samples, timer.seconds
-        numbers = {"train_loss": progress.last.get("train_loss"), **metrics}
-        cells = format_epoch(run.epoch, run.epochs, numbers, divide(samples, seconds), seconds)
-        run.log.console.epoch(cells, best=bool(metrics) and progress.best.get("step") == progress.step)
 
 
 def track_best(run: Run, result: Evaluation) -> None:

@@ -78,14 +78,10 @@ class ModelCall:
         if isinstance(inputs, Labelled):
             return self._with_targets(*inputs)
         if type(inputs) is tuple:
-            return self._by_position(inputs), {}
+            too_many = len(inputs) > len(self.inputs) and not self.takes_more
+            whole = self.takes_one or self.takes_whole or (too_many and len(self.required) == 1)
+            return ((inputs,) if whole else self._check_count(inputs)), {}
         return self._by_name(inputs) if isinstance(inputs, Mapping) else ((inputs,), {})
-
-    def _by_position(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        too_many = len(parts) > len(self.inputs) and not self.takes_more
-        if self.takes_one or self.takes_whole or (too_many and len(self.required) == 1):
-            return (parts,)
-        return self._check_count(parts)
 
     def _check_count(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         most = len(parts) if self.takes_more else len(self.inputs)

@@ -10,7 +10,7 @@ order, depends on the number of leaves alone: a worker sums its contiguous block
 tree goes on across workers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Generic, NamedTuple, TypeVar
 
@@ -77,7 +77,10 @@ class ExactReduction(Strategy):
         local = [node.value for node in self._tree.nodes]
         self._tree.nodes.clear()
         result = local[0] if local else [*map(torch.zeros_like, self.local_parameters), *self._buffers.no_change()]
-        for places in _by_dtype(result):  # each dtype by itself: rounding is the same as on one worker
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for place, tensor in enumerate(result):
+            by_dtype.setdefault(tensor.dtype, []).append(place)
+        for places in by_dtype.values():  # each dtype by itself: rounding is the same as on one worker
             flat = [torch.cat([value[place].flatten() for place in places]) for value in local]
             total = self._sum_over_workers(flat, covers, [result[place] for place in places])
             for place, part in zip(places, total.split([result[place].numel() for place in places]), strict=True):
@@ -152,14 +155,6 @@ def _exchange(outgoing: list[Tensor], incoming: list[Tensor], world: World) -> N
 def _add(left: Sum, right: Sum) -> Sum:
     torch._foreach_add_(left, right)
     return left
-
-
-def _by_dtype(tensors: Sum) -> Iterable[list[int]]:
-    """The places of the tensors of each dtype."""
-    places: dict[torch.dtype, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault(tensor.dtype, []).append(place)
-    return places.values()
 
 
 Value = TypeVar("Value")

@@ -192,7 +192,10 @@ class Task(ABC):
         measure = partial(self._pass, model, loader, world, precision, batch_size, meter)
         with eval_mode(model):
             slots, counts, units = measure() if self.equal_passes else run_on_all_ranks(world, measure)
-        counts = _all_reduce_counts(world, counts)
+        size = int(all_reduce_max(world, [0 if counts is None else counts.numel()])[0])
+        if counts is None:  # a worker that had no batch does not know how many numbers there are
+            counts = torch.zeros(size, dtype=torch.int64, device=world.device)
+        counts = all_reduce_sum(world, counts).cpu()
         seen = int(all_reduce_sum(world, units))
         sums = (add_exactly(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
         means = dict(zip(("loss", *self.sums), sums, strict=True))
@@ -248,14 +251,6 @@ def per_class_rows(names: Iterable[str], counts: Iterable[tuple[int, int, int]])
         }
         for name, (correct, predicted, support) in zip(names, counts, strict=True)
     ]
-
-
-def _all_reduce_counts(world: World, counts: Tensor | None) -> Tensor:
-    """The counts of all workers, summed; one that had no batch does not know how many numbers there are."""
-    size = int(all_reduce_max(world, [0 if counts is None else counts.numel()])[0])
-    if counts is None:
-        counts = torch.zeros(size, dtype=torch.int64, device=world.device)
-    return all_reduce_sum(world, counts).cpu()
 
 
 class LossNormalizer:

@@ -156,7 +156,10 @@ def _draw_plot(plot: Plot, axes: Axes) -> None:
         look |= {"marker": "o", "markersize": 3} if line.kind == "dots" else {}
         _draw_line(axes, (places, values), shade, **look)
     if plot.scale == "wide":
-        _use_log_if_wide(axes)
+        drawn = [float(value) for line in axes.lines for value in line.get_ydata()]  # type: ignore[union-attr, arg-type]
+        positive = [value for value in drawn if 0 < value < float("inf")]
+        if positive and max(positive) > 20 * min(positive):
+            axes.set_yscale("log")
     elif plot.scale == "zero":
         axes.set_ylim(bottom=0)
 
@@ -167,13 +170,6 @@ def _draw_line(axes: Axes, series: Series, shade: str, **look: Any) -> None:
         look = {"marker": "o"} | look
     if finite:
         axes.plot(*series, color=shade, **look)
-
-
-def _use_log_if_wide(axes: Axes) -> None:
-    drawn = [float(value) for line in axes.lines for value in line.get_ydata()]  # type: ignore[union-attr, arg-type]
-    positive = [value for value in drawn if 0 < value < float("inf")]
-    if positive and max(positive) > 20 * min(positive):
-        axes.set_yscale("log")
 
 
 def _finish_axes(axes: Axes) -> None:

@@ -78,7 +78,10 @@ def load(
         new: a folder of images whose classes nobody knows, for predictions.
     """
     check_sizes(size, resize)
-    root = _root(data_dir)
+    check_pillow("image-folder")
+    if data_dir is None:
+        raise RequestError("--data image-folder needs --data-dir", remedy=_LAYOUT)
+    root = Path(data_dir).expanduser()
     names, train, val, test = _splits(root, seed)
 
     def images(entries: list[Entry], *, training: bool = False) -> Images | None:
@@ -98,13 +101,6 @@ def load(
         prepare=Standardised(*IMAGENET, mode),
         model="resnet18",
     )
-
-
-def _root(data_dir: str | None) -> Path:
-    check_pillow("image-folder")
-    if data_dir is None:
-        raise RequestError("--data image-folder needs --data-dir", remedy=_LAYOUT)
-    return Path(data_dir).expanduser()
 
 
 def _splits(root: Path, seed: int) -> tuple[list[str], list[Entry], list[Entry], list[Entry]]:

@@ -59,7 +59,9 @@ def convert_to_arrow(source: Path, target: Path) -> Converted:
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".draft", dir=target.parent))
         written = _write_folder(files, draft)
-        draft.chmod(0o777 & ~_read_umask())
+        umask = os.umask(0o022)
+        os.umask(umask)
+        draft.chmod(0o777 & ~umask)
         draft.rename(target)
         flush_folder(target.parent)
     except OSError as error:
@@ -180,12 +182,6 @@ def _close(writer: Any, sink: Any) -> None:
     for each in (writer, sink):
         if each is not None:
             each.close()
-
-
-def _read_umask() -> int:
-    umask = os.umask(0o022)
-    os.umask(umask)
-    return umask
 
 
 def convert_data(source: str, to: str) -> dict[str, Any]:

@@ -88,6 +88,8 @@ def _build_source(
     tests = inputs if parts[2].table is table else features.transform(parts[2].table)
     found = zip((inputs, inputs, tests), parts, targets, strict=True)
     splits = [TensorDataset(each[torch.from_numpy(part.rows)], labels) for each, part, labels in found]
+    rows = list(map(repr, parts[0].table.rows))  # in the order of the file, since memory is slow in any other
+    learned_from = f"({chosen}, [{', '.join([rows[row] for row in parts[0].rows.tolist()])}])"
     spread = None if names else (float(targets[0].mean()), float(targets[0].std(correction=0)) or 1.0)
     return DataSource(
         train=splits[0],
@@ -98,7 +100,7 @@ def _build_source(
         num_classes=len(names),
         class_names=names,
         target_scale=spread,
-        transform_signature=_sign(chosen, parts[0]),
+        transform_signature=sha256(learned_from.encode()).hexdigest(),
         codec=features,
         warnings=tuple(warnings),
         model="mlp",
@@ -136,12 +138,6 @@ def _suggest_target(table: CsvTable) -> str:
 
 def _whole(table: CsvTable) -> Part:
     return Part(table, np.arange(len(table.rows)))
-
-
-def _sign(chosen: list[int], train: Part) -> str:
-    """SHA-256 of all that the features follow from: the chosen columns and the training rows, as Python writes both."""
-    rows = list(map(repr, train.table.rows))  # in the order of the file, since memory is slow in any other
-    return sha256(f"({chosen}, [{', '.join([rows[row] for row in train.rows.tolist()])}])".encode()).hexdigest()
 
 
 def _with_target(table: CsvTable, target: str) -> CsvTable:

@@ -73,11 +73,12 @@ def open_tokens(folder: Path, key: str, count: int, encode: Encode, width: int =
     reason = ""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_own(folder):
+        status = folder.stat()
+        if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             with _locked(folder / f"{key}.lock"):
                 found = _find(folder / f"{key}.tokens", count, encode, width)
                 return found or _make(folder, key, count, encode, width)
-        reason = "others can write into it"
+        reason = "others can write into it"  # and their tokens would be trained on
     except OSError as error:  # read-only, full, or without locks
         reason = error.strerror or str(error)
     try:
@@ -92,12 +93,6 @@ def open_tokens(folder: Path, key: str, count: int, encode: Encode, width: int =
         ) from error
     tokens.own_because = f"tokens in a temporary file of each process, since {folder} is not used: {reason}"
     return tokens
-
-
-def _is_own(folder: Path) -> bool:
-    """Whether nobody else writes there: their tokens would be trained on."""
-    found = folder.stat()
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 @contextmanager
