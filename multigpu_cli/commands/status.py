@@ -36,7 +36,9 @@ _REFRESH = 2.0  # seconds
 _REPAINT = "\x1b[H\x1b[2J"
 _SHOWN = ("loss", "perplexity", "accuracy", "reward")
 _RUNNING = ("starting", "running")
-_STATES = {"dead": "died"} | dict.fromkeys(("training", "evaluating", "saving", "ending"), "running")
+_STATES = {"dead": "died", "restarting": "starting"} | dict.fromkeys(
+    ("training", "evaluating", "saving", "ending"), "running"
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Status:
 
     run: str
     state: str  # starting, running, completed, stopped, failed, died (ended without writing so), or unknown
-    phase: str  # the same, where running is training, evaluating, saving or ending
+    phase: str  # the same, but of a running one: training, evaluating, saving or ending; it may be restarting
     detail: str  # how the state is known
     host: str | None
     strategy: str | None
@@ -225,26 +227,32 @@ def _judge_state(
 ) -> tuple[str, str]:
     """The phase of a run and how it is known; `sign` is its logs/state.json. The lock is held while rank 0 lives."""
     try:
-        locked, (host, _, pid) = is_locked(run), read_owner(run).partition(" ")
+        locked, owner = is_locked(run), read_owner(run)
     except RequestError as error:
         return "unknown", f"whether a process is at work can't be seen: {error.problem}"
-    if attempt.end and not (locked and sign.get("phase") == "starting" and sign["time"] > attempt.end["time"]):
-        return str(attempt.end.get("status")), f"at step {attempt.end.get('step', 0):,}"
+    end, (host, _, pid) = attempt.end, owner.partition(" ")
+    if end and locked and sign.get("phase") == "starting" and sign["time"] > end["time"]:
+        end = None  # of the attempt before
     process, since = f"process {pid} on {host}", f"the last sign was {format_duration(silent)} ago"
-    here = host == os.uname().nodename
+    here, its_own = host == os.uname().nodename, owner == f"{sign.get('host')} {sign.get('pid')}"
+    lost = here and its_own and (end.get("status") == "failed" if end else not locked)
+    if lost and read_process(sign.get("launcher", 0))[1] == sign.get("launcher_started", 0):
+        return "restarting", f"{process} has ended, and its launcher starts it again"
+    if end:
+        return str(end.get("status")), f"at step {end.get('step', 0):,}"
     if locked:
         letter = read_process(pid)[0] if here else ""
         if here and not letter and silent > _PATIENCE:
             doubt = "it is in another container, or a child has outlived it"
             return "unknown", f"the folder is in use, but {process} is not to be seen: {doubt}; {since}"
         begun = any(event["time"] >= attempt.start["time"] for event in history.train.values())
-        phase = str(sign.get("phase") or ("training" if begun else "starting"))
-        return phase, f"{process}{', which is suspended' if letter in ('T', 't') else ''}"
+        phase = sign.get("phase") if its_own else "training" if begun and not sign else "starting"
+        return str(phase), f"{process}{', which is suspended' if letter in ('T', 't') else ''}"
     if not host:
         return "unknown", f"the folder has no lock, as a copy has none; {since}"
     if not here:
         return "unknown", f"whether {process} still runs can't be seen from this machine; {since}"
-    if sign.get("started") and read_process(sign["pid"])[1] == sign["started"]:
+    if read_process(sign.get("pid", 0))[1] == sign.get("started", 0):
         return "ending", f"{process} has released the folder"
     return "dead", f"{process} is gone"
 

@@ -192,9 +192,12 @@ class RunData:
 
 
 def load_runs(folders: Sequence[Path]) -> list[RunData]:
-    """The runs in these folders."""
-    names = _shorten_names(folders)
-    return [load_run(name, folder, read_curves(folder)) for name, folder in zip(names, folders, strict=True)]
+    """The runs in these folders, each of which must have a journal."""
+    histories = [CurveHistory() for _ in folders]
+    for folder, history in zip(folders, histories, strict=True):
+        for event in read_events(folder / JOURNAL):
+            history.add(event)
+    return [load_run(*each) for each in zip(_shorten_names(folders), folders, histories, strict=True)]
 
 
 def load_run(name: str, folder: Path, history: CurveHistory) -> RunData:
@@ -202,14 +205,6 @@ def load_run(name: str, folder: Path, history: CurveHistory) -> RunData:
     file = folder / "config.yaml"
     settings = flatten_settings(resolve({}, [], str(file))) if file.is_file() else {}
     return RunData(name, folder, history, load_summary(folder), settings, read_json(folder / PLAN))
-
-
-def read_curves(folder: Path) -> CurveHistory:
-    """The history of the run in a folder, which must have a journal, with its curves."""
-    history = CurveHistory()
-    for event in read_events(folder / JOURNAL):
-        history.add(event)
-    return history
 
 
 def _shorten_names(folders: Sequence[Path]) -> list[str]:

@@ -24,20 +24,22 @@ class RunState:
 
     It reads what the watchdog is told in any case, so that no step calls anything here, and a disk that does not answer
     keeps this thread alone waiting. The file has `phase` (starting, training, evaluating, saving or ending), `step`
-    (optimizer steps done), `time` (Unix seconds at which both were seen first), `pid`, `host`, and `started`, see
-    `read_process`.
+    (optimizer steps done), `time` (Unix seconds at which both were seen first), `host`, `pid` and `started`, see
+    `read_process`, and the same two of the launcher if it has `restarts` left, else zeros.
 
-    The thread also looks for a request, a file with a name of REQUESTS, a number of steps and an id. It stays until it
-    is finished, so that there is one at a time. On ranks above 0, where `run` is None, there is no thread. Nothing is
-    written while `check_owner` raises an OSError.
+    The thread also looks for a request (a name of REQUESTS, a number of steps and an id), a file that stays until it is
+    finished. On ranks above 0, where `run` is None, there is no thread. While `check_owner` raises, nothing is written.
     """
 
-    def __init__(self, run: Path | None, watchdog: "Watchdog", check_owner: Callable[[], None]) -> None:
+    def __init__(self, run: Path | None, watchdog: "Watchdog", check_owner: Callable[[], None], restarts: int) -> None:
         self.ending = False  # the last step is done, and what ends the run is at work
         self.asked = self._taken = False  # a request waits; is at work
         self._watchdog, self._check_owner = watchdog, check_owner
         self._closed, self._written = Event(), ("", -1)
         self._thread: Thread | None = None
+        pid, launcher = os.getpid(), os.getppid() if restarts > 0 else 0
+        self._process = {"host": os.uname().nodename, "pid": pid, "started": read_process(pid)[1]}
+        self._process |= {"launcher": launcher, "launcher_started": read_process(launcher)[1] or 0}
         if run is not None:
             self._file, self._request = run / STATE, run / REQUEST
             self.finish_request()  # of an earlier attempt
@@ -84,13 +86,11 @@ class RunState:
         step, phase = self._watchdog.steps, self._watchdog.phase
         phase = "ending" if self.ending else phase if phase in _PHASES else "training"
         if (phase, step) != self._written:
-            pid, host = os.getpid(), os.uname().nodename
-            process = {"pid": pid, "host": host, "started": read_process(pid)[1]}
             self._check_owner()
             self._file.parent.mkdir(exist_ok=True)
             draft = self._file.with_name(f".{self._file.name}.draft")
             try:
-                draft.write_text(json.dumps({"phase": phase, "step": step, "time": time.time()} | process))
+                draft.write_text(json.dumps({"phase": phase, "step": step, "time": time.time()} | self._process))
                 draft.replace(self._file)
             finally:
                 draft.unlink(missing_ok=True)
@@ -100,10 +100,10 @@ class RunState:
 def read_process(pid: int | str) -> tuple[str, int | None]:
     """A process's state, such as T where it is suspended, and its start in clock ticks since boot, by proc(5).
 
-    "" and None: this machine has no such process, or no /proc.
+    "" and None: this machine has no such process any more, or no /proc.
     """
     try:
         fields = Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
+    except (OSError, TypeError, ValueError):
         return "", None
-    return fields[0], int(fields[19])
+    return ("", None) if fields[0] in "ZX" else (fields[0], int(fields[19]))

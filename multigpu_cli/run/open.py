@@ -204,8 +204,8 @@ def assemble_run(
     world, config, plan, progress = components.world, components.config, components.plan, components.progress
     folder = Path(components.spec.resume_point.folder)
     board = None
-    main_folder = folder if world.is_main else None
-    state = stack.enter_context(closing(RunState(main_folder, watchdog, lambda: check_owner(folder))))
+    home = folder if world.is_main else None
+    state = stack.enter_context(closing(RunState(home, watchdog, lambda: check_owner(folder), world.restarts_left)))
     if world.is_main:
         from multigpu_cli.monitor.tensorboard import TensorBoard  # late: rank 0 alone has one
 

@@ -10,7 +10,7 @@ const open = new Set(["Settings that differ", "Result", "Trials"]), wide = new S
 let view = null, timer = 0, turn = 0; // what is shown; the next look, and the number of the last
 
 function h(tag, attributes = {}, ...children) {
-  const space = ["svg", "path", "line", "text", "circle", "title", "rect"].includes(tag) ? "http://www.w3.org/2000/svg" : "";
+  const space = ["svg", "path", "line", "text", "circle", "title"].includes(tag) ? "http://www.w3.org/2000/svg" : "";
   const made = space ? document.createElementNS(space, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
@@ -29,8 +29,8 @@ function fill(element, ...children) {
 function number(value) {
   if (typeof value !== "number") return value || ""; // a number that is not finite is a word
   const size = Math.abs(value);
-  if (size >= 1e6 || (size && size < 1e-4)) return value.toExponential(2);
-  if (Number.isInteger(value) || size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size < 1e9 && (Number.isInteger(value) || size >= 1000)) return Math.round(value).toLocaleString("en");
+  if (size >= 1e9 || size < 1e-4) return value.toExponential(2);
   return String(Number(value.toPrecision(4)));
 }
 
@@ -68,7 +68,7 @@ function ticks(low, high, log) {
   }
   const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((each) => each * power >= rough), found = [];
-  for (let at = Math.ceil(low / step); at * step <= high * (1 + 1e-9); at++) found.push(Number((at * step).toPrecision(12)));
+  for (let at = Math.ceil(low / step); at * step <= high + 1e-9 * step; at++) found.push(Number((at * step).toPrecision(12)));
   return found;
 }
 
@@ -124,7 +124,7 @@ function plot(spec, shown) {
     svg.append(h("path", { ...look, d: path(places, values, toX, toY), "stroke-width": 1.8, "stroke-dasharray": dash }));
     if (values.length === 1 || (line.kind === "dots" && values.length < 80))
       for (const [at, value] of values.entries())
-        if (value !== null) svg.append(h("circle", { ...look, cx: toX(places[at]), cy: toY(value), r: 1.4 }));
+        if (value !== null && Number.isFinite(toY(value))) svg.append(h("circle", { ...look, cx: toX(places[at]), cy: toY(value), r: 1.4 }));
   }
   return [svg, { first, last, left, W, toX, base }];
 }
@@ -190,7 +190,7 @@ function listRow(run) {
 }
 
 function offerComparison() {
-  const offer = document.getElementById("compare"), ids = isFile ? view.runs.map((run) => run.id) : [...chosen];
+  const offer = document.getElementById("compare"), ids = isFile ? view.runs.filter((run) => run.spark).map((run) => run.id) : [...chosen];
   offer.disabled = ids.length < 2 || ids.length > 5;
   offer.textContent = ids.length > 5 ? "at most five" : isFile ? "Compare all" : "Compare the chosen";
   offer.onclick = () => { location.hash = `#/run/${ids.join(",")}`; };
@@ -216,7 +216,7 @@ function table(spec, links) {
   const differs = (cells) => spec.title === "Configuration" && cells.length > 2 && new Set(cells.slice(0, -1)).size > 1;
   const head = h("tr", {}, h("th"), spec.columns.map((text) => h("th", {}, text)));
   return foldable(spec.title, [head, spec.rows.map(([name, cells]) => h("tr", { class: differs(cells) ? "differs" : false },
-    h("th", {}, links[name] ? h("a", { href: `#/run/${links[name]}` }, name) : name), cells.map((cell) => h("td", {}, cell))))]);
+    h("th", {}, links.has(name) ? h("a", { href: `#/run/${links.get(name)}` }, name) : name), cells.map((cell) => h("td", {}, cell))))]);
 }
 
 function strips(run) {
@@ -252,17 +252,21 @@ function headOf(run, color, shown) {
 
 function checkpoints(rows, id) {
   const verdict = (row) => checks[`${id} ${row.name}`] || row.damage || "manifest intact";
+  const say = (row, text) => {
+    checks[`${id} ${row.name}`] = text;
+    if (view && view.checkpoints) showView(view);
+  };
   const check = async (row) => {
-    checks[`${id} ${row.name}`] = "reading …";
-    const found = await get(`check?run=${id}&checkpoint=${encodeURIComponent(row.name)}`);
-    checks[`${id} ${row.name}`] = found.error || found.damage || "intact: every file matches its SHA-256";
+    say(row, "reading …");
+    const found = await get(`check?run=${id}&checkpoint=${encodeURIComponent(row.name)}`).catch((error) => ({ error: String(error) }));
+    say(row, found.error || found.damage || "intact: every file matches its SHA-256");
   };
   return rows.length ? foldable("Checkpoints", rows.map((row) => h("tr", {}, h("th", {}, row.name), h("td", {}, `${number(row.bytes / 1e6)} MB`),
     h("td", {}, verdict(row)), h("td", {}, isFile ? "" : h("button", { onclick: () => check(row) }, "Read and check"))))) : "";
 }
 
 function showView(found) {
-  const links = found.links || {}, first = found.tables.find((each) => each.title === "Settings that differ");
+  const links = new Map(Object.entries(found.links || {})), first = found.tables.find((each) => each.title === "Settings that differ");
   const plots = found.plots.filter((spec) => spec.lines.some((line) => line.series[0].length));
   const heads = found.name ? h("h1", {}, found.name) : found.runs.map((run, at) => headOf(run, at, found));
   fill(main, h("div", { id: "heads" }, heads), (found.verified || []).map((text) => h("div", { class: "card notes equal" }, text)),
@@ -273,9 +277,9 @@ function showView(found) {
 
 // ---- data ----
 
-async function get(address) {
+async function get(address, options) {
   if (isFile) return kept[address] || { error: "this file does not hold that" };
-  const answer = await fetch(`/${address}${address.includes("?") ? "&" : "?"}token=${encodeURIComponent(token)}`);
+  const answer = await fetch(`/${address}${address.includes("?") ? "&" : "?"}token=${encodeURIComponent(token)}`, options);
   if (answer.status === 403) return { error: "the token is not this server's: open the address that it printed" };
   return answer.json();
 }
@@ -288,7 +292,7 @@ async function look() {
   const known = view && view.version && !isFile ? `&known=${encodeURIComponent(view.version)}` : "";
   const address = kind === "run" ? `view?${runs}${known}` : kind === "study" ? `study?id=${encodeURIComponent(id)}` : "runs";
   try {
-    found = await get(address);
+    found = await get(address, { signal: AbortSignal.timeout(20000) });
   } catch (error) {
     live.textContent = "no answer: `watch` has ended, or the tunnel is closed";
   }
@@ -298,16 +302,14 @@ async function look() {
     view = null;
     fill(main, h("div", { class: "card notes" }, found.error));
   } else if (found) {
-    live.textContent = isFile ? "saved page" : found.share < 1 ? `reading older lines: ${Math.floor(100 * found.share)} %` : "live";
+    live.textContent = isFile ? `saved page of ${kept.saved}` : found.share < 1 ? `reading older lines: ${Math.floor(100 * found.share)} %` : "live";
     if (found.share < 1) wait = 50;
-    if (kind === "run" && !found.plots) { // nothing new but the time
+    if (main.matches(":active")) wait = 50; // a click ends on what it began on
+    else if (kind === "run" && (!found.plots || (view && main.querySelector("figure:hover")))) { // who reads a value keeps it
       view.runs = found.runs;
       fill(document.getElementById("heads"), found.runs.map((run, at) => headOf(run, at, view)));
-    } else if (!view || !main.querySelector("figure:hover")) { // who reads a value keeps it
-      view = found;
-      (kind ? showView : showList)(view);
-      document.title = kind === "run" ? found.runs.map((run) => `${run.name}: ${run.phase}`).join(", ") : "multigpu watch";
-    }
+    } else (kind ? showView : showList)(view = found);
+    document.title = kind === "run" ? found.runs.map((run) => `${run.name}: ${run.phase}`).join(", ") : "multigpu watch";
   }
   if (!isFile) timer = setTimeout(look, wait);
 }

@@ -25,11 +25,10 @@ _POINTS = 800  # of a curve
 _COLORS = [color_of_run(number) for number in range(8)]
 _AT_WORK = ("starting", "running")
 _PROBLEMS = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, RequestError, TypeError, ValueError)
-"""Of files that may hold anything."""
 
 
 def answer_or_explain(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What the call returns, or {"error": why it returns nothing}."""
+    """What the call returns, or {"error": why it does not}: files may hold anything."""
     try:
         return call()
     except _PROBLEMS as error:

@@ -1,5 +1,6 @@
 """The page as a browser shows it, read from its DOM."""
 
+import json
 import os
 import re
 import signal
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from multigpu_cli.checkpoint.manifest import sign_manifest
 from multigpu_cli.monitor.history import load_history
+from multigpu_cli.watch import server as server_module
 from multigpu_cli.watch.runs import WatchedRuns
 from multigpu_cli.watch.server import PageServer, export_page
 from tests.commands.runs import PLAN, event, interrupted_run, lines, run_folder
@@ -42,9 +45,9 @@ def text_of(page: str) -> str:
 def test_the_list_of_runs(tmp_path: Path) -> None:
     """A dead run, a torn last line, and a name that would be markup: it is text."""
     dead = interrupted_run(tmp_path / "runs/dead")
-    begun = time.time() - 50
+    begun, long = time.time() - 50, PLAN | {"total_steps": 2_000_000}
     (dead / "journal.jsonl").unlink()
-    torn = run_folder(tmp_path / "runs/torn", [event(begun, "start", plan=PLAN, host="x"), *lines(1, 9, begun)])
+    torn = run_folder(tmp_path / "runs/torn", [event(begun, "start", plan=long, host="x"), *lines(1, 9, begun)])
     with (torn / "journal.jsonl").open("a") as journal:
         journal.write('{"event": "train", "step": 10, "lo')
     (torn / "journal.jsonl").rename(dead / "journal.jsonl")
@@ -54,7 +57,7 @@ def test_the_list_of_runs(tmp_path: Path) -> None:
     with serving(tmp_path / "runs") as server:
         page = look(server, tmp_path)
         assert '<div class="row" data-run="dead" data-phase="dead">' in page
-        assert "9 / 40" in text_of(page)
+        assert "9 / 2,000,000" in text_of(page)
         assert "<img src=x onerror=document.title='owned'>" in text_of(page)
         assert "<img" not in page
         assert "<title>multigpu watch</title>" in page
@@ -79,18 +82,82 @@ def test_two_runs_and_their_difference(tmp_path: Path) -> None:
     assert loss.count('class="mark resize"') == 2
 
 
-def test_a_file_shows_the_same_page(tmp_path: Path) -> None:
+def test_a_file_shows_the_same_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted_run(tmp_path / "runs/a")
     file = export_page(WatchedRuns([str(tmp_path / "runs")]), str(tmp_path / "page.html"))
     with serving(tmp_path / "runs") as server:
         place = place_of(server, "a")
         live = look(server, tmp_path, place)
     kept = read_dom(f"{file.as_uri()}{place}", tmp_path)
+    run_folder(tmp_path / "runs/b", [event(1, "start", plan=PLAN), *lines(1, 3, 1)])
+    run_folder(tmp_path / "runs/broken", [event(1, "start", plan=[])])
+    act(monkeypatch, "setTimeout(() => document.getElementById('compare').click(), 1000);")
+    export_page(WatchedRuns([str(tmp_path / "runs")]), str(file))
+    compared = read_dom(file.as_uri(), tmp_path)
+    assert compared.count("<section data-run=") == 2
     parts = [re.findall(r"<figure.*?</figure>", page) for page in (live, kept)]
     assert len(parts[0]) > 5
     assert parts[0] == parts[1]
-    assert "saved page" in text_of(kept)
-    assert 'data-run="a"' in read_dom(file.as_uri(), tmp_path)
+    assert f"saved page of {time.strftime('%Y-')}" in text_of(kept)
+
+
+def act(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Add to the page's script what a user does; the policy allows it, as it is made of the script."""
+    read = server_module._read_part
+    monkeypatch.setattr(server_module, "_read_part", lambda name: read(name) + f"{script}\n" * (name == "page.js"))
+    monkeypatch.setattr(server_module, "build_policy", server_module.build_policy.__wrapped__)
+
+
+def test_a_checkpoint_of_a_run_that_has_ended_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is new on such a page. A class has the name of what every object of JavaScript has."""
+    run = interrupted_run(tmp_path / "runs/a")
+    (run / "summary.json").write_text(json.dumps({"per_class": [{"class": "constructor", "f1": 0.5}]}))
+    step = run / "checkpoints/step_00000022"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_bytes(sign_manifest({"step": 22, "files": {}}))
+    act(monkeypatch, "setTimeout(() => document.querySelector('td button').click(), 1500);")
+    with serving(tmp_path / "runs") as server:
+        page = look(server, tmp_path, place_of(server, "a"))
+    assert "intact: every file matches its SHA-256" in text_of(page)
+    assert "<th>constructor</th>" in page
+
+
+def test_a_state_is_shown_beside_a_curve_that_somebody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that is at work when the page is opened, and dead afterwards."""
+    interrupted_run(tmp_path / "runs/a")
+    script = """
+const ask = get, find = main.querySelector.bind(main);
+let asked = 0;
+get = async (address) => {
+  const found = await ask(address.replace(/&known=.*/, "")); // there is something new each time
+  found.runs[0].phase = asked++ ? "dead" : "training";
+  return found;
+};
+main.querySelector = (what) => (what.includes(":hover") ? main : find(what));
+"""
+    act(monkeypatch, script)
+    with serving(tmp_path / "runs") as server:
+        page = look(server, tmp_path, place_of(server, "a"))
+    assert 'data-run="a" data-phase="dead"' in page
+    assert "<title>a: dead</title>" in page
+
+
+def test_a_server_that_hangs_makes_the_page_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a tunnel does that nobody has closed."""
+    interrupted_run(tmp_path / "runs/a")
+    script = """
+const ask = fetch;
+let asked = 0;
+fetch = (address, options) => asked++ < 2 ? ask(address, options) : new Promise((_, fail) =>
+  options?.signal.addEventListener("abort", () => fail(options.signal.reason)));
+"""
+    act(monkeypatch, script)
+    with serving(tmp_path / "runs") as server:
+        address = f"http://127.0.0.1:{server.server_address[1]}/?token={server.token}"
+        page = read_dom(address, tmp_path, wait_ms=24_000)
+    assert 'data-run="a"' in page
+    assert "no answer" in text_of(page)
+    assert '<body class="stale">' in page
 
 
 def wait_until(happened: Callable[[], bool]) -> None:

@@ -91,18 +91,25 @@ def test_a_state_is_what_can_be_known(tmp_path: Path) -> None:
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     owned(tmp_path / "releasing", f"{HERE} 5", phase="ending", pid=os.getpid(), started=started)
     owned(tmp_path / "reused", f"{HERE} 5", phase="ending", pid=os.getpid(), started=1)
+    lost = {"pid": GONE, "host": HERE, "launcher": os.getpid()}
+    owned(tmp_path / "restarting", f"{HERE} {GONE}", launcher_started=started, **lost)
+    owned(tmp_path / "with its launcher", f"{HERE} {GONE}", launcher_started=1, **lost)
+    failure = event(time.time(), "end", status="failed", step=12)
+    owned(tmp_path / "failed, restarting", f"{HERE} {GONE}", failure, launcher_started=started, **lost)
     interrupted_run(tmp_path / "completed")
     for status in ("stopped", "failed"):
         end = event(time.time(), "end", status=status, step=12)
         folder = owned(tmp_path / status, f"{HERE} {GONE}", end)
         (folder / "summary.json").write_text('{"error": "OutOfMemory: too much\\n  try: --batch-size 8"}')
-    owned(tmp_path / "without reason", f"{HERE} {GONE}", event(time.time(), "end", status="failed", step=12))
+    owned(tmp_path / "without reason", f"{HERE} {GONE}", failure)
     run_folder(tmp_path / "copy", [event(1, "start", plan=PLAN), *lines(1, 2, 1)])
     with serving(tmp_path) as server:
         found = list_by_name(server)
         states = {name: row["phase"] for name, row in found.items()}
         assert states == {
-            **{name: name for name in ("dead", "completed", "stopped", "failed")},
+            **{name: name for name in ("dead", "completed", "stopped", "failed", "restarting")},
+            "failed, restarting": "restarting",
+            "with its launcher": "dead",
             "elsewhere": "unknown",
             "copy": "unknown",
             "releasing": "ending",
