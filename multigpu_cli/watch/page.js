@@ -287,7 +287,7 @@ async function get(address, options) {
 async function look() {
   const mine = ++turn, [, kind, id = ""] = location.hash.split("/");
   clearTimeout(timer);
-  let wait = 900, found = null; // milliseconds; the answer
+  let wait = 500, found = null; // milliseconds; the answer
   const runs = id.split(",").map((each) => `run=${encodeURIComponent(each)}`).join("&");
   const known = view && view.version && !isFile ? `&known=${encodeURIComponent(view.version)}` : "";
   const address = kind === "run" ? `view?${runs}${known}` : kind === "study" ? `study?id=${encodeURIComponent(id)}` : "runs";

@@ -2,6 +2,8 @@
 
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,18 @@ def pixels(file: Path, colour: str, *, near: float = 0.12) -> int:
     """Pixels of about this colour ('#rrggbb')."""
     wanted = np.array([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)])
     return int((np.abs(imread(file)[..., :3] - wanted).max(axis=-1) < near).sum())
+
+
+@contextmanager
+def browsing(address: str, folder: Path) -> Iterator[None]:
+    """Keep the page open, by the clock on the wall."""
+    look = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
+    command = [find_browser(), *look, f"--user-data-dir={folder}/open", address]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
+        try:
+            yield
+        finally:
+            browser.terminate()
 
 
 def read_dom(address: str, folder: Path, *flags: str, wait_ms: int = 4000) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -10,6 +11,9 @@ import time
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
+from queue import Queue
+from statistics import median
+from typing import Any
 
 import pytest
 
@@ -19,7 +23,7 @@ from multigpu_cli.watch import server as server_module
 from multigpu_cli.watch.runs import WatchedRuns
 from multigpu_cli.watch.server import PageServer, export_page
 from tests.commands.runs import PLAN, event, interrupted_run, lines, run_folder
-from tests.support.browser import read_dom
+from tests.support.browser import browsing, read_dom
 from tests.watch.pages import list_by_name, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,8 +31,11 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 def look(server: PageServer, folder: Path, place: str = "", token: str | None = None) -> str:
-    address = f"http://127.0.0.1:{server.server_address[1]}/?token={server.token if token is None else token}{place}"
-    return read_dom(address, folder)
+    return read_dom(address_of(server, place, token), folder)
+
+
+def address_of(server: PageServer, place: str = "", token: str | None = None) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}/?token={server.token if token is None else token}{place}"
 
 
 def place_of(server: PageServer, *names: str) -> str:
@@ -153,11 +160,43 @@ fetch = (address, options) => asked++ < 2 ? ask(address, options) : new Promise(
 """
     act(monkeypatch, script)
     with serving(tmp_path / "runs") as server:
-        address = f"http://127.0.0.1:{server.server_address[1]}/?token={server.token}"
-        page = read_dom(address, tmp_path, wait_ms=24_000)
+        page = read_dom(address_of(server), tmp_path, wait_ms=24_000)
     assert 'data-run="a"' in page
     assert "no answer" in text_of(page)
     assert '<body class="stale">' in page
+
+
+def test_a_new_line_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a browser that stays open, twenty times at any moment between two looks; prints how long it took."""
+    script = """
+let seen = "";
+new MutationObserver(() => {
+  const [step] = (document.querySelector(".cards b") || { textContent: "" }).textContent.split(" ");
+  if (step !== seen) fetch(`/seen?token=${token}&step=${step}&time=${performance.timeOrigin + performance.now()}`);
+  seen = step;
+}).observe(main, { childList: true, subtree: true });
+"""
+    act(monkeypatch, script)
+    shown, answer = Queue[tuple[int, float]](), server_module.answer
+
+    def note(runs: WatchedRuns, address: str, patience: float) -> dict[str, Any] | None:
+        if found := re.search("^seen.*step=([0-9]+)&time=([0-9.]+)", address):
+            shown.put((int(found[1]), float(found[2]) / 1e3))
+        return answer(runs, address, patience)
+
+    monkeypatch.setattr(server_module, "answer", note)
+    run, seconds = run_folder(tmp_path / "runs/a", [event(1, "start", plan=PLAN), *lines(1, 900, 1)]), list[float]()
+    with serving(tmp_path / "runs") as server, browsing(address_of(server, place_of(server, "a")), tmp_path):
+        assert shown.get(timeout=60)[0] == 900
+        for step in range(901, 921):
+            time.sleep(1 + random.random())
+            began = time.time()
+            with (run / "journal.jsonl").open("a") as journal:
+                journal.write("".join(json.dumps(each) + "\n" for each in lines(step, step, began)))
+            found, at = shown.get(timeout=60)
+            seconds.append(at - began)
+            assert found == step
+    print(f"{median(seconds):.2f} s, at most {max(seconds):.2f} s")
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
