@@ -159,8 +159,7 @@ class RunData:
     def per_worker(self, name: str, *, most: int = _MOST_POINTS, **how: Any) -> list[Series]:
         """A series for each worker of the last line, of a number that `train` lines have for every worker.
 
-        Of more than 64 workers a series of the least, one of the mean and one of the greatest value; more than 8 series
-        share the points of 8.
+        Of more than 64 workers those of the least, the mean and the greatest value; more than 8 share the points of 8.
         """
         curves = self.history.curves
         count = curves.workers.get(name, 0)

@@ -58,8 +58,7 @@ def _make_row(follower: RunFollower, until: float) -> dict[str, Any]:
 def describe_run(run: RunData, now: float) -> dict[str, Any]:
     """The state of a run and its numbers, at Unix time `now`."""
     history, status = run.history, read_status(run.folder, now, run.history)
-    busy, total = status.state in _AT_WORK, status.total_steps
-    error = run.summary.get("error")
+    busy, total, error = status.state in _AT_WORK, status.total_steps, run.summary.get("error")
     return vars(status) | {
         "id": id_of(run.folder),
         "name": run.name,
