@@ -6,8 +6,9 @@ Each against the same loop without, and a control. The logger's process connects
 accepts and never answers; the loop writes a journal line every ten steps. The loops beside a mirror write checkpoints,
 and the mirror is a folder on the same disk; a turn is long enough for several uploads, and what is still to be sent
 after it is waited for off the clock. The page is `watch` on the run's folder; a third process asks it each second for
-all that it shows, which is more than a browser does. All loops are in this process and take turns, by the clock on the
-wall: what the process beside takes from a step, on whatever core, counts.
+the list and for all of the run (a browser asks for one of them twice a second, and gets curves where lines are new).
+All loops are in this process and take turns, by the clock on the wall: what the process beside takes from a step, on
+whatever core, counts.
 """
 
 import os

@@ -96,7 +96,7 @@ function plot(spec, shown) {
   high += 0.04 * (high - low);
   let first = Math.min(...xs), last = Math.max(...xs);
   if (first === last) [first, last] = [first - 1, last + 1];
-  const isWide = wide.has(spec.name), W = isWide ? 1200 : 400, H = isWide ? 330 : 210, left = 52, base = H - 22;
+  const isWide = wide.has(spec.name) && innerWidth > 700, W = isWide ? 1200 : 400, H = isWide ? 330 : 210, left = 52, base = H - 22;
   const toX = (x) => left + ((x - first) / (last - first)) * (W - left - 8);
   const toY = (y) => base - ((scale(y) - low) / (high - low)) * (base - 14);
   const back = (tick) => (log ? 10 ** tick : tick);
@@ -222,14 +222,15 @@ function table(spec, links) {
 function strips(run) {
   if (!run.shares) return "";
   const [step, names, parts, says, measured] = run.shares;
-  const kinds = [["data", "waiting for data"], ["compute", measured ? "compute" : "compute and communication"],
+  const kinds = [["data", "waiting for data"], ["compute", measured || run.workers === 1 ? "compute" : "compute and communication"],
     ["communication", "exposed communication"], ["waiting", "waiting for slower ranks"]];
+  const present = kinds.filter((_, at) => parts.some((part) => part[at] > 0));
   const strip = (part) => kinds.map(([kind, text], at) =>
     h("i", { class: kind, title: `${text}: ${number(part[at])} ms`, style: { width: `${(100 * part[at]) / step}%` } }));
   return [h("h2", {}, "Where the time of a step goes"), h("div", { class: "card strips" },
     parts.map((part, at) => h("div", { class: "strip", "data-rank": at }, h("span", {}, names[at]),
       h("span", { class: "bar" }, strip(part)), h("span", { class: "soft" }, `${number(step)} ms`))),
-    h("p", { class: "key" }, says, " ", kinds.map(([kind, text]) => h("span", {}, h("i", { class: kind }), text))))];
+    h("p", { class: "key" }, says, " ", present.map(([kind, text]) => h("span", {}, h("i", { class: kind }), text))))];
 }
 
 function cards(run) {
