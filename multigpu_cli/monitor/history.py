@@ -126,5 +126,5 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def find_run_folders(folder: Path) -> list[Path]:
     """Run folders at this path or up to two levels below it, oldest first."""
-    journals = [file for depth in ("", "*/", "*/*/") for file in folder.glob(depth + JOURNAL)]
+    journals = [file for depth in ("", "*/", "*/*/") for file in folder.glob(depth + JOURNAL) if file.is_file()]
     return [file.parent for file in sorted(journals, key=lambda file: file.stat().st_mtime)]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from math import sqrt
-from statistics import median, pvariance
+from statistics import median, variance
 from typing import Any, NamedTuple
 
 from multigpu_cli.monitor.format import list_values
@@ -33,12 +33,12 @@ def forecast_step(history: History, step: int, now: float) -> Forecast | None:
         return None
     last, pairs = lines[-1], list(pairwise(lines))
     rates = [(b["time"] - a["time"]) / max(1, b["step"] - a["step"]) for a, b in pairs]
-    rates = rates or [float(last.get("step_ms", 0.0)) / 1e3]
-    steps = max(1, last["step"] - lines[0]["step"])
-    pace = (last["time"] - lines[0]["time"]) / steps if pairs else rates[0]
-    stretch = steps / len(rates)
+    steps, count = max(1, last["step"] - lines[0]["step"]), max(1, len(pairs))
+    pace = (last["time"] - lines[0]["time"]) / steps if pairs else float(last.get("step_ms", 0.0)) / 1e3
+    stretch = steps / count
     left = max(0, step - last["step"]) / stretch
-    spread = 1.64 * stretch * sqrt(pvariance(rates) * (left + left**2 / len(rates)))
+    quantile = 1.645 + 1.524 / max(1, count - 1)  # Student's t for 95 %, to the first order in the stretches
+    spread = quantile * stretch * sqrt((variance(rates) if count > 1 else 0.0) * (left + left**2 / count))
     return Forecast(*(max(0.0, left * stretch * pace + off - (now - last["time"])) for off in (0.0, -spread, spread)))
 
 

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,8 @@ def test_runs_are_found_by_their_journals(tmp_path: Path) -> None:
         folder = tmp_path / place
         folder.mkdir(parents=True)
         (folder / "journal.jsonl").write_text('{"event": "start", "time": 5.0}\n')
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe/journal.jsonl")  # whoever opens it waits
     assert set(find_run_folders(tmp_path)) == {tmp_path / "a/one", tmp_path / "b"}
     assert find_run_folders(tmp_path / "b") == [tmp_path / "b"]
     assert load_history(tmp_path / "b").attempts[0].last == 5.0

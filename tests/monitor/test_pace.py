@@ -17,7 +17,7 @@ def test_a_forecast_has_the_pace_of_the_newest_lines_and_their_scatter() -> None
     assert found
     assert found.seconds == pytest.approx(32)
     assert found.high - 32 == pytest.approx(32 - found.low)
-    assert found.high - 32 == pytest.approx(1.64 * (16 + 16**2 / 8) ** 0.5)
+    assert found.high - 32 == pytest.approx((1.645 + 1.524 / 7) * (8 / 7 * (16 + 16**2 / 8)) ** 0.5)
     assert forecast_step(fold_events([event(0, "start", plan=PLAN)]), 40, now=1.0) is None
 
 
