@@ -42,7 +42,7 @@ CHAT = f"--model pretrained --model-dir model --max-length 64 --adapter lora --l
 PPO = "rollout=16 passes=2 minibatches=2 normalize_observations=true evaluate_every=2 evaluate_episodes=2"
 MEASURED = re.compile(
     r"(.*_)?(time|seconds|ms|memory|bytes|utilisation|versions?|hosts?|(data_wait|comm|straggler)_share)"
-    r"|.*_per_second|step_p\d+_ms|sha256|size"
+    r"|.*_per_second|step_p\d+_ms|sha256|size|pid|started|launcher(_started)?"
 )
 """Keys of what differs from one launch of the same code to the next."""
 ASYNCHRONOUS = {"checkpoint"}
