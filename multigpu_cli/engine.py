@@ -30,7 +30,7 @@ def run(request: ResolvedRequest) -> dict[str, Any]:
     """
     spec, console = request.spec, request.console
     if spec.is_complete:
-        console.note(f"{spec.resume_point.folder} is complete: nothing to do")
+        console.note(f"complete: nothing trained, {spec.resume_point.folder} has the result")
         console.report(spec.resume_point.summary or {})
         spec.factories.adopt_weights(spec.resume_point.folder, request.world)
         return spec.resume_point.summary or {}

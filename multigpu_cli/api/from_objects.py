@@ -26,7 +26,7 @@ from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World, run_on_main_rank
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.models.build import adapt_model, is_of_transformers, prepare_model
-from multigpu_cli.optimizers.build import StateLoader
+from multigpu_cli.optimizers.build import StateLoader, describe_step
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.planning.schedule import Rate
@@ -116,7 +116,9 @@ class FromObjects(FromConfig):
         return 0 if self.optimizer else super().measure_optimizer(config, model)
 
     def describe_optimizer(self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-        return "" if self.optimizer else super().describe_optimizer(config, model, optimizer)
+        if self.optimizer is None:
+            return super().describe_optimizer(config, model, optimizer)
+        return f"your {type(optimizer).__name__}, {describe_step(optimizer, config.optimizer)}"
 
     def may_draw(self, config: Config) -> bool:
         return self.optimizer is not None or super().may_draw(config)

@@ -127,8 +127,8 @@ class MultiGPUTrainer(Functions):
             epoch: counted from 0; the current one (default), or an earlier one.
 
         Returns:
-            loss (mean over the epoch's samples), epoch, step, learning_rate, and val_loss, val_accuracy where there is
-            validation data.
+            loss (mean over the epoch's samples), epoch, step, learning_rate, and val_loss, val_accuracy (a share, 0 to
+            1) where there is validation data.
 
         Raises:
             RequestError: epochs are skipped, or num_epochs are done.
@@ -186,7 +186,7 @@ class MultiGPUTrainer(Functions):
         return {"loss": loss, "grad_norm": outcome.grad_norm, "skipped": outcome.skipped, "step": run.progress.step}
 
     def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:
-        """Loss, and accuracy where there are classes, over the validation data, each sample counted once.
+        """Loss, and where there are classes accuracy (a share, 0 to 1), over the validation data, each sample once.
 
         Directly after an epoch, its evaluation is returned and not repeated. RequestError: there is no validation data.
         """

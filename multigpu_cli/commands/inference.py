@@ -63,8 +63,8 @@ def load_run(
     """
     config = _merge_config(weights, changes)
     command = _make_command_config(changes, own_code=own_code)
-    check_code(config, command, str(weights.origin), parts)
     with _explain_objects(weights.origin):
+        check_code(config, command, str(weights.origin), parts)
         source = open_data(config)
         if checks_base:
             check_base(weights.settings.get("base", {}), config, source.codec.record, str(weights.origin))
@@ -127,15 +127,16 @@ def _load_weights(config: Config, source: DataSource, weights: TrainedWeights, *
 
 @contextmanager
 def _explain_objects(origin: Path) -> Iterator[None]:
-    """Say of a run from Python, whose loaders and loss no name brings back, where it can be evaluated."""
+    """Say first of a run from Python, whose loaders and loss no name brings back, where it can be evaluated."""
     try:
         yield
     except RequestError as error:
         configs = [file.read_text() for folder in origin.parents[:3] for file in folder.glob("config.yaml")]
         if not any(text.startswith("# with live objects") for text in configs):
             raise
-        there = f"{error.remedy}; or, as {origin} is of a run from Python, evaluate_with_multi_gpu there"
-        raise RequestError(error.problem, remedy=there) from error
+        problem = f"{origin} was made by a Python script, whose objects are not here: {error.problem}"
+        remedy = "evaluate_with_multi_gpu in that script, or train_with_multi_gpu(…, test_loader=…)"
+        raise RequestError(problem, remedy=remedy) from error
 
 
 def _make_command_config(changes: Mapping[str, Any], *, own_code: bool) -> Config:

@@ -56,7 +56,7 @@ class Status:
     step: int  # in the planned optimizer steps
     total_steps: int | None  # planned
     epoch: int | None
-    loss: float | None
+    loss: float | None  # the mean since the line before; of a completed run, its last epoch's
     val: dict[str, float]
     samples_per_second: float | None  # of the last window of the journal
     eta_seconds: float | None  # at the pace of the last lines, evaluations included; early stopping may end it sooner
@@ -98,6 +98,7 @@ def read_status(run: Path, now: float, history: History | None = None) -> Status
     total, saved = plan.get("total_steps"), history.checkpoints[-1] if history.checkpoints else {}
     end = forecast_step(history, total, now) if total and state in _RUNNING else None
     back = history.recoveries[-1] if history.recoveries else {}
+    result = load_summary(run).get("final") or {} if state == "completed" else {}
     evals = {split: event for (_, split), event in sorted(history.evals.items())}
     return Status(
         run=str(run),
@@ -111,7 +112,7 @@ def read_status(run: Path, now: float, history: History | None = None) -> Status
         step=history.step,
         total_steps=total,
         epoch=last.get("epoch"),
-        loss=_parse_float(last.get("mean_loss")),
+        loss=_parse_float(result.get("train_loss", last.get("mean_loss"))),
         val={name: value for name, value in evals.get("val", {}).items() if name in _SHOWN},
         samples_per_second=_parse_float(last.get("samples_per_second")),
         eta_seconds=end.seconds if end else None,
@@ -194,7 +195,8 @@ def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) ->
             value = "unknown" if status.sort_value is None else f"{status.sort_value:.6g}"
             parts.insert(0, f"{sorted_by} {value:<9}")
         parts += [f"epoch {status.epoch}"] if status.epoch is not None else []
-        parts += [f"loss {format_number(status.loss)}"] if status.loss is not None else []
+        label = "train loss" if status.state == "completed" else "loss"
+        parts += [f"{label} {format_number(status.loss)}"] if status.loss is not None else []
         parts += [f"val {name} {format_metric(name, value)}" for name, value in status.val.items()]
         parts += [f"{status.samples_per_second:,.0f} samples/s"] if status.samples_per_second else []
         parts += [f"{format_duration(status.eta_seconds)} left"] if status.eta_seconds is not None else []

@@ -104,7 +104,7 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
             f"{run.folder} has no fingerprint, because it is {status}; so far {agree}", remedy="let it run to its end"
         )
     same = None not in prints and prints[0] == prints[1]
-    agreed_until, notes = max(before, default=0), list(_list_notes(a, b))
+    agreed_until, notes = max(before, default=0), list(_list_notes(a, b, parting))
     return Comparison((run_a, run_b), same, prints, parting, agreed_until, len(both), notes)
 
 
@@ -162,7 +162,7 @@ def _list_setting_differences(a: RunTrace, b: RunTrace) -> Iterator[str]:
     yield from _list_unequal([key for key in SETTINGS if key in compared], a.settings, b.settings)
 
 
-def _list_notes(a: RunTrace, b: RunTrace) -> Iterator[str]:
+def _list_notes(a: RunTrace, b: RunTrace, parting: Divergence | None) -> Iterator[str]:
     """Differences that should not change the numbers, or only their rounding."""
     yield from _list_unequal(_SHOULD_NOT_MATTER.split(), a.settings, b.settings)
     yield from _list_unequal(["world_size", "versions", "devices"], a.start, b.start)
@@ -170,6 +170,8 @@ def _list_notes(a: RunTrace, b: RunTrace) -> Iterator[str]:
     sizes = {a.start.get("world_size"), b.start.get("world_size")}
     if len(sizes) > 1 and not (a.settings["exact"] and b.settings["exact"]):
         yield "without --exact, another number of workers sums in another order: results are equal only to rounding"
+        if parting and (parting.relative or 0.0) > 1e-5:
+            yield "more than 1e-5 is mostly of a bias before BatchNorm (use bias=False), or of BatchNorm's statistics"
 
 
 def _list_unequal(names: list[str], one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from multigpu_cli.capabilities import UNITS
 
 _MANY_CLASSES = 20
 _SHOWN = ("epoch", "episode_reward", "episode_length", "mean_loss", "lr")
+_LABELS = {"mean_loss": "loss since the last line"}  # not to be taken for an epoch's train_loss
 _RATES = {*(f"{unit}_per_second" for unit in UNITS), "all_tokens_per_second", "padding_share"}
 _SHORT = {"event", "time", "samples", "step", *_SHOWN, *_RATES}
 _WIDEST_NAME = 32  # letters
@@ -72,16 +73,19 @@ def format_result_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rate, times = summary.get("samples_per_second"), summary.get("step_ms") or {}
     speed = [f"{rate:,.0f} samples/s"] if rate is not None else []
     if times.get("p50") is not None:
-        speed.append(f"{times['p50']:.1f} ms a step (95 % within {times['p95']:.1f} ms)")
-    final = summary.get("final") or {}
+        speed.append(f"a step takes {times['p50']:.1f} ms (median), 95 % at most {times['p95']:.1f} ms")
+    final = dict(summary.get("final") or {})
+    if summary.get("status") == "stopped" and "train_loss" in final:
+        final["train_loss, epoch so far"] = final.pop("train_loss")
     wanted = sorted(final, key=lambda name: (not name.startswith("test"), "accuracy" not in name))
     rows += [(format_label(name), format_metric(name, final[name])) for name in wanted if final[name] is not None]
     best = summary.get("best") or {}
     if best.get("epoch") is not None:
         named = [(name, value) for name, value in best.items() if name.startswith("val_") and value is not None]
         metrics = [f"{format_label(name)} {format_metric(name, value)}" for name, value in named]
-        rows.append(("best epoch", f"{best['epoch']} ({', '.join(metrics)})" if metrics else str(best["epoch"])))
-    rows.append(("speed", ", ".join(speed)))
+        by = f"by {format_label(summary['best_by'])}; " if summary.get("best_by") else ""
+        rows.append(("best epoch", f"{best['epoch']} ({by}{', '.join(metrics)})" if metrics else str(best["epoch"])))
+    rows.append(("speed", "; ".join(speed)))
     rows += [(format_label(name), str(summary[name])) for name in ("fingerprint", "save_dir") if summary.get(name)]
     return [(name, text) for name, text in rows if text]
 
@@ -133,7 +137,7 @@ def format_duration(seconds: float) -> str:
 
 def format_label(name: str) -> str:
     """A field's name as a label: `test_accuracy` → 'test accuracy'."""
-    return name.replace("_", " ")
+    return _LABELS.get(name, name.replace("_", " "))
 
 
 def format_metric(name: str, value: Any, *, decimals: int | None = None) -> str:

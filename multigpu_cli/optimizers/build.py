@@ -104,7 +104,7 @@ def _check_is_usable(optimizer: Any, config: OptimizerConfig) -> None:
             remedy='pass {"lr": lr} among the defaults to super().__init__(params, defaults)',
         )
     decays = any(group.get("weight_decay") for group in config.groups) or config.weight_decay not in (0, _DEFAULT_DECAY)
-    if decays and "weight_decay" not in optimizer.defaults and config.name != "muon":
+    if decays and "weight_decay" not in optimizer.defaults:
         raise RequestError(
             f"{flag}: it has no weight decay, and --weight-decay or optimizer.groups ask for one",
             remedy='leave it out, or pass {"weight_decay": …} among the defaults to super().__init__(params, defaults)',
@@ -118,6 +118,15 @@ def _list_spared(config: OptimizerConfig) -> list[str]:
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise RequestError("optimizer.args.adamw: must be patterns of names", remedy="optimizer.args.adamw=[head.*]")
     return patterns
+
+
+def describe_step(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> str:
+    """Weight decay and clipping, in words; nothing of the decay where the class knows none by that name."""
+    decays = sorted({float(decay) for group in optimizer.param_groups if (decay := group.get("weight_decay"))})
+    said = f"weight decay {' and '.join(f'{decay:g}' for decay in decays)}" if decays else "no weight decay"
+    limit = config.max_grad_norm
+    clipping = "gradient not clipped" if limit == "off" else f"gradient clipped to norm {float(limit):g}"
+    return f"{said}, {clipping}" if "weight_decay" in optimizer.defaults else clipping
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

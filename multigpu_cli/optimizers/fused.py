@@ -163,7 +163,7 @@ class Muon(torch.optim.Optimizer):
             False: AdamW([nn.Parameter(torch.zeros(1))], betas=tuple(betas), eps=eps, fused=True),  # type: ignore[arg-type]
         }
         groups = [{**self._parts[bool(group["hidden"])].defaults, "lr": lr, **group} for group in params]
-        super().__init__(groups, {"lr": lr})
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

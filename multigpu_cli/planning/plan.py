@@ -34,7 +34,7 @@ class Plan:
     batch_size_reason: str = ""  # the reason for the micro-batch, if --batch-size did not give it
     notes: Mapping[str, str | list[str]] = field(default_factory=dict)  # what not every run has, by PLAN_NOTES' keys
     data: str = ""  # what a language model's samples are made of, where that is too long for the description
-    optimizer: str = ""  # the optimizer, where it is neither AdamW nor SGD; empty otherwise, and before it is built
+    optimizer: str = ""  # its name, weight decay and clipping; empty before it is built
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""

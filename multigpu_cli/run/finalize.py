@@ -95,12 +95,19 @@ def build_summary(run: Run, status: str, ending: dict[str, Any]) -> dict[str, An
         "step_ms": timer.step_ms() if timer.steps else {"p50": None, "p95": None},
         "final": {name: progress.last.get(name) for name in names} | progress.last,
         "best": progress.best,
+        "best_by": _name_score(progress.best, progress.score),
         "peak_memory_bytes": [peak_memory(run.world.device)],
         "fingerprint": None,
         "save_dir": str(run.folder),
         "resumed_from": run.spec.resume_point.checkpoint,
         "faults": progress.faults,
     } | ending
+
+
+def _name_score(best: dict[str, float], score: list[float]) -> str | None:
+    """The number by which the best evaluation was chosen; None where no number, or more than one, is its score."""
+    named = [name for name, value in best.items() if name.startswith("val_") and abs(value) == abs(score[0])]
+    return named[0] if len(named) == 1 else None
 
 
 def write_run_end(run: Run, summary: dict[str, Any]) -> None:

@@ -325,8 +325,7 @@ def _detail_rows(run: Run) -> list[tuple[str, str]]:
     """For --verbose, what was chosen beside the plan: label and value of each line."""
     world, config, loaders = run.world, run.config, run.loaders
     parameters = list(run.state.model.parameters())
-    learning = [p for p in parameters if p.requires_grad]
-    count, trained = (sum(p.numel() for p in group) for group in (parameters, learning))
+    count, trained = (sum(p.numel() for p in parameters if p.requires_grad or every) for every in (True, False))
     size = sum(p.numel() * p.element_size() for p in parameters) / 2**20
     splits = {"training": loaders.train, "validation": loaders.val, "test": loaders.test}
     samples = ", ".join(f"{loader.size:,} {name}" for name, loader in splits.items() if loader is not None)
@@ -334,7 +333,6 @@ def _detail_rows(run: Run) -> list[tuple[str, str]]:
         ("versions", f"torch {torch.__version__}, Python {platform.python_version()}"),
         ("model", f"{run.spec.model}: {count:,} parameters, {trained:,} trained, {size:.1f} MiB"),
         ("samples", f"{samples}; {loaders.train.data_location}; evaluated in batches of {run.eval_batch_size}"),
-        ("optimizer", f"{type(run.state.optimizer).__name__}, {pluralize(len(learning), 'tensor')}"),
         ("checkpoints", f"every {config.checkpoint.every or 'epoch'}, {config.checkpoint.keep} are kept"),
     ]
     if world.size > 1:

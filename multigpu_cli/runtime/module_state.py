@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from multigpu_cli.distributed.world import World, broadcast_object
@@ -53,17 +51,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-@contextmanager
-def loss_mode(model: nn.Module) -> Iterator[None]:
-    """Training mode, in which some networks return their loss; BatchNorm, dropout and gradients as in evaluation."""
-    with eval_mode(model), preserve_buffers(model):
-        model.train()
-        for module in model.modules():
-            if isinstance(module, _NormBase | _DropoutNd):
-                module.eval()
-        yield
 
 
 TensorPath = tuple[Any, ...]

@@ -15,7 +15,7 @@ from multigpu_cli.data.order import EVAL_EPOCH
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World, all_reduce_max, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.meters import add_exactly, divide
+from multigpu_cli.monitor.meters import add_exactly
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_micro_batch
@@ -237,20 +237,6 @@ class Task(ABC):
 def at_least_float32(values: Tensor) -> Tensor:
     """The values in 32 bits or more: a sum in half precision would lose the small ones."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def per_class_rows(names: Iterable[str], counts: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:
-    """A row for each class in the final report; counts are its correct predictions, all of them, and its samples."""
-    return [
-        {
-            "class": name,
-            "precision": divide(correct, predicted),
-            "recall": divide(correct, support),
-            "f1": divide(2 * correct, predicted + support),
-            "support": support,
-        }
-        for name, (correct, predicted, support) in zip(names, counts, strict=True)
-    ]
 
 
 class LossNormalizer:

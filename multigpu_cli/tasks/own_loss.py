@@ -1,10 +1,13 @@
 """Losses of the user's own: a callable of outputs and targets that returns their mean, or the network itself."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multigpu_cli.config.schema import TaskConfig
@@ -14,7 +17,7 @@ from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import is_out_of_memory
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.model_call import IGNORED, TARGETS, Labelled
-from multigpu_cli.runtime.module_state import loss_mode
+from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 from multigpu_cli.tasks.base import BatchMetrics, Loss, Task, at_least_float32
 from multigpu_cli.tasks.supervised import compute_accuracy, count_right
 
@@ -151,7 +154,7 @@ class FromModel(Task):
         loss = None if self._loss_in_training else self._loss(model, batch, needed=False)
         if loss is None:
             self._loss_in_training = True
-            with loss_mode(model):
+            with _loss_mode(model):
                 loss = self._loss(model, batch, needed=True)
         return BatchMetrics(self._sum(loss.double(), batch), torch.zeros(0, dtype=torch.int64, device=loss.device))
 
@@ -236,3 +239,14 @@ def _find_by_name(outputs: Any, name: str | int) -> Tensor | None:
 
 def _is_loss(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+
+
+@contextmanager
+def _loss_mode(model: nn.Module) -> Iterator[None]:
+    """Training mode, in which some networks return their loss; BatchNorm, dropout and gradients as in evaluation."""
+    with eval_mode(model), preserve_buffers(model):
+        model.train()
+        for module in model.modules():
+            if isinstance(module, _NormBase | _DropoutNd):
+                module.eval()
+        yield

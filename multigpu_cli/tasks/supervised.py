@@ -1,6 +1,6 @@
 """Labelled samples: a class for each sample or pixel, several classes by their own yes or no, or numbers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import isnan, nan
 from typing import Any
 
@@ -17,7 +17,7 @@ from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
 from multigpu_cli.monitor.meters import divide
 from multigpu_cli.runtime.model_call import IGNORED
-from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32, per_class_rows
+from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
 
 
 class Classification(Task):
@@ -82,7 +82,7 @@ class Classification(Task):
 
     def details(self, counts: Tensor) -> dict[str, Any]:
         rows = self._rows(counts)
-        found = {"per_class": per_class_rows(self.class_names(self.source.num_classes), rows[:3].T.tolist())}
+        found = {"per_class": _make_class_rows(self.class_names(self.source.num_classes), rows[:3].T.tolist())}
         return found | ({"confusion": rows[3:].tolist()} if len(rows) > 3 else {})
 
     def _too_few_classes(self, task: str) -> RequestError:
@@ -245,7 +245,7 @@ class MultiLabel(Task):
     def details(self, counts: Tensor) -> dict[str, Any]:
         rows = counts[:-2].view(3, -1).T.tolist()
         table = [(hit, hit + wrong, hit + missed) for hit, wrong, missed in rows]
-        return {"per_class": per_class_rows(self.class_names(len(rows)), table)}
+        return {"per_class": _make_class_rows(self.class_names(len(rows)), table)}
 
 
 def _match_shapes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -343,3 +343,17 @@ class Regression(Task):
 
 def _by_sample(errors: Tensor) -> Tensor:
     return errors.flatten(1).mean(1) if errors.ndim > 1 else errors
+
+
+def _make_class_rows(names: Iterable[str], counts: Iterable[tuple[int, int, int]]) -> list[dict[str, Any]]:
+    """A row for each class in the final report; counts are its correct predictions, all of them, and its samples."""
+    return [
+        {
+            "class": name,
+            "precision": divide(correct, predicted),
+            "recall": divide(correct, support),
+            "f1": divide(2 * correct, predicted + support),
+            "support": support,
+        }
+        for name, (correct, predicted, support) in zip(names, counts, strict=True)
+    ]

@@ -156,13 +156,15 @@ def test_runs_are_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_best_run_comes_first_with_its_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run at work is compared by what it has so far; one without an evaluation comes last."""
     for name, loss, rate in (("a", 0.4, 0.1), ("b", 0.2, 0.001)):
-        summary = {"status": "completed", "final": {"val_loss": loss}}
-        run_folder(tmp_path / name, BEGUN, summary, lr=rate, freeze=["stem.*"], exact=True)
+        summary = {"status": "completed", "final": {"val_loss": loss, "train_loss": 0.9}}
+        ended = [*BEGUN, line(1031, "end", status="completed", step=20)]
+        run_folder(tmp_path / name, ended, summary, lr=rate, freeze=["stem.*"], exact=True)
     run(tmp_path / "c", [*BEGUN, line(1031, "eval", step=20, split="val", loss=0.3)])
     run(tmp_path / "d", BEGUN)
     assert main_multi_gpu.run(["status", str(tmp_path), "--sort-by", "val_loss"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "by val_loss, lowest first:"
+    assert "  train loss 0.9000  " in shown[1], "of the epoch, in place of the last lines'"
     runs = [said.split("  ")[:2] for said in shown if said.startswith("val_loss")]
     assert [value.split()[1] for value, *_ in runs] == ["0.2", "0.3", "0.4", "unknown"]
     commands = [said for said in shown if said.startswith("  python")]

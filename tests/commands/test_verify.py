@@ -87,8 +87,22 @@ def test_both_values_and_their_distance_are_shown(tmp_path: Path) -> None:
     assert "they first differ at step 2: train loss\n" in out
     assert f"{tmp_path}/a  2.0\n" in out
     assert f"{tmp_path}/b  2.5\n    relative difference 0.2" in out
+    assert not found.notes
     parting = json.loads(dump_json(found.as_dict()))["parting"]
     assert parting == {"step": 2, "what": "train", "name": "loss", "values": [2.0, 2.5], "relative": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("loss", "exact", "notes"),
+    [(2.0 + 1e-6, False, 1), (2.001, False, 2), (2.001, True, 0)],
+    ids=["1e-6", "1e-3", "exact"],
+)
+def test_more_than_rounding_on_other_workers_has_a_usual_cause(
+    tmp_path: Path, loss: float, exact: bool, notes: int
+) -> None:
+    other = run(tmp_path / "b", [train(2, loss)], fingerprint="b" * 64, first=start(workers=2), exact=exact)
+    found = compare_runs(run(tmp_path / "a", LINES, exact=exact), other).notes[1:]
+    assert (len(found), "a bias before BatchNorm" in "".join(found)) == (notes, notes == 2)
 
 
 def test_after_a_resume_only_the_steps_that_count_are_compared(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def test_the_plan_names_the_matrices_that_muon_leaves_to_adamw(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     ended = run("run", model="mlp", optimizer="muon", dry_run=True)
     assert ended.error == ""
+    assert ended.summary["optimizer"].startswith("muon, weight decay 0.0001, gradient clipped to norm 1; ")
     assert ended.summary["optimizer"].endswith(" by AdamW, with the matrices 7.weight")
 
 

@@ -58,7 +58,7 @@ def test_where_there_is_no_terminal_lines_are_plain() -> None:
     assert "\r" not in text
     lines = text.splitlines()
     assert lines[:3] == ["Plan", f" device  {ROWS[0][1]}", " batch   64"]  # never wrapped: people grep in it
-    assert "step 50/200  epoch 1  mean loss 0.5000  lr 0.001000" in lines
+    assert "step 50/200  epoch 1  loss since the last line 0.5000  lr 0.001000" in lines
     at = lines.index(
         "epoch     9/10  train loss   0.6543  val loss   0.5000  val accuracy  90.00 %  samples/s      980"
         "  seconds      9.9  best"
@@ -91,7 +91,8 @@ def test_verbose_adds_details() -> None:
     at = lines.index("Details")
     assert lines[at + 1] == " versions  of everything"
     assert "detailed" in lines
-    assert lines[lines.index("step 50/200  epoch 1  mean loss 0.5000  lr 0.001000") + 1] == "  grad norm 2.000"
+    step = "step 50/200  epoch 1  loss since the last line 0.5000  lr 0.001000"
+    assert lines[lines.index(step) + 1] == "  grad norm 2.000"
 
 
 def test_json_is_the_only_thing_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,12 @@ FIELDS = {"event": "train", "time": 1.0, "step": 50, "epoch": 1, "samples": 9, "
 
 
 def test_a_training_line_leaves_out_what_is_unknown() -> None:
-    assert format.format_train_line(FIELDS, 400) == "step 50/400  epoch 1  mean loss 0.1235  lr 0.002000"
+    assert format.format_train_line(FIELDS, 400) == "step 50/400  epoch 1  loss since the last line 0.1235  lr 0.002000"
     rated = FIELDS | {"samples_per_second": 5230.4, "step_ms": 2000.0}
-    assert format.format_train_line(rated, 0) == "step 50  epoch 1  mean loss 0.1235  lr 0.002000  5,230 samples/s"
+    assert (
+        format.format_train_line(rated, 0)
+        == "step 50  epoch 1  loss since the last line 0.1235  lr 0.002000  5,230 samples/s"
+    )
     assert format.format_train_line(rated, 400).endswith("  5,230 samples/s  11 min 40 s left")
     assert format.format_train_line(rated, 50).endswith("  5,230 samples/s"), "nothing is left"
 
@@ -76,8 +79,10 @@ def test_rows_put_the_test_accuracy_first_and_leave_out_what_is_missing() -> Non
         "steps": 1200,
         "train_seconds": 3.25,
         "final": {"train_loss": 0.5, "val_accuracy": 0.9, "test_loss": None, "test_accuracy": 0.975},
+        "best_by": "val_accuracy",
         "best": {"epoch": 4, "step": 480, "loss": 0.25, "val_loss": 0.25, "val_accuracy": 0.925},
-        "samples_per_second": None,
+        "samples_per_second": 659.4,
+        "step_ms": {"p50": 1.06, "p95": 410.4},
         "fingerprint": "abc",
         "save_dir": "runs/x",
     }
@@ -86,13 +91,15 @@ def test_rows_put_the_test_accuracy_first_and_leave_out_what_is_missing() -> Non
         ("test accuracy", "97.50 %"),
         ("val accuracy", "90.00 %"),
         ("train loss", "0.5000"),
-        ("best epoch", "4 (val loss 0.2500, val accuracy 92.50 %)"),
+        ("best epoch", "4 (by val accuracy; val loss 0.2500, val accuracy 92.50 %)"),
+        ("speed", "659 samples/s; a step takes 1.1 ms (median), 95 % at most 410.4 ms"),
         ("fingerprint", "abc"),
         ("save dir", "runs/x"),
     ]
     assert format.format_result_rows({"status": "failed"}) == [("status", "failed")]
-    assert format.format_result_rows({"status": "stopped", "steps": 3}) == [
-        ("status", "stopped 3 steps; run the same command again to resume")
+    assert format.format_result_rows({"status": "stopped", "steps": 3, "final": {"train_loss": 0.5}}) == [
+        ("status", "stopped 3 steps; run the same command again to resume"),
+        ("train loss, epoch so far", "0.5000"),
     ]
 
 

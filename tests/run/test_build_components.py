@@ -141,10 +141,37 @@ def test_buckets_are_measured_where_the_flag_says_so_and_else_as_large_as_it_say
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("ScheduleFreeSGD", "; schedule-free: evaluated and saved for use in its eval mode"), ("Manifold", "")],
+    [
+        ("ScheduleFreeSGD", "; schedule-free: evaluated and saved for use in its eval mode"),
+        ("Manifold", ""),
+    ],
 )
 def test_the_plan_names_an_optimizer_of_ones_own(name: str, more: str, tmp_path: Path) -> None:
     own = f"tests.support.optimizers:{name}"
     flags = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net", "lr": "0.1"}
     built = components(tmp_path, optimizer=own, schedule="constant", warmup_epochs="0", **flags)
-    assert built.plan.optimizer == own + more
+    decay = "" if name == "Manifold" else "weight decay 0.0001, "  # its class knows none by that name
+    assert built.plan.optimizer == f"{own}, {decay}gradient clipped to norm 1{more}"
+
+
+@pytest.mark.parametrize(
+    ("sets", "flags", "said"),
+    [
+        ((), {}, "adamw, weight decay 0.0001, gradient clipped to norm 1"),
+        (
+            (),
+            {"optimizer": "sgd", "weight_decay": "0", "max_grad_norm": "off"},
+            "sgd, no weight decay, gradient not clipped",
+        ),
+        (
+            ("optimizer.groups=[{match: 3.bias, weight_decay: 0.1}]",),
+            {},
+            "adamw, weight decay 0.0001 and 0.1, gradient clipped to norm 1",
+        ),
+    ],
+)
+def test_the_plan_names_weight_decay_and_clipping(
+    sets: tuple[str, ...], flags: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    net = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
+    assert components(tmp_path, *sets, **net | flags).plan.optimizer == said

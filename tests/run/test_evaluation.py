@@ -143,6 +143,7 @@ def test_the_best_is_the_first_of_the_greatest_numbers(scores: list[float], best
     ended = run_with_scores(scores)
     assert ended.error == ""
     assert ended.summary["best"].get("epoch") == best
+    assert ended.summary["best_by"] is None, "the score is none of an evaluation's numbers"
     found = torch.load("run/best.pt", weights_only=True)["metrics"]
     assert found.get("epoch") == best, "without a best evaluation these are the last weights"
 

@@ -268,6 +268,7 @@ def test_flags_without_effect_here_are_named() -> None:
     assert spec(mode="average", data="tests.run.test_spec:channels").plan.unused_flags == []
     assert spec(bucket_cap_mb=5, data_on_device="on").plan.unused_flags == ["--bucket-cap-mb", "--data-on-device"]
     assert spec(2, bucket_cap_mb=5).plan.unused_flags == []
+    assert spec(bucket_cap_mb="auto", data_on_device="auto").plan.unused_flags == [], "as --print-config writes them"
     assert spec(2, reshard="step", shard_size=2).plan.unused_flags == ["--reshard", "--shard-size"]
 
 

@@ -158,14 +158,14 @@ def _describe_data(request: RunRequest) -> str:
 
 
 def _list_unused_flags(request: RunRequest) -> list[str]:
-    """Flags that were given and have no effect here: the plan names them."""
+    """Flags that were given, other than by default, and have no effect here: the plan names them."""
     config, unused = request.config, request.factories.list_unused(request.config)
-    if request.placement.devices[0].type == "cpu":
-        unused |= {"data_on_device"}
+    unused |= {"data_on_device"} if request.placement.devices[0].type == "cpu" else set()
     strategy = request.placement.strategy
     unused |= {*chain(*STRATEGY_SETTINGS.values())} - {*STRATEGY_SETTINGS.get(strategy, ())}
     ddp_arguments = sorted(request.factories.ddp) if strategy != "ddp" else []
-    return [SETTINGS[key].flag or key for key in sorted(unused & config.explicit)] + ddp_arguments
+    changed = sorted(key for key in unused & config.explicit if config.get(key) != SETTINGS[key].default)
+    return [SETTINGS[key].flag or key for key in changed] + ddp_arguments
 
 
 def _name_device(world: World) -> str:

@@ -26,7 +26,7 @@ from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.models.blocks import measure_depths
 from multigpu_cli.models.build import build_model, find_adapter, suggest_outputs
 from multigpu_cli.monitor.gpu import NoNvml, open_nvml, read_driver
-from multigpu_cli.optimizers.build import build_optimizer, construct_optimizer, set_rate
+from multigpu_cli.optimizers.build import build_optimizer, construct_optimizer, describe_step, set_rate
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.optimizers.trial import check_optimizer, measure_state_bytes
 from multigpu_cli.planning.batch import BatchPlan
@@ -120,18 +120,17 @@ class FromConfig:
         return measure_state_bytes(model, config.optimizer)
 
     def describe_optimizer(self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-        """What the plan says of an optimizer other than AdamW and SGD; empty for these."""
-        name = config.optimizer.name
-        if name in ("adamw", "sgd"):
-            return ""
+        """What the plan says of the optimizer: its name, weight decay and clipping, and what is particular to it."""
+        name, more = config.optimizer.name, ""
         if name == "muon":
             hidden = {parameter for group in optimizer.param_groups if group["hidden"] for parameter in group["params"]}
             others = {name: p for name, p in model.named_parameters() if p.requires_grad and p not in hidden}
             matrices = ", ".join(name for name, parameter in others.items() if parameter.ndim == 2)
             rest = f"{pluralize(len(others), 'other tensor')} by AdamW{matrices and f', with the matrices {matrices}'}"
-            return f"muon: {pluralize(len(hidden), 'hidden weight')} by Muon, {rest}"
-        modes = "; schedule-free: evaluated and saved for use in its eval mode" if is_schedule_free(optimizer) else ""
-        return f"{name}{modes}"
+            more = f"; {pluralize(len(hidden), 'hidden weight')} by Muon, {rest}"
+        elif is_schedule_free(optimizer):
+            more = "; schedule-free: evaluated and saved for use in its eval mode"
+        return f"{name}, {describe_step(optimizer, config.optimizer)}{more}"
 
     def may_draw(self, config: Config) -> bool:
         """Whether the optimizer is code of the user's own, which may draw random numbers."""

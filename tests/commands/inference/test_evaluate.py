@@ -130,10 +130,24 @@ def test_a_run_from_python_says_where_it_can_be_evaluated(
     monkeypatch.chdir(tmp_path)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train_with_multi_gpu(
-        model, DataLoader(OfSize(20)), optimizer, nn.CrossEntropyLoss(), save_dir="run", screen="silent", num_epochs=1
-    )
-    assert main_multi_gpu.run(["evaluate", "run", "--own-code"]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert "OfSize needs size" in said
-    assert "or, as run/best.pt is of a run from Python, evaluate_with_multi_gpu there" in said
+    for words in (
+        "optimizer      your SGD, no weight decay, gradient not clipped\n",
+        "complete: nothing trained, run has",
+    ):
+        train_with_multi_gpu(
+            model,
+            DataLoader(OfSize(20)),
+            optimizer,
+            nn.CrossEntropyLoss(),
+            save_dir="run",
+            screen="normal",
+            num_epochs=1,
+        )
+        assert words in capsys.readouterr().out
+    for more, reason in ([], "names code"), (["--own-code"], "OfSize needs size"):
+        assert main_multi_gpu.run(["evaluate", "run", *more]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert said.startswith("error: run/best.pt was made by a Python script, whose objects are not here: ")
+        assert reason in said
+        assert "try: evaluate_with_multi_gpu in that script, or" in said
+        assert "add --own-code" not in said
