@@ -28,7 +28,19 @@ def test_what_is_written_over_is_gone_and_the_bar_stays() -> None:
 def test_the_picture_in_the_readme_has_todays_words() -> None:
     """make picture draws it anew."""
     said = words((ROOT / "docs/run.svg").read_text())
-    for label in ("what", "where", "batch", "learning rate", "length", "warm-up", "precision", "starts", "saves to"):
+    rows = (
+        "what",
+        "where",
+        "batch",
+        "learning rate",
+        "optimizer",
+        "length",
+        "warm-up",
+        "precision",
+        "starts",
+        "saves to",
+    )
+    for label in rows:
         assert re.search(rf"^ {label}", said, re.MULTILINE), label
     labels = [
         label for label, _ in format_epoch(1, 20, {"train_loss": 1.0, "val_loss": 1.0, "val_accuracy": 1.0}, 1, 1)
