@@ -27,7 +27,7 @@ GUIDES = (GUIDE, REFERENCE, *sorted(ROOT.glob("docs/**/*.md")))
 PAGES = (*GUIDES, README)
 WORDS = {"README.md": 450, "MULTI_GPU_GUIDE.md": 900, "docs/troubleshooting.md": 1200}  # code included
 PAGE_WORDS = 900  # any other page but the reference and the measurements; fenced code and typed commands left out
-ALL_WORDS = 21_997  # by hand, code included
+ALL_WORDS = 21_999  # by hand, code included
 OTHERS_FLAGS = {  # of torchrun, make, tensorboard, the launcher, SLURM, pip and docker
     *("--partition", "--account", "--index-url", "--shm-size", "--mem", "--gres"),
     *("--nproc_per_node", "--standalone", "--master_port", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--nodes"),
