@@ -61,7 +61,7 @@ def test_the_wheel_holds_code_recipes_launcher_and_licence(wheel: Path) -> None:
 
 def test_an_installed_program_finds_its_recipes(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    code = "from multigpu_cli.config import yaml_text; print(*sorted(yaml_text.find_recipes()), yaml_text.__file__)"
+    code = "from multigpu_cli.config import paths; print(*sorted(paths.find_recipes()), paths.__file__)"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True

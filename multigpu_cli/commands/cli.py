@@ -50,7 +50,7 @@ def show_help(
 @app.command(cls=Command)
 def recipes(as_json: _Json = False) -> None:
     """List the recipes that --config takes by name."""
-    from multigpu_cli.config.yaml_text import format_recipes, list_recipes
+    from multigpu_cli.config.paths import format_recipes, list_recipes
 
     found = list_recipes()
     print_result(found, format_recipes(found), as_json=as_json)

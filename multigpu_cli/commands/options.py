@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, LOGGERS, METRICS, MODELS, TASKS
 from multigpu_cli.commands.help import GENERAL, HelpPage, build_help_all_option, describe_setting
+from multigpu_cli.config.paths import find_recipes
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.types import Setting
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -162,7 +163,7 @@ def offer_for(key: str, metavar: str) -> Offer | None:
         "task": _complete_from(TASKS),
         "metric": _complete_from(METRICS),
         "logger": _complete_from(LOGGERS),
-        "config": complete_recipes,
+        "config": lambda incomplete: _complete_from(find_recipes())(incomplete),  # late: reads folders
         "set": _complete_from(f"{key}=" for key in SETTINGS),
         "save_dir": complete_run_folders,
         "resume": lambda incomplete: [
@@ -177,13 +178,6 @@ def offer_for(key: str, metavar: str) -> Offer | None:
 def run_argument(metavar: str, help: str) -> Any:
     """Declare the positional argument that is the folder of a run."""
     return typer.Argument(metavar=metavar, help=help, autocompletion=complete_run_folders)
-
-
-def complete_recipes(incomplete: str) -> list[str]:
-    """Recipes that begin so."""
-    from multigpu_cli.config.yaml_text import find_recipes  # late: nothing else of the command line needs YAML
-
-    return [name for name in sorted(find_recipes()) if name.startswith(incomplete)]
 
 
 def complete_run_folders(incomplete: str) -> list[str]:

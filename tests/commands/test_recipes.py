@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.config.yaml_text import format_recipes, list_recipes
+from multigpu_cli.config.paths import format_recipes, list_recipes
 
 
 @pytest.fixture(autouse=True)

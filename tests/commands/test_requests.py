@@ -11,10 +11,10 @@ import pytest
 from multigpu_cli.commands import requests
 from multigpu_cli.commands.requests import build_config, parse_export_target, parse_worker_counts
 from multigpu_cli.config.code_names import describe_origin
+from multigpu_cli.config.paths import find_recipes
 from multigpu_cli.config.rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.config.yaml_text import find_recipes
 from multigpu_cli.errors import RequestError
 from tests.test_house_rules import ROOT
 
