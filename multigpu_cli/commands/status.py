@@ -254,7 +254,7 @@ def _judge_state(
         return "unknown", f"the folder has no lock, as a copy has none; {since}"
     if not here:
         return "unknown", f"whether {process} still runs can't be seen from this machine; {since}"
-    if read_process(sign.get("pid", 0))[1] == sign.get("started", 0):
+    if sign.get("started") and read_process(sign["pid"])[1] == sign["started"]:
         return "ending", f"{process} has released the folder"
     return "dead", f"{process} is gone"
 

@@ -91,6 +91,7 @@ def test_a_state_is_what_can_be_known(tmp_path: Path) -> None:
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     owned(tmp_path / "releasing", f"{HERE} 5", phase="ending", pid=os.getpid(), started=started)
     owned(tmp_path / "reused", f"{HERE} 5", phase="ending", pid=os.getpid(), started=1)
+    owned(tmp_path / "without _proc", f"{HERE} {GONE}", phase="ending", pid=GONE, started=None)
     lost = {"pid": GONE, "host": HERE, "launcher": os.getpid()}
     owned(tmp_path / "restarting", f"{HERE} {GONE}", launcher_started=started, **lost)
     owned(tmp_path / "with its launcher", f"{HERE} {GONE}", launcher_started=1, **lost)
@@ -113,7 +114,7 @@ def test_a_state_is_what_can_be_known(tmp_path: Path) -> None:
             "elsewhere": "unknown",
             "copy": "unknown",
             "releasing": "ending",
-            "reused": "dead",
+            **dict.fromkeys(("reused", "without _proc"), "dead"),
             "without reason": "failed",
         }
         assert (found["dead"]["state"], found["dead"]["detail"]) == ("died", f"process {GONE} on {HERE} is gone")
