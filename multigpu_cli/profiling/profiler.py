@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from multigpu_cli.checkpoint.files import publish
@@ -71,10 +72,13 @@ class Profiling(Part):
 def list_operators(averages: Any) -> list[dict[str, Any]]:
     """Rows of a profile's `key_averages`, the longest first: name, calls, and milliseconds of the host and of the GPU.
 
-    The time of an operator is its own, without those that it calls. A row of a GPU's kernel has no host time.
+    The time of an operator is its own, without those that it calls; on the GPU it is that of the kernels that it
+    launched. These have rows of their own in a profile, which would count their time twice.
     """
     rows = []
     for each in averages:
+        if each.device_type != DeviceType.CPU:
+            continue
         host, gpu = each.self_cpu_time_total / 1e3, each.self_device_time_total / 1e3
         rows.append({"name": each.key[:120], "calls": each.count, "host_ms": host, "gpu_ms": gpu})
     by = "gpu_ms" if any(row["gpu_ms"] for row in rows) else "host_ms"

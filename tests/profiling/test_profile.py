@@ -7,9 +7,11 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.autograd import DeviceType
 
 import main_multi_gpu
 from multigpu_cli import engine
@@ -21,6 +23,7 @@ from multigpu_cli.monitor.history import read_json
 from multigpu_cli.monitor.journal import read_events
 from multigpu_cli.monitor.run_state import REQUEST, STATE
 from multigpu_cli.profiling.command import format_profile, profile_run
+from multigpu_cli.profiling.profiler import list_operators
 from tests.support.run_training import run_training
 from tests.support.wait_until import wait_until
 
@@ -167,3 +170,16 @@ def test_a_run_that_dies_meanwhile_is_not_waited_for(tmp_path: Path) -> None:
 def test_steps_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_multi_gpu.run(["profile", "run", "--steps", "0"]) == 2
     assert "--steps" in capsys.readouterr().err
+
+
+def test_a_kernel_counts_once_as_its_operators_time() -> None:
+    """A profile on a GPU has a row for the operator, one for its kernel, and one for an annotation over both."""
+
+    def row(name: str, device: DeviceType, host: int, gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            key=name, device_type=device, count=1, self_cpu_time_total=host, self_device_time_total=gpu
+        )
+
+    annotation = row("Optimizer.step#AdamW.step", DeviceType.CUDA, 0, 9000)
+    rows = [row("aten::mm", DeviceType.CPU, 40, 3000), row("gemm", DeviceType.CUDA, 0, 3000), annotation]
+    assert list_operators(rows) == [{"name": "aten::mm", "calls": 1, "host_ms": 0.04, "gpu_ms": 3.0}]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from multigpu_cli import engine
 from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.distributed.world import World
 from multigpu_cli.monitor import gpu as nvml
@@ -440,8 +441,21 @@ def test_the_command_line_trains_on_two_gpus(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["none", "dp"])
 def test_one_process_trains_on_its_gpus(how: str, tmp_path: Path) -> None:
-    ended = train_on_gpus(data="digits", model="mlp", multi_gpu=how, max_steps=4, save_dir=str(tmp_path / "run"))
+    """A thread of dp lives for one pass, and would have cuDNN try its kernels in each."""
+
+    def note_benchmark(sim: Simulated) -> None:
+        real = engine.train_step
+
+        def step(*given: Any) -> Any:
+            (tmp_path / "tries").write_text(str(torch.backends.cudnn.benchmark))
+            return real(*given)
+
+        engine.train_step = step
+
+    flags: dict[str, Any] = {"data": "digits", "model": "mlp", "multi_gpu": how, "max_steps": 4}
+    ended = train_on_gpus(prepare=note_benchmark, save_dir=str(tmp_path / "run"), **flags)
     assert not ended.error
+    assert (tmp_path / "tries").read_text() == str(how != "dp")
     assert (ended.summary["status"], ended.summary["precision"]) == ("completed", "bf16")
     assert ended.summary["strategy"] == ("dp" if how == "dp" else "single")
     assert all(bytes > 0 for bytes in ended.summary["peak_memory_bytes"])
