@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from torch.autograd import DeviceType
 from torch.profiler import profile
 
 from multigpu_cli.checkpoint.files import publish
@@ -77,7 +76,7 @@ def list_operators(averages: Any) -> list[dict[str, Any]]:
     """
     rows = []
     for each in averages:
-        if each.device_type != DeviceType.CPU:
+        if each.device_type.name != "CPU":
             continue
         host, gpu = each.self_cpu_time_total / 1e3, each.self_device_time_total / 1e3
         rows.append({"name": each.key[:120], "calls": each.count, "host_ms": host, "gpu_ms": gpu})

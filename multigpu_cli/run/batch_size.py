@@ -32,7 +32,7 @@ from multigpu_cli.run.run import Run
 from multigpu_cli.run.step import forward_backward
 from multigpu_cli.runtime.module_state import preserve_buffers
 
-_ROOM = 0.08  # of a GPU's memory that --batch-size auto leaves, for fragments and what comes between steps
+_ROOM = 0.08  # of the memory that a process can have --batch-size auto leaves, for fragments and between steps
 Work = Callable[[], None]
 _MAX_ON_CPU = 256  # host memory sets no clear limit, and a larger micro-batch is not faster
 
@@ -229,8 +229,8 @@ def _take_rest_of_step(components: TrainComponents) -> None:
     optimizer = components.state.optimizer
     if not (components.strategy.sharded or components.optimizer_draws or optimizer.state):
         rehearse_step(optimizer)
-    free, total = torch.cuda.mem_get_info(components.world.device)
-    if free < _ROOM * total:
+    free = torch.cuda.mem_get_info(components.world.device)[0]
+    if free < _ROOM * (free + torch.cuda.memory_reserved(components.world.device)):  # others may hold the rest
         raise torch.OutOfMemoryError(f"less than {_ROOM:.0%} of the GPU's memory would be left")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.config.schema import Config
@@ -53,7 +54,8 @@ class CompiledModel(nn.Module):
         self._first_given: list[Tensor] = []  # parameters that had no gradient before the last such pass
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        self._is_full = _length(inputs or tuple(named.values())) == self.full_batch_size()
+        full = _length(inputs or tuple(named.values())) == self.full_batch_size()
+        self._is_full = full and not is_in_torch_dispatch_mode()  # there torch gives up a compiled function for good
         if not self._is_full:
             return self.model(*inputs, **named)
         if self._in_graphs:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from multigpu_cli.distributed import world
@@ -72,8 +73,15 @@ def plan_of(run: Path) -> dict[str, Any]:
 def test_the_largest_power_of_two_that_fits_is_taken(
     memory: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Of the memory that others leave: the card has forty times as much."""
+
+    def prepare(sim: Simulated) -> None:
+        noting(tmp_path)(sim)
+        real = torch.cuda.mem_get_info
+        patch.object(torch.cuda, "mem_get_info", lambda device: (real(device)[0], 40 * memory)).start()
+
     flags = RUN | {"save_dir": str(tmp_path / "run"), "multi_gpu": "none", "screen": "normal"}
-    ended = train_on_gpus(machine=Machine.of(1, memory=memory), prepare=noting(tmp_path), **flags)
+    ended = train_on_gpus(machine=Machine.of(1, memory=memory), prepare=prepare, **flags)
     assert not ended.error, ended.error
     *_, best, too_many = trials = {trial.size: trial for trial in read_trials(tmp_path)}.values()
     assert [trial.size for trial in trials] == [2**power for power in range(len(trials))]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 import main_multi_gpu
 from multigpu_cli import engine

@@ -1,19 +1,22 @@
 """FLOPs and kept activations of networks that can be counted by hand."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.data.loader import first_batch
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
-from multigpu_cli.run.step import profile_micro_batch
+from multigpu_cli.run.step import forward_backward, profile_micro_batch
 from tests.support.world import CPU
 
 
@@ -83,3 +86,22 @@ def test_mfu_needs_a_known_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert assemble_run._count_flops(made) is None
     monkeypatch.setattr(assemble_run, "peak_flops", lambda device, precision: 1e12)
     assert assemble_run._count_flops(made) == 2 * 2 * 6 * 16 + 3 * 2 * 16 * 3
+
+
+def test_a_compiled_network_is_counted_uncompiled_and_stays_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch gives up a compiled function, for the rest of the process, where it meets it under a dispatch mode."""
+    seen, real = [], torch.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        return lambda *given: (seen.append("graph"), graph(*given))[1]
+
+    monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, **how | {"backend": backend}))
+    made = components(tmp_path, "tests.run.test_profile_micro_batch:plain", compile="default", batch_size="10")
+    batch = first_batch(made.loaders.train, 10)
+    forward_backward(made, batch, 1.0, last=True)
+    assert profile_micro_batch(made, 10).flops == 2 * 2 * 10 * 6 * 16 + 3 * 2 * 10 * 16 * 3
+    assert len(seen) == 1
+    forward_backward(made, batch, 1.0, last=True)
+    assert len(seen) == 2

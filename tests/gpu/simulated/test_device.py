@@ -446,9 +446,9 @@ def test_one_process_trains_on_its_gpus(how: str, tmp_path: Path) -> None:
     def note_benchmark(sim: Simulated) -> None:
         real = engine.train_step
 
-        def step(*given: Any) -> Any:
+        def step(run: Any, layout: Any, work: Any) -> Any:
             (tmp_path / "tries").write_text(str(torch.backends.cudnn.benchmark))
-            return real(*given)
+            return real(run, layout, work)
 
         engine.train_step = step
 
