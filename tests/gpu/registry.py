@@ -42,6 +42,7 @@ CHECKS = {
     "rank-killed": Check("tests.gpu.checks.several:killed_rank", needs=2),
     "all-reduce-rounding": Check("tests.gpu.checks.nccl:rounding_of_all_reduce", limit=300, needs=4),
     "compile": Check("tests.gpu.checks.compiled:default", real=True, limit=300),
+    "compile-steady": Check("tests.gpu.checks.compiled:steady_steps", real=True, limit=300),
     "compile-loss": Check("tests.gpu.checks.compiled:loss_in_the_graph", real=True, limit=300),
     "flash-attention": Check("tests.gpu.checks.attention:flash", real=True),
     "gpt": Check("tests.gpu.checks.attention:gpt"),

@@ -394,7 +394,7 @@ FEATURES = (
     Feature(
         "bf16, fp16", "tests/runtime/test_precision.py", "tests/gpu/simulated/test_steady_step.py", ("bf16", "fp16")
     ),
-    Feature("`--compile`", "tests/runtime/test_compile.py", "–", ("compile", "compile-loss", "reduce-overhead")),
+    Feature("`--compile`", "tests/runtime/test_compile.py", "–", ("compile", "compile-steady", "reduce-overhead")),
     Feature(
         "checkpoint, resume, faults",
         "tests/checkpoint/test_store.py",

@@ -1,10 +1,18 @@
 """torch.compile: the same losses as without it, or a refusal."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from multigpu_cli import engine
 from tests.gpu.checks.attention import LENGTH, SIZE, TOKENS
 from tests.gpu.front_door import ALONE, command, figures, losses, run, run_command, sets, words
+from tests.gpu.in_process import ONE, train
 
 _STEPS = 30
 _NEAR = 2e-2  # relative; other kernels round differently, wrong gradients are further off
@@ -32,6 +40,37 @@ def loss_in_the_graph(folder: Path) -> dict[str, Any]:
     furthest = max(abs(one[step] - other[step]) / one[step] for step in range(1, 11))
     assert furthest < _NEAR, f"losses differ by up to {furthest:.1%}"
     return figures(compiled) | {"largest_difference": furthest, "compile": found, "plain": figures(plain)}
+
+
+def steady_steps(folder: Path) -> dict[str, Any]:
+    """The last step of a run has Triton's kernels, also where FLOPs were counted before the first one."""
+    found = {}
+    for mode in ("default", "reduce-overhead"):
+        for amp in ("bf16", "off"):
+            flags = TOKENS | LENGTH | {"max_steps": str(_STEPS), "compile": mode, "amp": amp}
+            with _last_kernels() as names:
+                train(folder / mode / amp, ONE, SIZE, **flags)
+            found[f"{mode}, {amp}"] = sum("triton" in name for name in names)
+    assert all(found.values()), f"Triton's kernels in the last step: {found}"
+    return {"kernels": found}
+
+
+@contextmanager
+def _last_kernels() -> Iterator[list[str]]:
+    """The names of the kernels of a run's last step."""
+    real, names = engine.train_step, list[str]()
+
+    def step(run: Any, layout: Any, work: Any) -> Any:
+        if layout.step < _STEPS - 1:
+            return real(run, layout, work)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            done = real(run, layout, work)
+            torch.cuda.synchronize()
+        names.extend(event.name for event in seen.events() or () if event.device_type.name == "CUDA")
+        return done
+
+    with patch.object(engine, "train_step", step):
+        yield names
 
 
 def accumulating(folder: Path) -> dict[str, Any]:
