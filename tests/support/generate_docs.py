@@ -8,18 +8,21 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import typer
 
 import main_multi_gpu
+from benchmarks.gpu_workloads import Job, jobs
 from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, MODELS, TASKS
 from multigpu_cli.commands.help import COMMON, TOPICS
 from multigpu_cli.config.schema import SETTINGS
+from tests.gpu.registry import CHECKS
 from tests.support.golden_masks import tabulate_templates
 from tests.test_house_rules import FLOOR, module_of, room_of
 
@@ -323,6 +326,9 @@ def _format_entry(entry: str) -> str:
 
 # --- Measured figures ------------------------------------------------------------------------------------------------
 
+GPU_FIGURES = "benchmarks/results/gpu-bench.jsonl"
+"""Rows of make gpu-bench."""
+
 
 def benchmark_table() -> str:
     """The last recorded figure of each name in benchmarks/results."""
@@ -330,6 +336,32 @@ def benchmark_table() -> str:
     rows = {row["name"]: (row, result["time"]) for result in files for row in result["rows"]}
     lines = ["| what | median (least to greatest) | aim | date |", "|-|-|-|-|"]
     return "\n".join([*lines, *(_figure_row(row, time) for row, time in rows.values())])
+
+
+def gpu_table() -> str:
+    """Of each job of make gpu-bench, our figures and the limit's: medians of the turns of the newest code."""
+    recorded = [json.loads(line) for line in (ROOT / GPU_FIGURES).read_text().splitlines()]
+    head = "| what | ours / limit | aim | samples/s | peak memory, GiB | launches of a step | CPU time of a step, ms |"
+    lines = [head, "|-|-|-|-|-|-|-|"]
+    for name, job in jobs().items():
+        rows = [row for row in recorded if row["job"] == name and "value" in row]
+        rows = [row for row in rows if row["code"] == rows[-1]["code"]]
+        if rows and job.build:
+            lines.append(_gpu_row(job, [[row for row in rows if row["side"] == side] for side in job.sides]))
+    return "\n".join(lines)
+
+
+def _gpu_row(job: Job, sides: list[list[dict[str, Any]]]) -> str:
+    def of_both(field: str, scale: float = 1.0) -> list[float | None]:
+        return [scale * median(row[field] for row in side) if side else None for side in sides]
+
+    fields = {"value": 1.0, "peak_memory_bytes": 2.0**-30, "launches": 1.0, "host_seconds": 1e3}
+    pairs = [of_both(field, scale) for field, scale in fields.items()]
+    ours, limit = pairs[0]
+    share = ours / limit if ours and limit else None
+    missed = ", missed" if share is not None and share < job.aim else ""
+    texts = [" / ".join("–" if each is None else _round(each) for each in pair) for pair in pairs]
+    return _row(job.name, "–" if share is None else _round(share), f"≥ {job.aim}{missed}", *texts)
 
 
 def _time(result: dict[str, Any]) -> float:
@@ -394,7 +426,13 @@ FEATURES = (
     Feature(
         "bf16, fp16", "tests/runtime/test_precision.py", "tests/gpu/simulated/test_steady_step.py", ("bf16", "fp16")
     ),
-    Feature("`--compile`", "tests/runtime/test_compile.py", "–", ("compile", "compile-steady", "reduce-overhead")),
+    Feature(
+        "`--compile`, fp32",
+        "tests/runtime/test_compile.py",
+        "–",
+        ("compile", "reduce-overhead", "reduce-overhead-accumulation"),
+    ),
+    Feature("`--compile`, bf16", "–", "–", ("compile-steady", "compile-loss", "exact-compiled")),
     Feature(
         "checkpoint, resume, faults",
         "tests/checkpoint/test_store.py",
@@ -403,6 +441,7 @@ FEATURES = (
         ("rank-killed",),
     ),
     Feature("out of memory", "–", "tests/gpu/test_out_of_memory.py", ("out-of-memory", "out-of-memory-later")),
+    Feature("`--batch-size auto`", "tests/run/test_fit_batch_sizes_to_memory.py", "tests/gpu/test_batch_size.py", ("batch-size-auto",)),
     Feature("several machines, SLURM", "on one machine, in network namespaces", "–"),
     Feature("Kubernetes, Docker", "definitions only", "–"),
     Feature("`doctor`", "tests/commands/doctor/test_doctor.py", "tests/commands/doctor/test_gpus.py", ("doctor",)),
@@ -411,8 +450,9 @@ FEATURES = (
 
 
 def status_table() -> str:
-    """Every feature; what no recorded check has shown on a real GPU is "not yet" there."""
-    passed = _read_passed_checks()
+    """Every feature; what no recorded check has shown on a real GPU is "not yet" there. Then the checks still to pass."""
+    newest = _read_checks()
+    passed = _name_devices(newest)
     rows = [
         _row(
             each.name,
@@ -422,16 +462,32 @@ def status_table() -> str:
         )
         for each in FEATURES
     ]
-    return "\n".join(["| feature | CPU, gloo | simulated GPUs | one real GPU | several GPUs |", "|-|-|-|-|-|", *rows])
+    table = "\n".join(["| feature | CPU, gloo | simulated GPUs | one real GPU | several GPUs |", "|-|-|-|-|-|", *rows])
+    left = [name for name, check in CHECKS.items() if check.needs == 1 and name not in passed]
+    said = "; ".join(f"`{name}` ({_describe_result(newest.get(name))})" for name in left)
+    return f"{table}\n\nChecks for one GPU that have not passed: {said or 'none'}."
+
+
+def _describe_result(line: Mapping[str, Any] | None) -> str:
+    return f"{line['verdict']}: {line['said']}" if line else "not run"
 
 
 def tested_table() -> str:
-    """The same in a line, for the README."""
-    passed, known = _read_passed_checks(), {name for each in FEATURES for name in (*each.one, *each.several)}
-    devices = ", ".join(sorted({passed[name] for name in passed.keys() & known}))
-    real = f"{len(passed.keys() & known)} of {len(known)} checks, on {devices}" if devices else "not yet"
-    head = "| [what was tested where](docs/status.md) | CPU processes (gloo) | GPUs simulated in memory | real GPUs |"
-    return "\n".join([head, "|-|-|-|-|", _row("training, resume, `--exact`", "yes", "yes", real)])
+    """The same in a line, for the README: how many of the checks for one GPU have passed, and for several."""
+    passed = _name_devices(_read_checks())
+    one = _count_passed([name for name, check in CHECKS.items() if check.needs == 1], passed)
+    several = _count_passed([name for name, check in CHECKS.items() if check.needs > 1], passed)
+    head = (
+        "| [what was tested where](docs/status.md) | CPU processes (gloo) | GPUs simulated in memory "
+        "| one real GPU | several real GPUs |"
+    )
+    return "\n".join([head, "|-|-|-|-|-|", _row("training, resume, `--exact`", "yes", "yes", one, several)])
+
+
+def _count_passed(checks: Sequence[str], passed: Mapping[str, str]) -> str:
+    good = [name for name in checks if name in passed]
+    devices = ", ".join(sorted({passed[name] for name in good}))
+    return f"{len(good)} of {len(checks)} checks, {devices}" if good else "not yet"
 
 
 def _tested(where: str) -> str:
@@ -446,11 +502,15 @@ def _on_gpus(checks: tuple[str, ...], passed: Mapping[str, str]) -> str:
     return "not yet" if missing or not checks else f"tested, {passed[checks[0]]}"
 
 
-def _read_passed_checks() -> dict[str, str]:
-    """The checks whose newest line says that they passed on a real GPU → its name."""
-    file, newest = ROOT / GPU_RESULTS, {}
-    for line in map(json.loads, file.read_text().splitlines() if file.exists() else ()):
-        newest[line["check"]] = line
+def _read_checks() -> dict[str, dict[str, Any]]:
+    """Of each check the newest line."""
+    file = ROOT / GPU_RESULTS
+    lines = map(json.loads, file.read_text().splitlines() if file.exists() else ())
+    return {line["check"]: line for line in lines}
+
+
+def _name_devices(newest: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The checks that passed on a real GPU → its name."""
     good = {name: line["machine"] for name, line in newest.items() if line["verdict"] == "passed"}
     return {name: machine["device"] for name, machine in good.items() if not machine["simulated"]}
 
@@ -467,6 +527,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "arguments": ("docs/reference/arguments.md", argument_tables),
     "chat templates": ("docs/howto/language-models.md", tabulate_templates),
     "benchmarks": ("docs/measurements.md", benchmark_table),
+    "gpu": ("docs/measurements.md", gpu_table),
     "status": ("docs/status.md", status_table),
     "tested": ("README.md", tested_table),
 }
