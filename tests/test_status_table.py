@@ -12,7 +12,7 @@ from tests.support import generate_docs
 def test_only_checks_that_passed_on_a_real_gpu_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, simulated = {"device": "NVIDIA H200", "simulated": False}, {"device": "NVIDIA H100", "simulated": True}
     lines = [
-        {"check": "doctor", "verdict": "failed", "machine": real},
+        {"check": "doctor", "verdict": "failed", "said": "", "machine": real},
         {"check": "doctor", "verdict": "passed", "machine": real},
         {"check": "dp-twice", "verdict": "passed", "machine": simulated},
         {"check": "compile", "verdict": "passed", "machine": real},  # one of three
@@ -30,7 +30,7 @@ def test_only_checks_that_passed_on_a_real_gpu_count(tmp_path: Path, monkeypatch
     assert "`batch-size-auto` (failed: took 1)" in generate_docs.status_table()
     assert "`fp32` (not run)" in generate_docs.status_table()
     one = sum(check.needs == 1 for check in CHECKS.values())
-    assert generate_docs.tested_table().endswith(f"| 2 of {one} checks, NVIDIA H200 | not yet |")
+    assert generate_docs.tested_table().endswith(f"| 2 of {one} checks passed, NVIDIA H200 | not yet |")
     monkeypatch.setattr(generate_docs, "GPU_RESULTS", "nowhere.jsonl")
     assert generate_docs.tested_table().endswith("| not yet | not yet |")
 
@@ -43,7 +43,9 @@ def test_of_a_gpu_the_turns_of_the_newest_code_count(tmp_path: Path, monkeypatch
     turns = [row("har", "ours", "old", 1.0), *(row("har", "ours", "new", each) for each in (1.0, 80.0, 90.0))]
     other = [row("resnet50", "limit", "old", 5.0), {"job": "gpt2", "side": "ours", "code": "new", "error": "no"}]
     recorded = tmp_path / "figures.jsonl"
-    recorded.write_text("".join(f"{json.dumps(each)}\n" for each in [*turns, row("har", "limit", "new", 100.0), *other]))
+    recorded.write_text(
+        "".join(f"{json.dumps(each)}\n" for each in [*turns, row("har", "limit", "new", 100.0), *other])
+    )
     monkeypatch.setattr(generate_docs, "GPU_FIGURES", str(recorded))
     assert [line.split(" | ", 1)[1] for line in generate_docs.gpu_table().splitlines()[2:]] == [
         "– | ≥ 0.98 | – / 5 | – / 1 | – / 7 | – / 2 |",

@@ -441,7 +441,12 @@ FEATURES = (
         ("rank-killed",),
     ),
     Feature("out of memory", "–", "tests/gpu/test_out_of_memory.py", ("out-of-memory", "out-of-memory-later")),
-    Feature("`--batch-size auto`", "tests/run/test_fit_batch_sizes_to_memory.py", "tests/gpu/test_batch_size.py", ("batch-size-auto",)),
+    Feature(
+        "`--batch-size auto`",
+        "tests/run/test_fit_batch_sizes_to_memory.py",
+        "tests/gpu/test_batch_size.py",
+        ("batch-size-auto",),
+    ),
     Feature("several machines, SLURM", "on one machine, in network namespaces", "–"),
     Feature("Kubernetes, Docker", "definitions only", "–"),
     Feature("`doctor`", "tests/commands/doctor/test_doctor.py", "tests/commands/doctor/test_gpus.py", ("doctor",)),
@@ -450,7 +455,7 @@ FEATURES = (
 
 
 def status_table() -> str:
-    """Every feature; what no recorded check has shown on a real GPU is "not yet" there. Then the checks still to pass."""
+    """Every feature; what no recorded check has shown on a real GPU is "not yet" there. Then the checks to pass yet."""
     newest = _read_checks()
     passed = _name_devices(newest)
     rows = [
@@ -487,7 +492,7 @@ def tested_table() -> str:
 def _count_passed(checks: Sequence[str], passed: Mapping[str, str]) -> str:
     good = [name for name in checks if name in passed]
     devices = ", ".join(sorted({passed[name] for name in good}))
-    return f"{len(good)} of {len(checks)} checks, {devices}" if good else "not yet"
+    return f"{len(good)} of {len(checks)} checks passed, {devices}" if good else "not yet"
 
 
 def _tested(where: str) -> str:
@@ -503,16 +508,15 @@ def _on_gpus(checks: tuple[str, ...], passed: Mapping[str, str]) -> str:
 
 
 def _read_checks() -> dict[str, dict[str, Any]]:
-    """Of each check the newest line."""
+    """Of each check the newest line from a real GPU."""
     file = ROOT / GPU_RESULTS
     lines = map(json.loads, file.read_text().splitlines() if file.exists() else ())
-    return {line["check"]: line for line in lines}
+    return {line["check"]: line for line in lines if not line["machine"]["simulated"]}
 
 
 def _name_devices(newest: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """The checks that passed on a real GPU → its name."""
-    good = {name: line["machine"] for name, line in newest.items() if line["verdict"] == "passed"}
-    return {name: machine["device"] for name, machine in good.items() if not machine["simulated"]}
+    """The checks that passed → the GPU."""
+    return {name: line["machine"]["device"] for name, line in newest.items() if line["verdict"] == "passed"}
 
 
 # --- Writing ---------------------------------------------------------------------------------------------------------
