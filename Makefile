@@ -18,13 +18,13 @@ quickstart: $(VENV)/.installed ## install, look for devices, train the digits wi
 	@printf '\nNext: source $(BIN)/activate, then bash launch_multi_gpu.sh, or python main_multi_gpu.py --help\n'
 
 test: style ## what CI runs, two tests at a time: lint, types, unit tests, several processes, recipes, README
-	$(BIN)/mypy & types=$$!; code=0; $(BIN)/pytest -n 2 --dist loadfile || code=$$?; wait $$types || { code=$$?; echo "mypy: errors, see above"; }; exit $$code
+	$(BIN)/mypy & types=$$!; code=0; $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder || code=$$?; wait $$types || { code=$$?; echo "mypy: errors, see above"; }; exit $$code
 	@$(BIN)/python -m tests.test_house_rules # the sizes of the house
 
 test-all: export COVERAGE_FILE := $(CURDIR)/.coverage_cache/part
 test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores; at the end, which lines ran
 	rm -rf .coverage_cache
-	code=0; $(BIN)/coverage run -m pytest -n 2 --dist loadfile -m 'not ($(ALONE))' || code=$$?; \
+	code=0; $(BIN)/coverage run -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not ($(ALONE))' || code=$$?; \
 		$(BIN)/coverage run -m pytest -m '$(ALONE)' || code=$$?; \
 		$(BIN)/python -m tests.coverage_by_room; exit $$code
 

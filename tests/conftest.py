@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -10,6 +11,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.huge_pages import collapse_pages
 from tests.support.site import sitecustomize  # noqa: F401 - here too, for what a test imports and what it forks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +37,19 @@ ALLOWED_SKIPS = (
 )
 """What a reason to skip a test may hold where CI runs; any other is a failure: nobody reads CI's list of skips."""
 
+LONG = (
+    "tests/chaos",
+    "tests/gpu/test_check_on_simulated.py",
+    "tests/deploy",
+    "tests/distributed",
+    "tests/test_readme.py",
+    "tests/test_launch_multi_gpu.py",
+    "tests/test_engine.py",
+    "tests/commands/selftest",
+    "tests/tune",
+)
+"""Files and folders whose tests take longest."""
+
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 _LOOKS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
 
@@ -54,6 +69,19 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine
     settings.load_profile("here")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes longest begins first: a long file that begins last keeps one worker alone at work."""
+    if hasattr(config, "workerinput"):
+        count = Counter(item.path for item in items)
+        items.sort(key=lambda item: (not item.nodeid.startswith(LONG), -count[item.path]))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Every test is known, and most modules are imported: from here on workers fork."""
+    if hasattr(session.config, "workerinput"):
+        collapse_pages()
 
 
 def _fail_unlisted_skip(report: Report) -> Report:
