@@ -1,5 +1,6 @@
 """The documents say what is there: their generated parts are up to date, flags, files and links exist, commands run."""
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -183,6 +184,15 @@ def test_every_page_is_reached_from_the_index() -> None:
 def test_only_the_migration_page_speaks_of_earlier_documents() -> None:
     said = re.compile(r"founding|earlier documents?\b|gave it its name", re.IGNORECASE)
     assert [name_of(page) for page in PAGES if said.search(page.read_text())] == ["docs/migration.md"]
+
+
+def test_no_message_names_a_page() -> None:
+    """An installed package has no docs/."""
+    for file in ROOT.glob("multigpu_cli/**/*.py"):
+        tree = ast.parse(file.read_text())
+        docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in docstrings]
+        assert not [node.value for node in texts if re.search(r"\bdocs/\w", str(node.value))], file
 
 
 # --- Length ----------------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) ->
         saved = "no checkpoint yet"
         if status.checkpoint_age is not None:
             saved = f"checkpoint of step {status.checkpoint_step:,}, {format_duration(status.checkpoint_age)} ago"
-        tries = f"; attempt {status.attempts}" if status.attempts > 1 else ""
+        tries = f"; started {status.attempts} times" if status.attempts > 1 else ""
         if status.recovery_seconds is not None:
             again = pluralize(status.lost_steps or 0, "step")
             tries += f", training again after {format_duration(status.recovery_seconds)}, {again} done twice"

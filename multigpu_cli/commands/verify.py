@@ -98,7 +98,7 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
     prints = (a.fingerprint, b.fingerprint)
     if None in prints and not parting:
         run = a if a.fingerprint is None else b
-        agree = f"its {len(both)} journal lines agree with the other's" if both else "it has no journal line to compare"
+        agree = f"all steps and evaluations that both logged agree ({len(both)})" if both else "no step is in both"
         status = run.summary.get("status", "not over")
         raise RequestError(
             f"{run.folder} has no fingerprint, because it is {status}; so far {agree}", remedy="let it run to its end"
@@ -111,10 +111,10 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
 def format_comparison(comparison: Comparison) -> Iterator[str]:
     """The verdict, and where the runs first differ."""
     parting, runs, lines = comparison.parting, comparison.runs, comparison.lines
-    agreement = f"all {lines} journal lines that both have agree" if lines else "they have no journal line in common"
+    agreement = f"all steps and evaluations that both logged agree ({lines})" if lines else "no step is in both"
     if comparison.same:
         yield f"same: {comparison.fingerprints[0]}"
-        yield "  the final weights are equal, but the journals are not" if parting else f"  {agreement}"
+        yield "  the final weights are equal, but not what was logged" if parting else f"  {agreement}"
     else:
         yield "different: " + " and ".join(digest or "not completed" for digest in comparison.fingerprints)
     if parting:

@@ -82,7 +82,7 @@ def find_logger(name: str) -> Callable[[], Destination]:
     if missing := [method for method in ("open", "log", "close") if not callable(getattr(found, method, None))]:
         raise RequestError(
             f"--logger {name}: it has no method {' and no '.join(missing)}",
-            remedy="a class with open(run_id, config), log(step, numbers) and close(): docs/howto/logging.md",
+            remedy="a class with open(run_id, config), log(step, numbers) and close()",
         )
     return lambda: OwnLogger(found())
 

@@ -165,7 +165,7 @@ def _not_imported(name: str, module: str, flag: str, error: BaseException) -> Ba
     of_ours = isinstance(error, ImportError) and (error.name or "").startswith("multigpu_cli")
     return RequestError(
         f"{flag} {name}: importing {module} raised {type(error).__name__} in {describe_place(error)}: {error}",
-        remedy="docs/reference/api.md lists the current names"
+        remedy="the current name, or the version of multigpu-cli that the code was written for"
         if of_ours
         else f"python -c 'import {module}' must work where you run this",
     )

@@ -86,7 +86,7 @@ class Task(ABC):
             if hasattr(cls, old) and getattr(cls, new) is getattr(Task, new):
                 raise RequestError(
                     f"{cls.__module__}:{cls.__name__} has {old!r}, which is now called {new!r}",
-                    remedy=f"rename it to {new}; docs/reference/api.md lists the names of a Task",
+                    remedy=f"rename it to {new}",
                 )
 
     def __init__(self, source: DataSource, config: TaskConfig) -> None:

@@ -244,7 +244,7 @@ function cards(run) {
 }
 
 function headOf(run, color, shown) {
-  const several = shown.runs.length > 1, again = run.attempts > 1 ? ` · attempt ${run.attempts}` : "";
+  const several = shown.runs.length > 1, again = run.attempts > 1 ? ` · started ${run.attempts} times` : "";
   const title = several ? [h("i", { class: "curve", style: { background: shown.colors[color] } }), link(run)] : run.name;
   return h("section", { "data-run": run.name, "data-phase": run.phase }, h("h1", { class: "runs" }, title),
     h("div", {}, badge(run), h("span", { class: "soft" }, ` ${run.detail} · last sign ${duration(run.silent_seconds)} ago${again}`)),

@@ -150,8 +150,8 @@ def _verify(one: str, other: str, fingerprint: str) -> str | None:
         compared = compare_runs(one, other)
     except RequestError:  # of different settings: equal weights say nothing
         return None
-    journals = "but not their journals" if compared.parting else f"and all {compared.lines:,} journal lines of both"
-    return f"{one} and {other}: verified equal, the weights {journals}" if compared.same else None
+    logged = "but not what was logged" if compared.parting else f"and all that both logged ({compared.lines:,})"
+    return f"{one} and {other}: verified equal, the weights {logged}" if compared.same else None
 
 
 def show_study(runs: WatchedRuns, key: str) -> dict[str, Any]:

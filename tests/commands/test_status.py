@@ -142,7 +142,9 @@ def test_what_a_restart_has_cost_is_said(tmp_path: Path) -> None:
     cost = line(1105, "recovery", step=16, seconds=75.0, lost_steps=5, cause="rank 1 was killed by SIGKILL")
     found = read_status(run(tmp_path / "a", [*BEGUN, *again, cost]), now=1112)
     assert (found.recovery_seconds, found.lost_steps) == (75, 5)
-    assert "; attempt 2, training again after 1 min 15 s, 5 steps done twice" in "\n".join(format_statuses([found]))
+    assert "; started 2 times, training again after 1 min 15 s, 5 steps done twice" in "\n".join(
+        format_statuses([found])
+    )
 
 
 def test_runs_are_named_or_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

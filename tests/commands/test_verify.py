@@ -58,7 +58,10 @@ def test_equal_fingerprints_are_the_same_run(tmp_path: Path) -> None:
     found = compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, first=start(workers=4), exact=True))
     assert (found.same, found.parting, found.lines) == (True, None, 4)
     assert found.notes[:2] == ["exact: False and True", "world_size: 1 and 4"]
-    assert list(format_comparison(found))[:2] == [f"same: {'a' * 64}", "  all 4 journal lines that both have agree"]
+    assert list(format_comparison(found))[:2] == [
+        f"same: {'a' * 64}",
+        "  all steps and evaluations that both logged agree (4)",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +127,7 @@ def test_only_steps_that_both_wrote_are_compared(tmp_path: Path) -> None:
 
 def test_equal_journals_with_other_weights_ask_for_more_lines(tmp_path: Path) -> None:
     found = compare_runs(run(tmp_path / "a", LINES), run(tmp_path / "b", LINES, fingerprint="b" * 64))
-    shown = "  all 4 journal lines that both have agree: --log-interval 1 shows where they differ"
+    shown = "  all steps and evaluations that both logged agree (4): --log-interval 1 shows where they differ"
     assert shown in format_comparison(found)
 
 
@@ -157,7 +160,7 @@ def test_the_same_batch_in_other_words_is_compared(tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_over_can_only_be_told_to_be_different(tmp_path: Path) -> None:
     unfinished = run(tmp_path / "b", LINES[:1], fingerprint=None)
-    with pytest.raises(RequestError, match="is stopped; so far its 1 journal lines agree"):
+    with pytest.raises(RequestError, match=r"is stopped; so far all steps .* agree \(1\)"):
         compare_runs(run(tmp_path / "a", LINES), unfinished)
     other = run(tmp_path / "c", [train(2, 7.0)], fingerprint=None)
     assert not compare_runs(str(tmp_path / "a"), other).same

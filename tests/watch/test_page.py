@@ -230,7 +230,7 @@ def test_a_run_that_is_killed_and_resumed_on_another_number_of_workers(tmp_path:
         page = look(server, tmp_path, place_of(server, "a"))
     assert 'data-phase="completed"' in page
     assert "2 → 1 workers after step" in text_of(page)
-    assert "attempt 2" in text_of(page)
+    assert "started 2 times" in text_of(page)
     resumed = load_history(run).attempts[1].resumed_at
     assert 40 <= resumed <= before
     (loss,) = re.findall(r'<figure[^>]*data-plot="loss">.*?</figure>', page)

@@ -79,7 +79,7 @@ def _name_outputs(outputs: Any, samples: int) -> dict[str, Tensor]:
     if not found:
         raise RequestError(
             f"predict: what the network returns, a {type(outputs).__name__}, has no tensor with a row for each sample",
-            remedy="a task of your own with outputs(model, batch), which returns one: docs/howto/your-code.md",
+            remedy="--task my_code:Task, a class of your own whose outputs(model, batch) returns one",
         )
     return found
 
