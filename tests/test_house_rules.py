@@ -319,7 +319,7 @@ CEILINGS = {
     "files": 220,  # 220
     "lines": 44_903,  # 41,000
     "files to read": 30,
-    "lines to read": 7_155,  # 7,500
+    "lines to read": 7_128,  # 7,500
     "files the engine reaches": 82,  # 100
     "lines the engine reaches": 17_886,  # 18,000
     "core files that read a capability's settings": 0,  # 0

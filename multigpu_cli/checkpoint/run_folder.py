@@ -82,8 +82,7 @@ def choose_resume_point(
         find_damage: what to look at; as it is, the content of pieces is not.
 
     RequestError: --resume names no checkpoint, or is "never" for a folder that holds a run; another run is using the
-    folder; or none of its checkpoints is intact. TrainingError: an earlier attempt of this run is still using the
-    folder.
+    folder; or none of its checkpoints is intact. TrainingError: an earlier attempt of this run still uses the folder.
     """
     save_dir, resume = config.checkpoint.save_dir, config.checkpoint.resume
     if resume not in ("auto", "never"):

@@ -45,8 +45,7 @@ class BestWeights(NamedTuple):
 def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Moved = ignore_progress) -> bool:
     """Put the best weights into a checkpoint that is being written; False if they no longer exist.
 
-    They are a hard link to those of one of the others, newest first, or a copy, so that writing into best.pt does not
-    change them.
+    They are a hard link to those of one of the others, newest first, or a copy: writing into best.pt changes none.
     """
     others = list(others)
     if _link_best(others[:1], best, draft):

@@ -1,7 +1,6 @@
 """Weights for use: best.pt and last.pt, the fingerprint of a model, whether weights fit it, and of which code it is.
 
-A state dict holds tensors, and what modules tell by `get_extra_state`: anything that `torch.load(weights_only=True)`
-reads back.
+A state dict holds tensors, and what `get_extra_state` of modules gives: all that `torch.load(weights_only=True)` reads.
 """
 
 import ast
@@ -128,8 +127,7 @@ def save_weights(
 def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
     """The state dict in best.pt, last.pt, a checkpoint's state.pt, or whatever else `torch.save` wrote one into.
 
-    Its tensors are mapped from the file, where that is possible. RequestError: no such file, or no weights in it; the
-    message begins with the flag that named it.
+    Its tensors are mapped from the file, if possible. RequestError, which names the flag: no such file or no weights.
     """
     if not path.is_file():
         raise RequestError(f"{flag} {path}: there is no such file".lstrip(), remedy="best.pt of a run folder")

@@ -106,8 +106,7 @@ def _list_outside(config: Config) -> dict[str, None]:
 def _code(config: Config, parts: Collection[str]) -> Iterator[str]:
     """The code that these settings would import, as flags and --set arguments.
 
-    Built-in names are not included, nor are those of a library (timm/resnet18), which builds its own model by that name
-    and loads no weights.
+    Built-in names are not included, nor are those of a library (timm/resnet18), which builds a model without weights.
     """
     id, acts = config.data.name.partition(":")[2], names_environments(config)
     for number, entry in enumerate(config.data.mix if "data" in parts else ()):

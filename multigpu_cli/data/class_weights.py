@@ -21,8 +21,7 @@ def resolve_class_weights(wanted: ClassWeights, source: DataSource, key: str) ->
     """(classes,) float64: the weight of each class; messages name the setting by `key`.
 
     `balanced` gives samples ÷ (classes × samples of the class), so that all classes weigh the same and a training
-    sample weighs 1 on average, as in scikit-learn; samples with the label -100 do not count. In a mapping, classes
-    without a number weigh 1.
+    sample weighs 1 on average, as in scikit-learn; the label -100 does not count. A class not in a mapping weighs 1.
     """
     weights = _weigh_classes(wanted, source, key)
     if not weights.any():

@@ -4,6 +4,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ class SampleForm:
 
 
 PAIR = SampleForm()
+_MOST_AT_ONCE, _BYTES_AT_ONCE = 32, 2**23  # batches that are fetched together
 
 VOID = 255
 """The class that no pixel has, in the masks of most datasets for segmentation."""
@@ -281,6 +284,32 @@ class Fetched(NamedTuple):
     tokens: TokenCounts | None = None
 
 
+def fetch_together(chunks: Iterable[Tensor], fetch: Callable[[Tensor], Fetched]) -> Iterator[Fetched]:
+    """The batches of (n,) indices each; of short rows several are fetched at once, which costs little more than one."""
+    waiting, at_once = iter(chunks), 1
+    while group := list(islice(waiting, at_once)):
+        whole, first = fetch(torch.cat(group)), 0
+        for indices in group:
+            cut = partial(_cut_rows, rows=slice(first, first := first + len(indices)))
+            yield Fetched(for_each(whole.inputs, cut), for_each(whole.targets, cut), indices)
+        size = sum(part.nbytes for part in tree_leaves(whole.inputs))
+        at_once = min(_MOST_AT_ONCE, max(1, _BYTES_AT_ONCE * len(group) // max(1, size)))
+
+
+def _cut_rows(part: Tensor, rows: slice) -> Tensor:
+    """Rows where torch begins any tensor, so that sums have the same bits whatever was fetched with them."""
+    found = part[rows].detach()  # or a network that adds a weight to them in place adds it to other batches' graph
+    misplaced = found.storage_offset() * found.itemsize % 512 if part.is_cuda else found.data_ptr() % 64  # bytes
+    return found.clone() if misplaced else found
+
+
+def for_each(part: Any, work: Callable[[Tensor], Tensor]) -> Any:
+    """A tensor, or each in a tuple, after some work; None stays None."""
+    if isinstance(part, Tensor):
+        return work(part)
+    return part and tuple(map(work, part))
+
+
 def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool = False) -> Iterator[Fetched]:
     """The same batches with inputs and targets on the device.
 
@@ -317,6 +346,4 @@ def _there(value: Any, device: torch.device, *, pin: bool = False) -> Any:
     """Copy every tensor in nested dicts, lists and tuples to the device; other values are unchanged."""
     if isinstance(value, Tensor):  # tree_map_only takes 10 µs
         return (pin_memory(value) if pin else value).to(device, non_blocking=True)
-    return tree_map_only(
-        Tensor, lambda tensor: (pin_memory(tensor) if pin else tensor).to(device, non_blocking=True), value
-    )
+    return tree_map_only(Tensor, partial(_there, device=device, pin=pin), value)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice, tee
+from itertools import tee
 from multiprocessing import current_process
 from multiprocessing.context import ForkContext, ForkProcess
 from multiprocessing.util import Finalize
@@ -30,6 +30,7 @@ from multigpu_cli.data.collate import (
     Fetched,
     TokenCounts,
     count_tokens,
+    fetch_together,
     get_sample,
     get_samples,
     move_batches,
@@ -45,7 +46,6 @@ from multigpu_cli.runtime.seeding import seed_host
 
 _MOST_PROCESSES = 16  # per worker, as in torchvision's own training: each keeps batches in shared memory
 _TRANSFER_COST = 30e-6  # seconds per sample of receiving a small batch from another process
-_MOST_AT_ONCE, _BYTES_AT_ONCE = 32, 2**23  # batches that are fetched together
 
 Result = TypeVar("Result")
 
@@ -66,7 +66,6 @@ class ItemFetcher:
         self._dataset, self._collate = SeededDataset(split, seed), Collate(split, source.form)
         processes, reason = _loader_processes(self._dataset, wanted, workers_here)
         self._fetches_whole = not processes and self._dataset.fetch_batch is not None  # DataLoader would only cost time
-        self._at_once = 1
         known = [part for part in (source.train, source.val, source.test, source.new) if part is not None]
         splits = known if any(part is split for part in known) else [split]
         self._number = next(at for at, part in enumerate(splits) if part is split)
@@ -80,7 +79,7 @@ class ItemFetcher:
         self.data_location = f"fetched {where}{reason}"
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
-        batches = self._fetch_whole(chunks) if self._fetches_whole else self._fetch(chunks, epoch)
+        batches = fetch_together(chunks, self._fetch_whole) if self._fetches_whole else self._fetch(chunks, epoch)
         with _without_traceback():
             yield from move_batches(batches, self.device)
 
@@ -97,27 +96,16 @@ class ItemFetcher:
                 batch, tokens = found
                 yield Fetched(batch.inputs, batch.targets, next(chunks), tokens)
 
-    def _fetch_whole(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
-        """Batches of a dataset with `fetch_batch`; of short rows several at once, which costs little more than one."""
-        waiting = iter(chunks)
-        while group := list(islice(waiting, self._at_once)):
-            whole = self._dataset.fetch_whole(torch.cat(group).numpy())
-            self._collate.check_classes(whole.indices, whole.targets)
-            parts = (part.split([len(indices) for indices in group]) for part in (whole.inputs, whole.targets))
-            for inputs, targets, indices in zip(*parts, group, strict=True):
-                yield Fetched(_align(inputs), _align(targets), indices)
-            self._at_once = min(_MOST_AT_ONCE, max(1, _BYTES_AT_ONCE * len(group) // whole.inputs.nbytes))
+    def _fetch_whole(self, indices: Tensor) -> Fetched:
+        whole = self._dataset.fetch_whole(indices.numpy())
+        self._collate.check_classes(whole.indices, whole.targets)
+        return whole
 
     def close(self) -> None:
         """End the loader processes, if any, unless other splits need them."""
         self._loader.users.discard(self)
         if not self._loader.users:
             end_processes(self._loader)
-
-
-def _align(part: Tensor) -> Tensor:
-    """The same where torch begins any tensor, so that sums over it have the same bits whatever was fetched with it."""
-    return part if part.data_ptr() % 64 == 0 else part.clone()  # bytes, of torch's own tensors on a CPU
 
 
 Request = tuple[int, list[tuple[int, int]]]

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.class_weights import count_repeats, draw_samples, resolve_sample_weights
-from multigpu_cli.data.collate import Fetched, TokenCounts, move_batches, to_device, to_pair
+from multigpu_cli.data.collate import Fetched, TokenCounts, fetch_together, for_each, move_batches, to_device, to_pair
 from multigpu_cli.data.order import EVAL_EPOCH, OrderOfEpoch, shuffle_epoch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.data.transforms import BatchTransforms
@@ -31,8 +31,7 @@ class Batch:
     """One micro-batch on its device.
 
     Attributes:
-        inputs, targets: whole batches, first dimension n; several inputs are a tuple or a dict of these, and targets
-            are None if samples have none.
+        inputs, targets: of n rows each; several inputs are a tuple or a dict, and targets None if samples have none.
     """
 
     inputs: Any
@@ -58,6 +57,7 @@ class BatchStream(ABC):
     size: int  # samples in an epoch
     data_location: str  # where the samples are, for the journal
     resumable_only_at_epoch = False
+    ready = False  # the batches lie on the GPU as the model takes them: there is no wait for them
 
     @abstractmethod
     def epoch(
@@ -115,8 +115,12 @@ class Loader(BatchStream):
     ) -> None:
         self.source, self.device, self.seed = source, device, seed
         self.size = len(split)  # type: ignore[arg-type]
+        self._transforms = BatchTransforms(config, source, seed, device, training=split is source.train)
         if isinstance(split, TensorDataset):
             self._fetch = _InMemoryFetcher(split, device, config, source)
+            if self._fetch.on_gpu:
+                self._fetch.inputs = self._transforms.prepare_stored(self._fetch.inputs)
+                self.ready = not self._transforms.draws
         else:
             from multigpu_cli.data.fetcher import ItemFetcher
 
@@ -125,7 +129,6 @@ class Loader(BatchStream):
         self._weights_wanted = config.sample_weights
         self._repeats = config.sample_weights is not None or source.order_has_repeats
         self._block, self._window = config.shuffle_block or source.shuffle_block, config.shuffle_window
-        self._transforms = BatchTransforms(config, source, seed, device, training=split is source.train)
 
     def close(self) -> None:
         self._fetch.close()
@@ -201,27 +204,23 @@ class _InMemoryFetcher:
         self._size = len(split)
         self._repeats = config.sample_weights is not None or source.order_has_repeats
         self._home, parts = home, tuple(tensor.to(home) for tensor in tensors)
-        self._inputs, self._targets = to_pair(parts, "a sample", source.form)
-        self.data_location = f"in {'GPU' if home.type == 'cuda' else 'host'} memory"
+        self.inputs, self._targets = to_pair(parts, "a sample", source.form)
+        self.on_gpu = home.type == "cuda"
+        self.data_location = f"in {'GPU' if self.on_gpu else 'host'} memory"
 
     def close(self) -> None:
         """There is nothing to release."""
 
     def stream(self, chunks: Iterable[Tensor], epoch: int) -> Iterator[Fetched]:
-        batches = self._pick(chunks)
+        if self.on_gpu:  # where a kernel takes little time, and the host's launch of it more
+            return fetch_together(chunks, self._pick)
+        batches = map(self._pick, chunks)
         return batches if self._home == self.device else move_batches(batches, self.device, pin=self._pin)
 
-    def _pick(self, chunks: Iterable[Tensor]) -> Iterator[Fetched]:
-        for indices in chunks:
-            at = to_device(indices % self._size if self._repeats else indices, self._home)
-            yield Fetched(_select(self._inputs, at), _select(self._targets, at), indices)
-
-
-def _select(part: Any, at: Tensor) -> Any:
-    """The rows of a tensor, or of each in a tuple; None stays None."""
-    if isinstance(part, Tensor):
-        return part.index_select(0, at)
-    return part and tuple(each.index_select(0, at) for each in part)
+    def _pick(self, indices: Tensor) -> Fetched:
+        at = to_device(indices % self._size if self._repeats else indices, self._home)
+        pick = partial(torch.index_select, dim=0, index=at)
+        return Fetched(for_each(self.inputs, pick), for_each(self._targets, pick), indices)
 
 
 def first_batch(stream: BatchStream, size: int) -> Batch:

@@ -4,8 +4,7 @@ Random numbers for augmentation are drawn for whole batches at once, so a sample
 worker or device, in any batch and any order of batches.
 
 Rows on a disk are divided into parts without a list of rows: of each ten side by side, the seed draws those held out.
-The parts are the same whatever the memory, sorted files give every part its share, and rows that lie side by side in a
-part do so on the disk.
+The parts are the same whatever the memory, sorted files give every part its share, and neighbours stay neighbours.
 """
 
 from abc import ABC, abstractmethod

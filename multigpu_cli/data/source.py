@@ -55,8 +55,7 @@ class DataSource:
     """A dataset, split and ready to train on.
 
     A split is a map-style `torch.utils.data.Dataset` of (input, target), or as `form` says. A `TensorDataset` (inputs
-    (n, …), targets (n,)) is kept in memory and indexed by whole batches; any other is fetched sample by sample, by
-    loader processes.
+    (n, …), targets (n,)) is kept in memory and indexed by whole batches; loader processes fetch any other by sample.
 
     Attributes:
         train, val, test: the splits, or None.

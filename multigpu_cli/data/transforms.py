@@ -27,8 +27,7 @@ MODES = ("flatten", "average", "first")
 class Standardised:
     """Normalizes a stored batch (n, C, …) of any dtype to float32, mean 0 and deviation 1 per channel; applies `mode`.
 
-    `flatten` keeps every channel (n, C, …); `average` (their mean) and `first` leave one (n, 1, …). Means and
-    deviations are those of the stored training samples.
+    `flatten` keeps all channels (n, C, …), `average` (their mean) and `first` one. Means and deviations are of `train`.
     """
 
     mean: tuple[float, ...]
@@ -42,7 +41,7 @@ class Standardised:
         mean, scale = self._on(batch.device, batch.ndim)
         if self.mode == "first":
             return (batch[:, :1].float() - mean[:, :1]) * scale[:, :1]
-        standardised = batch.to(torch.float32, copy=True).sub_(mean).mul_(scale)
+        standardised = (batch.float() - mean).mul_(scale)
         return standardised.mean(dim=1, keepdim=True) if self.mode == "average" else standardised
 
     def _on(self, device: torch.device, ndim: int) -> tuple[Tensor, Tensor]:
@@ -206,6 +205,15 @@ class BatchTransforms:
         self._mixer = None
         if training and (config.mixup or config.cutmix):
             self._mixer = load(TRANSFORMS["mix"])(config.mixup, config.cutmix, source.num_classes)
+        self.draws = bool(self._augments or self._rand_augment or self._mixer)  # random numbers for each batch
+
+    def prepare_stored(self, stored: Any) -> Any:
+        """A whole split ahead of its batches, if that takes no more memory, and gives the same bits."""
+        prepare, in_place = self._prepare, isinstance(stored, Tensor) and stored.dtype == torch.float32
+        if self.draws or not in_place or not isinstance(prepare, Standardised) or prepare.mode == "average":
+            return stored
+        self._prepare = lambda prepared: prepared
+        return prepare(stored)
 
     def evaluate(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """A batch as it is evaluated; one of the training split, the first of a run, must fit the settings."""
@@ -226,7 +234,7 @@ class BatchTransforms:
 
         `micro_batch` samples are a micro-batch, several of which may have been joined.
         """
-        if not self._augments and not self._rand_augment and not self._mixer:
+        if not self.draws:
             return self._to_model_input(inputs), targets
         draws = KeyedRandom(self._seed, epoch, to_device(keys, self._device))
         if isinstance(inputs, Tensor):

@@ -41,8 +41,7 @@ def process_group(
 ) -> Iterator[World]:
     """Form the process group for the duration of the context; without a launcher, a world of size 1.
 
-    The timeout of collectives is in seconds; by default the backend is nccl for CUDA, with which two processes can't
-    share a GPU, else gloo.
+    The timeout of collectives is in seconds; by default the backend is gloo, and for CUDA nccl: one process a GPU.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

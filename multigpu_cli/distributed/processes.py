@@ -55,8 +55,7 @@ class Companion:
     """The process, seen from rank 0; nothing here waits for it. OSError: the machine can't start one.
 
     The module's `main(arguments)` calls `serve` first. The working directory stays that of the run, and no module is
-    searched there. `hear` gets each line that it writes, from `relay`; `errors` is where its stderr goes, and what
-    libraries print.
+    searched there. `hear` gets each line that it writes, from `relay`; `errors` gets stderr and what libraries print.
     """
 
     def __init__(

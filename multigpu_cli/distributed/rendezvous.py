@@ -2,8 +2,7 @@
 
 The agents keep one store over all restarts and each counts its own restarts, so neither the store nor the count tells
 which entries belong to this attempt. Rank 0 publishes a new generation with the nonce of every rank that it has read;
-each rank whose own nonce is in it acknowledges; when all have, it is sealed. Entries of earlier attempts belong to
-other generations.
+each rank whose own nonce is in it acknowledges; when all have, it is sealed. Earlier attempts have others.
 """
 
 import json

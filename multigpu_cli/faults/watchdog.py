@@ -34,8 +34,7 @@ class Watchdog:
 
     The timeout is seconds without progress, once a step is done; before that it is half an hour, or this if longer.
     `on_fatal_error` shows the error of a process that can't raise it any more, on one rank for all; `before_fatal_exit`
-    is called with it before that. While it is `paused`, the user's own loop runs between two calls: no progress is
-    expected.
+    is called with it before that. While it is `paused`, between two calls of the user's loop, no progress is expected.
     """
 
     def __init__(self, world: World, timeout: float, on_fatal_error: Callable[[TrainingError], None]) -> None:

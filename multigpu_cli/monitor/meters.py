@@ -102,8 +102,7 @@ class StepTimer:
     """Steps, samples and seconds of training: over the run, and over the window since the last `read`.
 
     If the `device_runs_ahead`, the host only queues work (CUDA), so single steps cannot be timed without making it
-    wait; each step then counts with the mean of its window, waits are those of the device, and the caller reads after
-    it has waited for the device.
+    wait; each step then counts with the mean of its window, waits are those of the device, and `read` comes after it.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class AdamW(torch.optim.AdamW):
             _whole_step(self, closure)
             return
         of: list[Any] = [group["params"] for group in self.param_groups] + [self.state]
-        gradients = [[parameter.grad for parameter in batch.parameters] for batch in self._batches]
+        gradients: list[list[Any]] = [[parameter.grad for parameter in each.parameters] for each in self._batches]
         idle = [parameter.grad for parameter in self._idle]
         same = all(map(is_, of, self._of)) and {*map(type, idle)} <= _NONE
         if not (gradients and same) or NoneType in map(type, chain.from_iterable(gradients)):
@@ -59,8 +59,29 @@ class AdamW(torch.optim.AdamW):
         grad_mode = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         try:
-            for batch, each in zip(self._batches, gradients, strict=True):
-                self._update(batch, each)
+            steps = [[state["step"] for state in batch.states] for batch in self._batches]
+            every = list(chain.from_iterable(steps))
+            torch._foreach_add_(every, 1)
+            if self.found_inf is not None:  # in a list: the host would read a single tensor, and wait for the device
+                torch._foreach_sub_(every, [self.found_inf] * len(every))
+            for (group, parameters, states), each, counts in zip(self._batches, gradients, steps, strict=True):
+                torch._fused_adamw_(
+                    parameters,
+                    each,
+                    [state["exp_avg"] for state in states],
+                    [state["exp_avg_sq"] for state in states],
+                    [],
+                    counts,
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=self.grad_scale,
+                    found_inf=self.found_inf,
+                )
         finally:
             torch._C._set_grad_enabled(grad_mode)
 
@@ -79,30 +100,6 @@ class AdamW(torch.optim.AdamW):
                 same = [parameter for parameter in parameters if parameter.dtype == dtype]
                 batches.append(_Batch(group, same, [self.state[parameter] for parameter in same]))
         return batches
-
-    def _update(self, batch: _Batch, gradients: list[Any]) -> None:
-        group, parameters, states = batch
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
-        if self.found_inf is not None:  # in a list: the host would read a single tensor, and wait for the device
-            torch._foreach_sub_(steps, [self.found_inf] * len(steps))
-        torch._fused_adamw_(
-            parameters,
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            steps,
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
-        )
 
 
 _NONE = {NoneType}

@@ -4,8 +4,7 @@ With --multi-gpu fsdp weights, gradients and optimizer state are divided. Each p
 the other, a block and the one ahead of it at a time; the group of what is in no block stays for the whole pass, and so
 does its gradient. Blocks are gathered again for the backward pass, for which that group is there still. A gradient is
 reduced, and so divided, in the last pass of a step: before that, the whole of it is there. With --exact each pass
-reduces: what a worker receives for its rows of a group is as large as the group, and its sums wait as the nodes of a
-binary tree do.
+reduces: what a worker receives for its rows of a group is as large as the group; its sums wait as a tree's nodes do.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """The learning rate: the rate and scaling that suit each optimizer, by name, and the schedule over the run.
 
-Optimizers are those of torch.optim that take a step from gradients alone. Their `rate` is for one batch of 32 samples
-(--base-lr).
+Optimizers are those of torch.optim that step by gradients alone. Their `rate` is for a batch of 32 samples (--base-lr).
 """
 
 from collections.abc import Callable, Mapping
@@ -74,8 +73,7 @@ def resolve_learning_rate(
     """The given rate unchanged, or the base rate scaled to the global batch.
 
     Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root, for Adam-family optimizers: Malladi et al.
-    2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms". RequestError: no rate is given, and none is
-    known to suit the optimizer.
+    2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms". RequestError: no rate is given or known.
     """
     if given is not None:
         return Rate(given, "given", f"{given:g} as given by --lr")

@@ -100,8 +100,7 @@ def resolve_request(
 def try_request(request: ResolvedRequest) -> dict[str, Any]:
     """Build the components as `open_run` does, try a micro-batch, and show the plan; nothing is written.
 
-    Returns the plan, and what was tried. RequestError: the run would refuse the same. TrainingError: the run would fail
-    before its first step.
+    Returns the plan, and what was tried. RequestError: the run would refuse the same. TrainingError: it would fail.
     """
     spec, world, console = request.spec, request.world, request.console
     plan, tried, components = spec.plan, "nothing: the run is complete", None
@@ -128,8 +127,7 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
     """Build the components, probe the memory, and lock the run folder for as long as the context lasts.
 
     A summary is written however the run ends: by `finish_run`, by `record_failure`, or else here, as stopped.
-    RequestError: model, data and device do not fit, or the folder holds a completed run; nothing was written.
-    TrainingError: the run failed.
+    RequestError: they do not fit, or the folder holds a completed run; nothing was written. TrainingError: it failed.
     """
     spec, world, stop, watchdog, console, began, parts = request
     if spec.is_complete:
@@ -243,6 +241,7 @@ def assemble_run(
             SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16),
             LossMeter(world, progress, plan.batches.steps_per_epoch),
             trace,
+            not components.loaders.train.ready,
         ),
         checkpointer=Checkpointer(store, writer, saver, CheckpointSchedule(config.checkpoint), progress.step),
         log=RunLog(journal, board, console, progress_bar, state, gpu, _count_flops(components)),

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from multigpu_cli.monitor.tensorboard import TensorBoard
 
 
+_NOTHING = nullcontext()
 _MAX_UNPACKED = 1000  # losses are packed into one tensor when more of them wait to be reduced
 
 
@@ -43,8 +44,7 @@ class LossMeter:
     A step's micro-batches are added without rounding, and the steps in their order, so that the means depend neither on
     the number of workers nor on when losses are reduced. A step whose loss is not finite was skipped: it is left out.
 
-    The sums are in the `line_losses` and `epoch_losses` of the progress, and so in checkpoints; `last` is the mean loss
-    of the last step that was reduced.
+    The sums are in `line_losses` and `epoch_losses` of the progress, and so in checkpoints; `last` is the last's mean.
     """
 
     def __init__(self, world: World, progress: Progress, steps_per_epoch: int) -> None:
@@ -144,6 +144,7 @@ class StepObserver:
     nonfinite: SkippedStepLimit
     loss: LossMeter
     trace: SampleTrace | None
+    waits_for_data: bool = True  # or batches are ready: on a GPU, the events that time a wait take the host longer
     _tokens: tuple[int, int] = field(init=False, default=(0, 0))  # without and with padding, since they were asked for
     _layout: StepLayout = field(init=False)
     phase: Callable[..., None] = field(init=False)
@@ -156,7 +157,7 @@ class StepObserver:
         self.phase = partial(self.watchdog.set_position, layout.step)
         for left in range(len(layout.passes) - 1, -1, -1):
             self.phase("fetching data")
-            with self.timer.measure_wait("data_wait"):
+            with self.timer.measure_wait("data_wait") if self.waits_for_data else _NOTHING:
                 batch = next(work)
             self._indices.append(batch.sample_indices)
             if batch.tokens:

@@ -31,14 +31,13 @@ def forward_backward(
 ) -> Tensor:
     """Add one micro-batch's share of the step's gradient to `.grad`; returns its loss sum, ().
 
-    The `divisor` is the number of samples, or other loss units, of the global batch. In the backward pass of a worker's
-    last micro-batch in the step, gradients are reduced.
+    The `divisor` is the number of loss units of the global batch. A worker's last backward pass in a step reduces.
     """
     strategy, precision = components.strategy, components.state.precision
     if observer:
         observer.phase("forward", batch.sample_indices)
     with strategy.accumulate(last=last):
-        with precision.autocast():
+        with precision.autocast_of_pass:
             loss = components.task.loss_sum(strategy.callable, batch)
         if observer:
             observer.phase("last backward" if last else "backward", batch.sample_indices)

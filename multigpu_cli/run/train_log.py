@@ -95,8 +95,7 @@ def gradient_fields(run: Run, rows: Sequence[Sequence[float]], norm: float) -> d
 def _pair_norms(run: Run, small: Sequence[float], large: float) -> Norms:
     """The norms of the step just done, of first micro-batches and the global batch, as means over samples.
 
-    A first micro-batch of several is never short. Its loss was divided by the step's expected number of units; it holds
-    its share of the real number.
+    A first micro-batch of several is never short. Its loss was divided by the expected units; it holds its real ones.
     """
     batches = run.plan.batches
     samples = batches.num_samples((run.progress.step - 1) % batches.steps_per_epoch)

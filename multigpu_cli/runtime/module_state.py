@@ -18,8 +18,7 @@ from multigpu_cli.distributed.world import World, broadcast_object
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the values of all buffers on exit, also of buffers that a forward pass replaced by another tensor.
 
-    Buffers that are created in the meantime stay: a model that creates parts at its first forward pass keeps them, as
-    it does when a checkpoint is loaded.
+    Buffers that are created in the meantime stay, as when a checkpoint is loaded: a first pass may create parts.
     """
     before = [
         (owner, name, buffer, buffer.clone())

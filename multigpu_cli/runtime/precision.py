@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ def agree_on_precision(wanted: str, world: World, devices: Sequence[torch.device
 
 
 _NOTHING = nullcontext()
+_threshold = torch.ops.aten.threshold_backward.default  # of value, compared and limit: 0 if compared ≤ limit, or value
 
 
 class Precision:
@@ -67,11 +69,17 @@ class Precision:
         self._dtype = DTYPES.get(name)
         self._scaler, self._scales = torch.amp.GradScaler(device.type, enabled=name == "fp16"), name == "fp16"
         self._key: tuple[float, torch.dtype] | None = None
+        self._one = torch.ones((), device=device)
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
             return _NOTHING
         return torch.autocast(self.device.type, dtype=self._dtype, cache_enabled=self.keeps_casts)
+
+    @cached_property
+    def autocast_of_pass(self) -> AbstractContextManager[Any]:
+        """`autocast` for passes that are not within each other: to make it takes the host as long as two kernels."""
+        return self.autocast()
 
     def backward(self, loss: Tensor, factor: float = 1.0) -> None:
         """Backward of the loss () times the factor, scaled for fp16."""
@@ -108,8 +116,11 @@ class Precision:
         in_kernel = fused and norm.dtype == torch.float32  # the fused kernel divides, which saves passes over gradients
         if factor is not None:
             norm = norm * factor.to(norm.dtype)
-        skipped = (norm - norm != 0).float()  # 1 for NaN and infinity
-        divisor = None if max_norm is None else ((norm + 1e-6) / max_norm).clamp(min=1.0)
+        # 1 for NaN and infinity, by one kernel: NaN is not below a threshold
+        skipped = _threshold(self._one, norm, torch.finfo(norm.dtype).max).float()
+        divisor: Tensor | None = None
+        if max_norm is not None:  # to divide by 1 changes nothing, and takes a kernel
+            divisor = (norm + 1e-6 if max_norm == 1 else (norm + 1e-6) / max_norm).clamp_(min=1.0)
         if factor is not None and in_kernel:
             divisor = (1.0 if divisor is None else divisor) / factor.to(norm.dtype)
         elif factor is not None:
@@ -156,9 +167,6 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 
     get_total_norm groups them by device and dtype first, which for a small model takes longer than the arithmetic.
     """
-    norm: Tensor
     if len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:
-        norm = torch.nn.utils.get_total_norm(gradients)
-    else:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-    return norm
+        return torch.nn.utils.get_total_norm(gradients)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore[no-any-return]

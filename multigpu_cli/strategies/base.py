@@ -81,8 +81,7 @@ class Strategy(ABC):
     Attributes:
         sharded: each process holds a part of weights, gradients and optimizer state; every pass of the model, also in
             an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
-        num_shards: workers that share weights, gradients and optimizer state: rank r has the same as rank
-            r + num_shards.
+        num_shards: workers that share weights, gradients and optimizer state: rank r + num_shards has the same as r.
         local_parameters: the tensors that the optimizer of this process moves.
         on_gather: called where a pass is about to wait for all workers.
         memory_remedy: the way out where weights, gradients and the optimizer's state do not fit one device.
@@ -152,8 +151,7 @@ class Strategy(ABC):
         """Run passes that are only to show whether memory suffices; outside of a step, and all ranks call it together.
 
         `work` is passes without communication of its own; the caller discards what they leave in buffers and `.grad`.
-        It has two of them where a step `accumulates`: more than one pass on a worker. OutOfMemory, on all ranks: it
-        does not suffice on some.
+        It has two if a step `accumulates`: several passes on a worker. OutOfMemory, on all ranks: too little on some.
         """
         run_on_all_ranks(self._world, work)
 
@@ -195,8 +193,7 @@ class Strategy(ABC):
         """A state as one process would have it; all ranks call it together.
 
         It has "model", and perhaps "average", "optimizer" and others, as in a checkpoint. Returns the same tensors, on
-        every rank; or, where the strategy is sharded, copies in host memory, on rank 0 only. TrainingError: see
-        `check_passes`.
+        every rank; or, where the strategy is sharded, copies in host memory, on rank 0. TrainingError: `check_passes`.
         """
         return state
 

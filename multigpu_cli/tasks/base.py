@@ -64,8 +64,7 @@ class Task(ABC):
 
     Attributes:
         equal_passes: every worker runs the model equally often in an evaluation, because each pass communicates.
-        supports_equal_passes: a task with its own `evaluate` sees to that where `equal_passes` is set; one that leaves
-            it to `super().evaluate` does.
+        supports_equal_passes: a task with its own `evaluate` sees to that itself, or leaves it to `super().evaluate`.
         moved: called during long work other than forward and backward, so that the watchdog sees progress.
         batch_evaluated: called in an evaluation with the number of this worker's batches that are done.
     """
@@ -185,8 +184,7 @@ class Task(ABC):
 
         The sums of each batch have a slot of their own, which one worker fills; the slots are added without rounding
         (Shewchuk's fsum). A batch that did not fit on some rank raises OutOfMemory on all of them; with `equal_passes`
-        it raises torch.OutOfMemoryError, or a RuntimeError like it, on this rank, and others wait for its part of their
-        passes.
+        it raises torch.OutOfMemoryError, or a RuntimeError like it, on this rank, and others wait for its part.
         """
         meter = MetricMeter(self.own_metrics, -(-loader.size // batch_size), world)
         measure = partial(self._pass, model, loader, world, precision, batch_size, meter)

@@ -8,7 +8,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, Subset
 
-from multigpu_cli.data.collate import PAIR, Collate, SampleForm, describe_shapes, get_sample, to_pair
+from multigpu_cli.data.collate import (
+    PAIR,
+    Collate,
+    Fetched,
+    SampleForm,
+    describe_shapes,
+    fetch_together,
+    get_sample,
+    to_pair,
+)
 from multigpu_cli.errors import RequestError
 
 
@@ -190,3 +199,23 @@ def test_a_collate_fn_may_give_several_inputs_and_targets(count: int) -> None:
     batch = ((torch.ones(count), torch.ones(count, 2)), (torch.ones(count), torch.ones(count)))
     inputs, targets = Collate(Own(lambda _: batch))([(at, None) for at in range(count)])
     assert (type(inputs), type(targets)) == (tuple, tuple)
+
+
+def test_batches_that_are_fetched_together_are_the_same_and_change_alone() -> None:
+    """Also where a network adds a weight to its inputs in place, which would lead from one batch's graph to another."""
+    rows, classes, fetched = torch.randn(40, 3), torch.arange(40), []
+
+    def fetch(indices: Tensor) -> Fetched:
+        fetched.append(len(indices))
+        return Fetched((rows[indices], rows[indices] + 1), classes[indices], indices)
+
+    weight, chunks = torch.nn.Parameter(torch.ones(3)), torch.randperm(40).split(7)
+    for chunk, batch in zip(chunks, fetch_together(chunks, fetch), strict=True):
+        first, second = batch.inputs
+        assert torch.equal(first, rows[chunk])
+        assert torch.equal(second, rows[chunk] + 1)
+        assert torch.equal(batch.targets, chunk)
+        assert batch.indices is chunk
+        assert first.data_ptr() % 64 == second.data_ptr() % 64 == 0
+        first.add_(weight).sum().backward()
+    assert fetched == [7, 33]

@@ -69,7 +69,7 @@ def test_it_ends_as_the_older_version_would_have_ended_it(name: str) -> None:
     assert ended.summary["best"] == close_to(best)
     kept = Path(name, "best.pt").read_bytes() == Path("before/best.pt").read_bytes()
     assert kept == (best["step"] <= STOPPED[name])
-    with pytest.raises(RequestError, match=r"before has no fingerprint, because it is stopped; so far its .* agree"):
+    with pytest.raises(RequestError, match=r"before has no fingerprint, because it is stopped; so far all .* agree"):
         compare_runs("before", name)
 
 

@@ -139,8 +139,7 @@ def smoke_test_batch(
 ) -> str:
     """Evaluate a batch, or with `training` compute its loss: some models return something else in training.
 
-    Returns how the model is called, in words; messages name the batch by `which`. RequestError: data, model and task do
-    not fit together.
+    Returns how the model is called, in words; messages name the batch by `which`. RequestError: they do not fit.
     """
     if isinstance(batch.inputs, list) and spec.placement.strategy == "dp":
         raise RequestError(

@@ -249,8 +249,7 @@ def agree_on_resume_point(
     On a shared file system rank 0 decides for all. With local disks another node may have the newest checkpoint, after
     rank 0 has moved: that node sends it. `moved` is called as a checkpoint is copied to the run folder, and `note`
     shows that it is. RequestError: no node has a checkpoint to resume from, although one is required, or all are
-    damaged; or one can't be brought from where --mirror says. TrainingError: an earlier attempt is still active in the
-    folder.
+    damaged; or one can't be brought from where --mirror says. TrainingError: an earlier attempt is active there.
     """
     begun = _find_earlier_folders(world)
     skipped: list[str] = []

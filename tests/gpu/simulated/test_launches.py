@@ -1,6 +1,7 @@
 """What a step asks of a GPU, counted: kernels by operator. No time is meant by it."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 from multigpu_cli import engine
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.transforms import fit_standardised
 from multigpu_cli.language.task import try_chunks
 from multigpu_cli.models import token_losses
 from multigpu_cli.models.networks.gpt import GPT, build
+from multigpu_cli.models.networks.mlp import build as build_mlp
 from multigpu_cli.models.token_losses import TokenTargets
 from multigpu_cli.monitor import journal
 from tests.gpu.simulated.gpus import alone, train_on_gpus
@@ -59,6 +64,50 @@ def count_kernels(folder: Path, **flags: Any) -> tuple[dict[str, int], str]:
     assert ended.error == ""
     kernels, compiler = json.loads(file.read_text())
     return kernels, compiler
+
+
+def windows() -> DataSource:
+    """512 stored windows of float32, standardised and not augmented, as UCI HAR's are without augmentation."""
+    signals, classes = torch.arange(512 * 64.0).view(512, 2, 32).sin(), torch.arange(512) % 4
+    train = TensorDataset(signals, classes)
+    prepare = fit_standardised(signals, "flatten")
+    return DataSource(train=train, val=None, test=None, input_shape=(2, 32), num_classes=4, prepare=prepare)
+
+
+BEYOND_A_PLAIN_LOOP = Counter(
+    {
+        "aten::_foreach_norm": 1,  # of each gradient, for clipping and to notice NaN
+        "aten::cat": 1,
+        "aten::linalg_vector_norm": 1,
+        "aten::add": 1,  # what the gradients are divided by: the norm and a little, and at least 1
+        "aten::clamp_": 1,
+        "aten::threshold_backward": 1,  # whether the step is skipped
+        "aten::_foreach_sub_": 1,  # a skipped step is not counted
+        "aten::_fused_adamw_": 1,  # biases do not decay
+    }
+)
+"""What a steady step launches that one without clipping, skipping and data launches not."""
+
+
+def test_a_steady_step_launches_little_that_a_plain_loop_does_not(tmp_path: Path) -> None:
+    data = {"data": "tests.gpu.simulated.test_launches:windows", "model": "mlp", "task": "classification"}
+    shape: dict[str, Any] = {"sets": [], "batch_size": 64}
+
+    def work(sim: Simulated) -> Any:
+        model = build_mlp((2, 32), 4).cuda()
+        inputs, classes = torch.randn(64, 2, 32, device="cuda"), torch.arange(64, device="cuda") % 4
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(STEADY):
+            sim.device.kernels()
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                logits = model(inputs)
+            cross_entropy(logits.float(), classes).backward()
+            optimizer.step()
+        return sim.device.kernels()
+
+    ours, plain = Counter(count_kernels(tmp_path, **data, **shape)[0]), Counter(alone(work, Machine.of(1)))
+    assert ours - plain == BEYOND_A_PLAIN_LOOP
 
 
 @pytest.mark.parametrize(("flags", "passes"), [({}, 0), ({"max_grad_norm": "off"}, 0), ({"exact": True}, 1)])
