@@ -41,7 +41,7 @@ class Standardised:
         mean, scale = self._on(batch.device, batch.ndim)
         if self.mode == "first":
             return (batch[:, :1].float() - mean[:, :1]) * scale[:, :1]
-        standardised = (batch.float() - mean).mul_(scale)
+        standardised = (batch - mean if batch.dtype == torch.float32 else batch.float().sub_(mean)).mul_(scale)
         return standardised.mean(dim=1, keepdim=True) if self.mode == "average" else standardised
 
     def _on(self, device: torch.device, ndim: int) -> tuple[Tensor, Tensor]:
