@@ -51,7 +51,7 @@ def run_pass(way: str, tokens: int, every: int) -> float:
     targets = inputs.roll(-1).masked_fill(inputs % every != 0, -100)
 
     def train(some: slice) -> None:
-        wanted = TokenTargets(inputs[:, some], targets[:, some], int((targets[:, some] >= 0).sum()))
+        wanted = TokenTargets(inputs[:, some], targets[:, some], int((targets[:, some] >= 0).sum()), summed=True)
         if way == "chunks":
             loss = model(wanted).losses.sum()
         else:

@@ -80,6 +80,9 @@ class Logits(NamedInputs, ComputesTokenLosses):
 
     def compute_losses(self, output: Any, wanted: TokenTargets) -> TokenLosses:
         """The losses of tokens, given what the backbone returns."""
+        hooked = any(each._backward_hooks for each in (*self._head.modules(), *self._head.parameters()))
+        if hooked or getattr(self, "_is_replica", False):  # of nn.DataParallel: its weights are no leaves
+            wanted = wanted._replace(summed=False)
         head, vocabulary = partial(self._compute_logits, type(output)), self._head.weight.shape[0]
         return compute_token_losses(head, vocabulary, output.last_hidden_state, wanted)
 
@@ -125,7 +128,7 @@ class Logits(NamedInputs, ComputesTokenLosses):
                 )
         with _answer(self._backbone, output(last_hidden_state=hidden[None])):
             logits: Tensor = type(self._causal).forward(self._causal).logits
-        return logits[0]
+        return logits.squeeze(0)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class LanguageModel(Task):
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         smoothing = self.config.label_smoothing
         if self._in_chunks:
-            return self._compute_losses(model, batch, smoothing).losses.sum()
+            return self._compute_losses(model, batch, smoothing=smoothing, summed=True).losses.sum()
         logits = at_least_float32(_check_logits(model(batch.inputs), batch.targets).flatten(0, -2))
         return cross_entropy(
             logits, batch.targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
@@ -99,11 +99,11 @@ class LanguageModel(Task):
         return {"tokens": counting.tolist(), "loss": mean.tolist()}
 
     def _compute_losses(
-        self, model: Callable[..., Any], batch: Batch, smoothing: float = 0.0, *, whole: bool = False
+        self, model: Callable[..., Any], batch: Batch, *, whole: bool = False, **wanted: Any
     ) -> TokenLosses:
         if self._in_chunks and not whole:  # a metric compares the logits of all tokens
             learned = batch.tokens and batch.tokens.learned
-            found: TokenLosses = model(TokenTargets(batch.inputs, batch.targets, learned, smoothing))
+            found: TokenLosses = model(TokenTargets(batch.inputs, batch.targets, learned, **wanted))
             return found
         return score_logits(_check_logits(model(batch.inputs), batch.targets), batch.targets)
 

@@ -1,17 +1,21 @@
 """The losses of single tokens from a network's hidden states, with the logits of one chunk of tokens at a time.
 
 The logits of a whole micro-batch (tokens × vocabulary) are often the largest tensors of a fine-tuning: 4 GiB in float32
-for 8,192 tokens of a vocabulary of 131,072. Only tokens with a target go through the head here, and backward computes
-the logits of a chunk again.
+for 8,192 tokens of a vocabulary of 131,072. Only tokens with a target go through the head here. Where the sum of their
+losses suffices, forward computes its gradients with it, chunk by chunk (as Hsu et al., "Liger Kernel: Efficient Triton
+Kernels for LLM Training", 2024, do); otherwise backward computes the logits of a chunk again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy, log_softmax, nll_loss
 from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.distributed.world import is_out_of_memory
@@ -22,6 +26,7 @@ from multigpu_cli.runtime.module_state import eval_mode
 _LOGITS = 2**26
 """Logits of a chunk. Its borders depend on the micro-batch and the vocabulary alone, never on the workers."""
 
+_TILE = 128  # rows that a GPU's kernels for matrix products take at a time
 _PROBE = 11  # tokens
 
 
@@ -32,12 +37,13 @@ class TokenTargets(NamedTuple):
     targets: Tensor  # (n, t) int64, -100 where none counts
     learned: int | None = None  # how many targets count at most, which the host knows; None: all may
     smoothing: float = 0.0  # of labels
+    summed: bool = False  # whether the sum of the losses suffices
 
 
 class TokenLosses(NamedTuple):
     """What a network returns for `TokenTargets`."""
 
-    losses: Tensor  # (n, t) nats, in at least 32 bits; 0 where no target counts
+    losses: Tensor  # (n, t) nats, in at least 32 bits, 0 where no target counts; or their sum, (1,)
     right: Tensor  # (n, t) bool, whether a target was the likeliest token; False in passes with gradients
 
 
@@ -51,10 +57,11 @@ class ComputesTokenLosses(nn.Module):
 
 
 def compute_token_losses(
-    head: Callable[[Tensor], Tensor], vocabulary: int, hidden: Tensor, wanted: TokenTargets
+    head: Callable[..., Tensor], vocabulary: int, hidden: Tensor, wanted: TokenTargets, *weights: Tensor
 ) -> TokenLosses:
-    """The losses of the tokens that have a target; head: (k, width) → logits (k, vocabulary), hidden: (n, t, width).
+    """The losses of the tokens that have a target, from hidden states (n, t, width).
 
+    The head makes logits (k, vocabulary or more) of (k, width): of its own weights, or linear ones of those given here.
     Compiled, all at once: the compiler makes neither logits nor their gradients in 32 bits.
     """
     targets, rows = wanted.targets.flatten(), hidden.flatten(0, -2)
@@ -62,12 +69,15 @@ def compute_token_losses(
     if places is not None:
         targets, rows = targets[places], rows.index_select(0, places)
     size = len(targets) if torch.compiler.is_compiling() else count_tokens_at_once(vocabulary)
-    score = partial(_score, head, wanted.smoothing)
+    if wanted.summed and not wanted.smoothing and len(targets) > size and _can_differentiate(rows):
+        total = _sum_losses(head, vocabulary, weights, rows, targets)
+        return TokenLosses(total, torch.zeros_like(wanted.targets, dtype=torch.bool))
+    score = partial(_score, lambda some: head(some, *weights)[:, :vocabulary], wanted.smoothing)
     *earlier, last = zip(rows.split(size), targets.split(size), strict=True)
     scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in earlier]
     scored.append(score(*last))  # backward begins with it, when it would have the logits of one chunk anyway
     losses, right = (_spread(torch.cat(part), places, wanted.targets) for part in zip(*scored, strict=True))
-    return TokenLosses(losses, right)
+    return TokenLosses(torch.stack([losses.sum()]) if wanted.summed else losses, right)
 
 
 def score_logits(logits: Tensor, targets: Tensor) -> TokenLosses:
@@ -91,6 +101,78 @@ def _score(head: Callable[[Tensor], Tensor], smoothing: float, rows: Tensor, tar
     if torch.is_grad_enabled():
         return losses, torch.zeros_like(targets, dtype=torch.bool)
     return losses, logits.argmax(1) == targets
+
+
+def _find_dtype(rows: Tensor) -> torch.dtype:
+    """Of the head's product."""
+    kind = rows.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+
+
+def _can_differentiate(rows: Tensor) -> bool:
+    """Not in fp16, where small gradients vanish before they are scaled. --exact keeps the rounding of plain passes."""
+    plain = _find_dtype(rows) == torch.float16 or torch.are_deterministic_algorithms_enabled()
+    return rows.requires_grad and not plain
+
+
+def _sum_losses(
+    head: Callable[..., Tensor], vocabulary: int, weights: Sequence[Tensor], rows: Tensor, targets: Tensor
+) -> Tensor:
+    """The sum (1,) of the losses, which has its gradients with it; those of weights are added in at least 32 bits."""
+    size = count_tokens_at_once(vocabulary)
+    size -= size % _TILE if size > _TILE else 0
+    copies = {each.detach().to(_find_dtype(rows)).requires_grad_(each.requires_grad): each for each in weights}
+    if weights:  # then the gradients of what is ignored are zero if it is, and logits need no mask
+        rows = rows * (targets != IGNORED)[:, None]
+    losses, of_rows, sums = [], [], dict[Tensor, Tensor]()
+    for chunk, wanted in zip(rows.split(size), targets.split(size), strict=True):
+        some = chunk.detach().requires_grad_()
+        loss, found = _differentiate(head(some, *copies), vocabulary, wanted, masks=not weights)
+        losses.append(loss)
+        of_rows.append(found.pop(some))
+        for weight, gradient in found.items():
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            sums[weight] = sums[weight].add_(gradient) if weight in sums else gradient.to(dtype, copy=True)
+    gradients, learning = [torch.cat(of_rows), *sums.values()], [copies.get(each, each) for each in sums]
+    total: Tensor = _Differentiated.apply(torch.stack(losses).sum(0, keepdim=True), gradients, rows, *learning)
+    return total
+
+
+@torch.no_grad()
+def _differentiate(
+    logits: Tensor, vocabulary: int, targets: Tensor, *, masks: bool
+) -> tuple[Tensor, dict[Tensor, Tensor]]:
+    """The sum () of the losses, and its gradients by what learns of that from which the logits were computed."""
+    if logits.shape[1] > vocabulary:
+        logits.detach()[:, vocabulary:] = -inf
+    scores = log_softmax(logits, 1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    loss = nll_loss(scores, targets, ignore_index=IGNORED, reduction="sum")
+    target = targets.clamp(min=0)[:, None]
+    likely = scores.gather(1, target).expm1().to(logits.dtype)  # rounded only here: 1 - p of a likely target is small
+    gradient = torch.exp(scores, out=scores if scores.dtype == logits.dtype else torch.empty_like(logits))
+    gradient.scatter_(1, target, likely)
+    if masks:
+        gradient *= (targets != IGNORED).to(gradient.dtype)[:, None]
+    nodes: list[Any] = [logits.grad_fn]
+    for node in nodes:  # which grows meanwhile
+        nodes += dict.fromkeys(each for each, _ in node.next_functions if each and each not in nodes)
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    found = torch.autograd.grad(logits, leaves, gradient, materialize_grads=True)
+    return loss, dict(zip(leaves, found, strict=True))
+
+
+class _Differentiated(Function):
+    """A number whose gradients are known: backward multiplies them."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, gradients: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+        context.save_for_backward(*gradients)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(factor * each for each in context.saved_tensors)
 
 
 def _spread(values: Tensor, places: Tensor | None, targets: Tensor) -> Tensor:

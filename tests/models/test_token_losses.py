@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,6 +14,7 @@ from multigpu_cli.language.hugging_face import Logits
 from multigpu_cli.models import token_losses
 from multigpu_cli.models.build import checkpoint_activations
 from multigpu_cli.models.token_losses import TokenTargets, find_difference
+from tests.support.op_counter import Operations
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -80,6 +82,12 @@ def test_losses_and_gradients_are_those_of_all_logits(architecture: str, smoothi
         assert gradients.keys() == plain.keys()
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, plain[name], rtol=1e-10, atol=1e-12, msg=name)
+        total = model(TokenTargets(tokens, targets, learned, smoothing, summed=True)).losses
+        torch.testing.assert_close(total, expected.sum()[None], rtol=1e-12, atol=1e-12)
+        gradients = take_gradients(model, -0.5 * total.sum())
+        assert gradients.keys() == plain.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, -0.5 * plain[name], rtol=1e-10, atol=1e-12, msg=name)
     with torch.no_grad():
         right = model(TokenTargets(tokens, targets, count)).right
     assert torch.equal(right, logits.argmax(1).view_as(targets) == targets)
@@ -98,26 +106,113 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
-def test_logits_of_all_tokens_exist_neither_forward_nor_backward() -> None:
+@pytest.mark.parametrize("summed", [False, True])
+def test_logits_of_all_tokens_exist_neither_forward_nor_backward(summed: bool) -> None:
     model = build("qwen2")
     tokens, targets = draw_tokens()
     with LargestTensor() as chunked:
-        model(TokenTargets(tokens, targets)).losses.sum().backward()
+        model(TokenTargets(tokens, targets, summed=summed)).losses.sum().backward()
     assert chunked.most == SMALL["hidden_size"] * VOCABULARY, "the head's own weights"
     with LargestTensor() as whole:
         model(tokens).sum().backward()
     assert whole.most == tokens.numel() * VOCABULARY
 
 
+def count_head_products(model: nn.Module, *, summed: bool) -> int:
+    """Matrix products of a pass with gradients in which the vocabulary is a dimension."""
+    tokens, targets = draw_tokens()
+    with Operations() as seen:
+        model(TokenTargets(tokens, targets, None, 0.0, summed)).losses.sum().backward()
+    products = [inputs for name, inputs in seen.inputs if name.startswith(("mm", "addmm"))]
+    return sum(any(VOCABULARY in each.shape for each in inputs) for inputs in products)
+
+
+def test_where_the_sum_suffices_no_logits_are_computed_again() -> None:
+    """A product for logits, one for the gradient of rows and one for that of weights; what does not learn has none."""
+    chunks = -(-27 // AT_ONCE)
+    model = build("llama")
+    assert count_head_products(model, summed=True) == 3 * chunks
+    assert count_head_products(model, summed=False) == 4 * chunks - 1
+    weight = model.get_parameter("network.lm_head.weight")
+    hook = weight.register_hook(lambda gradient: gradient)
+    assert count_head_products(model, summed=True) == 4 * chunks - 1, "it would see the gradient of each chunk"
+    hook.remove()
+    weight.requires_grad_(False)
+    assert count_head_products(model, summed=True) == 2 * chunks
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert count_head_products(model, summed=True) == 3 * chunks - 1
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_chunks_fill_the_tiles_of_a_gpus_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_losses, "_LOGITS", 200 * 3)
+    sizes: list[int] = []
+
+    def head(rows: Tensor) -> Tensor:
+        sizes.append(len(rows))
+        return rows[:, :3] * 2
+
+    hidden, targets = torch.ones(3, 100, 4, requires_grad=True), torch.ones(3, 100, dtype=torch.int64)
+    token_losses.compute_token_losses(head, 3, hidden, TokenTargets(None, targets, summed=True))
+    assert sizes == [128, 128, 44]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # between peft and transformers
+@pytest.mark.parametrize("kind", ["scale", "adapter", "norm of the backbone"])
+def test_whatever_learns_in_a_head_has_its_gradient(kind: str) -> None:
+    model, (tokens, targets) = build("llama"), draw_tokens()
+    if kind == "adapter":
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        model = Logits(peft.get_peft_model(model.network, peft.LoraConfig(target_modules=["lm_head"], r=2)).double())
+        for name, weight in model.named_parameters():
+            weight.data += 0.1 if "lora_B" in name else 0.0
+    else:
+        head: Any = model.network.lm_head
+        head.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64)) if kind == "scale" else None
+        norm: Any = model.get_submodule("network.model.norm")
+        usual = head.forward
+        head.forward = lambda rows: usual(rows) * head.scale if head.scale is not None else usual(norm(rows))
+    single, total = (
+        take_gradients(model, model(TokenTargets(tokens, targets, None, 0.0, summed)).losses.sum())
+        for summed in (False, True)
+    )
+    assert total.keys() == single.keys()
+    for name, gradient in single.items():
+        torch.testing.assert_close(total[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_gradient_in_half_precision_is_less_exact_where_the_sum_suffices(dtype: torch.dtype) -> None:
+    """In fp16 they are scaled before they are rounded, or the small ones would vanish and the large ones overflow."""
+    model, (tokens, targets) = build("llama"), draw_tokens()
+    plain = take_gradients(model, model(TokenTargets(tokens, targets)).losses.sum())
+    model.float()
+    errors, found = [], []
+    for summed in (False, True):
+        with torch.autocast("cpu", dtype):
+            losses = model(TokenTargets(tokens, targets, None, 0.0, summed)).losses
+        assert losses.dtype == torch.float32
+        found.append(take_gradients(model, losses.sum() * 1e-6))
+        wrong = {name: each * 1e6 - plain[name] for name, each in found[-1].items()}
+        errors.append([float(wrong["network.lm_head.weight"].norm()), float(get_total_norm(wrong.values()))])
+    if dtype == torch.float16:
+        assert all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
+    for before, after in zip(*errors, strict=True):
+        assert after <= 1.05 * before
+
+
 def test_without_a_target_the_loss_is_zero_and_so_is_every_gradient() -> None:
     """DDP waits for the gradient of each weight."""
     model = build("llama")
     tokens, _ = draw_tokens()
-    found = model(TokenTargets(tokens, torch.full_like(tokens, -100), 0)).losses
-    assert torch.equal(found, torch.zeros(tokens.shape, dtype=found.dtype))
-    gradients = take_gradients(model, found.sum())
-    assert gradients.keys() == dict(model.named_parameters()).keys()
-    assert not any(gradient.any() for gradient in gradients.values())
+    for learned, summed in ((0, False), (None, True)):
+        found = model(TokenTargets(tokens, torch.full_like(tokens, -100), learned, 0.0, summed)).losses
+        assert torch.equal(found, torch.zeros((1,) if summed else tokens.shape, dtype=found.dtype))
+        gradients = take_gradients(model, found.sum())
+        assert gradients.keys() == dict(model.named_parameters()).keys()
+        assert not any(gradient.any() for gradient in gradients.values())
 
 
 def test_a_network_in_whose_end_something_else_happens_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,7 @@ Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2
 section 2.3. GPT-2's smallest model (124M parameters) is depth 12, heads 12, width 768 on 1,024 tokens.
 """
 
-from functools import partial
-from math import inf, sqrt
+from math import sqrt
 from typing import Any
 
 import torch
@@ -79,10 +78,12 @@ class GPT(ComputesTokenLosses):
 
     def forward(self, tokens: Tensor | TokenTargets) -> Any:
         """Logits; or, called with `TokenTargets`, the losses of tokens."""
+        hidden = self._run_blocks(tokens.inputs if isinstance(tokens, TokenTargets) else tokens)
+        weight, vocabulary = self._pad_head(hidden), self.limits[0]
         if isinstance(tokens, TokenTargets):
-            head = partial(self._project, masks=not tokens.smoothing)  # smoothing averages over all logits that it gets
-            return compute_token_losses(head, self.limits[0], self._run_blocks(tokens.inputs), tokens)
-        return self._project(self._run_blocks(tokens))
+            return compute_token_losses(linear, vocabulary, hidden, tokens, weight)
+        logits = linear(hidden, weight)
+        return logits if len(weight) == vocabulary else logits[..., :vocabulary].contiguous()  # FSDP wants no views
 
     def _run_blocks(self, tokens: Tensor) -> Tensor:
         """(n, t) → (n, t, width)"""
@@ -90,18 +91,12 @@ class GPT(ComputesTokenLosses):
         hidden: Tensor = self.norm(self.blocks(self.dropout(self.tokens(tokens) + places)))
         return hidden
 
-    def _project(self, hidden: Tensor, *, masks: bool = False) -> Tensor:
-        """Logits (…, vocabulary) of hidden states; or `masks`: those beyond the vocabulary stay, as minus infinity.
-
-        Cutting them off takes a copy, and another one of the gradient.
-        """
-        weight, vocabulary = self.tokens.weight, self.limits[0]
-        spare = -vocabulary % _ALIGNMENT
+    def _pad_head(self, hidden: Tensor) -> Tensor:
+        """The weight of the output layer, perhaps with rows of zeros beyond the vocabulary."""
+        weight, spare = self.tokens.weight, -self.limits[0] % _ALIGNMENT
         if not spare or not hidden.is_cuda or torch.are_deterministic_algorithms_enabled():
-            return linear(hidden, weight)
-        bias = pad(hidden.new_zeros(vocabulary), (0, spare), value=-inf) if masks else None
-        logits = linear(hidden, pad(weight, (0, 0, 0, spare)), bias)
-        return logits if masks else logits[..., :vocabulary].contiguous()  # FSDP's hooks want no views
+            return weight
+        return pad(weight, (0, 0, 0, spare))
 
 
 def _initialise(module: nn.Module) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from multigpu_cli import engine
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.data.transforms import fit_standardised
+from multigpu_cli.language.hugging_face import Logits
 from multigpu_cli.language.task import try_chunks
 from multigpu_cli.models import token_losses
 from multigpu_cli.models.networks.gpt import GPT, build
@@ -134,15 +135,19 @@ def make_gpt(device: str) -> tuple[GPT, Tensor, Tensor]:
     return model.to(device), tokens.to(device), targets.to(device)
 
 
-def test_the_head_of_the_gpt_is_padded_on_a_gpu_and_says_the_same() -> None:
+@pytest.mark.parametrize("at_once", [TOKENS, 48])
+def test_the_head_of_the_gpt_is_padded_on_a_gpu_and_says_the_same(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logits, losses and gradients, in weights of the old size; with --exact the product is the plain one."""
+    monkeypatch.setattr(token_losses, "_LOGITS", at_once * VOCABULARY)
 
     def measure(device: str) -> tuple[list[Tensor], set[int]]:
         model, tokens, targets = make_gpt(device)
         found = [model(tokens)]
         with Operations() as seen:
-            for smoothing in (0.0, 0.1):
-                losses = model(TokenTargets(tokens, targets, None, smoothing)).losses
+            for smoothing, summed in ((0.0, False), (0.1, False), (0.0, True), (0.1, True)):
+                losses = model(TokenTargets(tokens, targets, None, smoothing, summed)).losses
                 losses.sum().backward()
                 found += [losses, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
         assert [tuple(each.shape) for name, each in model.state_dict().items() if "tokens" in name] == [(VOCABULARY, 8)]
@@ -167,26 +172,62 @@ def test_the_logits_of_all_tokens_are_never_there(monkeypatch: pytest.MonkeyPatc
 
     def work(sim: Simulated) -> list[int]:
         peaks = []
-        for chunks in (True, False):
+        for summed in (False, True, None):
             model, tokens, targets = make_gpt("cuda")
             before = sim.device.memory(0)["allocated"]
             sim.device.reset_peak(0)
-            if chunks:
-                model(TokenTargets(tokens, targets)).losses.sum().backward()
+            if summed is not None:
+                model(TokenTargets(tokens, targets, None, 0.0, summed)).losses.sum().backward()
             else:
                 cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten(), reduction="sum").backward()
             peaks.append(sim.device.memory(0)["peak"] - before)
         return peaks
 
-    chunked, whole = alone(work, Machine.of(1))
+    *chunked, whole = alone(work, Machine.of(1))
     logits = 4 * TOKENS * VOCABULARY
     assert whole > 2 * logits
-    assert chunked < logits
+    assert max(chunked) < logits
 
 
-def test_the_curve_is_the_same_on_two_gpus_with_a_padded_head_and_chunks(tmp_path: Path) -> None:
+def test_a_step_computes_the_logits_of_each_chunk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By our own task, whose loss is a sum, in bf16: no kernel of a second head or softmax, nor of one backward."""
+    steps = []
+    for at_once in (2**26, 40):
+        monkeypatch.setattr(token_losses, "_LOGITS", at_once)
+        steps.append(count_kernels(tmp_path / str(at_once), amp="bf16")[0])
+    once, chunks = (kernels["aten::_log_softmax"] for kernels in steps)
+    assert (once, steps[0]["aten::_log_softmax_backward_data"]) == (1, 1)
+    assert chunks > 2
+    assert "aten::_log_softmax_backward_data" not in steps[1]
+    assert steps[1]["aten::mm"] - steps[0]["aten::mm"] == 3 * (chunks - 1)
+
+
+def test_replicas_of_a_network_of_transformers_give_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of nn.DataParallel's replicas are no leaves of the graph."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = Logits(transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, use_cache=False, **sizes)))
+    monkeypatch.setattr(token_losses, "_LOGITS", 4 * 50)
+    tokens = torch.arange(27).view(3, 9)
+
+    def work(sim: Simulated) -> None:
+        model.cuda()
+        found = []
+        for each in (model, torch.nn.DataParallel(model)):
+            each(TokenTargets(tokens.cuda(), tokens.cuda(), summed=True)).losses.sum().backward()
+            found.append([weight.grad.cpu() for weight in model.parameters() if weight.grad is not None])
+            model.zero_grad()
+        torch.testing.assert_close(found[1], found[0])
+
+    alone(work, Machine.of(2))
+
+
+def test_the_curve_is_the_same_on_two_gpus_with_a_padded_head_and_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_losses, "_LOGITS", 40)  # eight tokens
     curves = []
-    for strategy, ranks, gpus in (("none", 1, 1), ("ddp", 2, 2), ("dp", 1, 2)):
+    for strategy, ranks, gpus in (("none", 1, 1), ("ddp", 2, 2), ("dp", 1, 2), ("fsdp", 2, 2)):
         folder = tmp_path / strategy
         shared = {"batch_size": 5, "global_batch_size": 20, "amp": "off", "log_interval": 1, "save_dir": str(folder)}
         machine = Machine.of(gpus)
@@ -194,4 +235,4 @@ def test_the_curve_is_the_same_on_two_gpus_with_a_padded_head_and_chunks(tmp_pat
         assert ended.error == ""
         curves.append([event["loss"] for event in journal.read_events(folder / "journal.jsonl") if "loss" in event])
     assert len(curves[0]) >= 5
-    assert curves[1:] == [pytest.approx(curves[0], rel=1e-4)] * 2
+    assert curves[1:] == [pytest.approx(curves[0], rel=1e-4)] * 3
