@@ -21,7 +21,7 @@ SCRIPT = ROOT / "examples" / "mirrored_run.sh"
 def start(folder: Path, workers: int, *more: str) -> subprocess.Popen[bytes]:
     folder.mkdir(exist_ok=True)
     environ = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    command = ["bash", str(SCRIPT), str(workers), "file:mirror", "--batch-size", "16", "--quiet", *more]
+    command = ["bash", str(SCRIPT), str(workers), "file:mirror", "--batch-size", "2", "--quiet", *more]
     return subprocess.Popen(command, cwd=folder, env=environ, start_new_session=True)
 
 
@@ -36,7 +36,7 @@ def test_it_has_at_most_thirty_lines() -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The fingerprint of the run that nothing interrupts."""
+    """The fingerprint of the run that nothing interrupts; many small passes, so that the kill comes in time."""
     return train(tmp_path_factory.mktemp("whole"), 1)
 
 
