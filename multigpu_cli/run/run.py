@@ -44,7 +44,7 @@ class LossMeter:
     A step's micro-batches are added without rounding, and the steps in their order, so that the means depend neither on
     the number of workers nor on when losses are reduced. A step whose loss is not finite was skipped: it is left out.
 
-    The sums are in `line_losses` and `epoch_losses` of the progress, and so in checkpoints; `last` is the last's mean.
+    The sums are in the progress (`line_losses`, `epoch_losses`), and so in checkpoints; `last` is the newest mean.
     """
 
     def __init__(self, world: World, progress: Progress, steps_per_epoch: int) -> None:

@@ -193,7 +193,7 @@ class Strategy(ABC):
         """A state as one process would have it; all ranks call it together.
 
         It has "model", and perhaps "average", "optimizer" and others, as in a checkpoint. Returns the same tensors, on
-        every rank; or, where the strategy is sharded, copies in host memory, on rank 0. TrainingError: `check_passes`.
+        every rank; or, if sharded, copies in host memory, on rank 0 only. TrainingError: see `check_passes`.
         """
         return state
 
