@@ -97,7 +97,7 @@ class Classification(Task):
 
     def suggest_task(self, target: Any) -> str:
         if not isinstance(target, Tensor):
-            own = "--task from-model, if the model returns its loss; or a class of your own: --task my_code:Task"
+            own = "--task my_code:Task, a class of your own; or --task from-model, if the model returns its loss"
             return own if isinstance(target, Mapping | tuple | list) else ""
         if target.ndim > 1 and not target.is_floating_point():
             return "--task segmentation, for a class of each pixel"
