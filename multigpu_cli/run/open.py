@@ -93,7 +93,7 @@ def resolve_request(
         for warning in [*spec.source.warnings, *(() if spec.is_complete else spec.plan.warnings())]:
             console.warn(warning)
         parts = [] if spec.is_complete else load_parts(spec, world)
-        with choose_kernels(world.device, exact=spec.config.reproducibility.exact, tries=spec.strategy.tries_kernels):
+        with choose_kernels(world.device, spec.strategy.cudnn_benchmark, exact=spec.config.reproducibility.exact):
             yield ResolvedRequest(spec, world, stop, watchdog, console, began, parts)
 
 

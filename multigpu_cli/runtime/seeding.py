@@ -89,20 +89,20 @@ def enable_determinism() -> None:
     _Kernels(True, only_warns=False, fills_memory=False, benchmark=False, precision="highest").apply()
 
 
-def enable_fast_kernels(device: torch.device, *, tries: bool = True) -> None:
-    """On CUDA, use TF32 for fp32 matrix products, and with `tries` let cuDNN benchmark its kernels for each new shape.
+def enable_fast_kernels(device: torch.device, *, benchmark: bool = True) -> None:
+    """On CUDA, use TF32 for fp32 matrix products; with `benchmark`, cuDNN measures its kernels for each new shape.
 
     The fastest kernel, and with it the last bits, may differ between runs, so --exact does not use this.
     """
     if device.type == "cuda":
-        _Kernels(False, only_warns=False, fills_memory=True, benchmark=tries, precision="high").apply()
+        _Kernels(False, only_warns=False, fills_memory=True, benchmark=benchmark, precision="high").apply()
 
 
 @contextmanager
-def choose_kernels(device: torch.device, *, exact: bool, tries: bool = True) -> Iterator[None]:
+def choose_kernels(device: torch.device, benchmark: bool = True, *, exact: bool) -> Iterator[None]:
     """Deterministic or fast kernels for one run; afterwards the settings of before, unless others were made since."""
     before = _Kernels.now()
-    enable_determinism() if exact else enable_fast_kernels(device, tries=tries)
+    enable_determinism() if exact else enable_fast_kernels(device, benchmark=benchmark)
     chosen = _Kernels.now()
     try:
         yield

@@ -95,7 +95,7 @@ class Strategy(ABC):
     num_shards: int = 1
     groups: Sequence[dist.ProcessGroup] = ()  # process groups of its own, beside the one of all workers
     keeps_casts: bool = True  # see `Precision`
-    tries_kernels: bool = True  # cuDNN may time its kernels for each new shape; what it finds holds for one thread
+    cudnn_benchmark: bool = True  # cuDNN may time its kernels for each new shape; what it finds holds for one thread
     min_workers: int = 1  # with fewer, one process trains as `single` does
     interleaved: bool = False  # see `BatchPlan`
     compile_note: str = ""  # what the plan says of --compile
@@ -280,7 +280,7 @@ class DataParallel(Strategy):
     """Each pass takes one micro-batch for every device; the first has model, and BatchNorm's buffers are its own."""
 
     name = "dp"
-    tries_kernels = False  # each pass has new threads, and cuDNN would time its kernels again in each
+    cudnn_benchmark = False  # each pass has new threads, and cuDNN would time its kernels again in each
 
     def __init__(self, model: nn.Module, devices: tuple[torch.device, ...]) -> None:
         super().__init__(model)

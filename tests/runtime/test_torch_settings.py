@@ -43,7 +43,7 @@ def test_no_run_leaves_its_kernels_to_the_next() -> None:
         with choose_kernels(gpu, exact=wanted == exact):
             assert now() == wanted
         assert now() == before
-    with choose_kernels(gpu, exact=False, tries=False):
+    with choose_kernels(gpu, exact=False, benchmark=False):
         assert now() == (False, True, False, "high")
     with choose_kernels(gpu, exact=False), choose_kernels(gpu, exact=True):
         assert now() == exact, "one within the other, whatever it left"
