@@ -19,6 +19,7 @@ import typer
 
 import main_multi_gpu
 from benchmarks.gpu_workloads import Job, jobs
+from benchmarks.suite import OLD, last_recorded
 from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, MODELS, TASKS
 from multigpu_cli.commands.help import COMMON, TOPICS
 from multigpu_cli.config.schema import SETTINGS
@@ -331,11 +332,12 @@ GPU_FIGURES = "benchmarks/results/gpu-bench.jsonl"
 
 
 def benchmark_table() -> str:
-    """The last recorded figure of each name in benchmarks/results."""
+    """The last recorded figure of each name in benchmarks/results, beside that of the old state."""
     files = sorted((json.loads(file.read_text()) for file in ROOT.glob("benchmarks/results/*.json")), key=_time)
     rows = {row["name"]: (row, result["time"]) for result in files for row in result["rows"]}
-    lines = ["| what | median (least to greatest) | aim | date |", "|-|-|-|-|"]
-    return "\n".join([*lines, *(_figure_row(row, time) for row, time in rows.values())])
+    old = last_recorded(OLD.parent)
+    lines = ["| what | median (least to greatest) | aim | before | date |", "|-|-|-|-|-|"]
+    return "\n".join([*lines, *(_figure_row(row, time, old.get(row["name"])) for row, time in rows.values())])
 
 
 def gpu_table() -> str:
@@ -368,7 +370,7 @@ def _time(result: dict[str, Any]) -> float:
     return float(result["time"])
 
 
-def _figure_row(row: dict[str, Any], time: float) -> str:
+def _figure_row(row: dict[str, Any], time: float, old: float | None) -> str:
     unit = "" if row["unit"] == "ratio" else f" {row['unit']}"
     least, value, most = (_round(row[key]) for key in ("least", "value", "most"))
     aim = ""
@@ -376,7 +378,8 @@ def _figure_row(row: dict[str, Any], time: float) -> str:
         met = row["value"] >= row["aim"] if row["at_least"] else row["value"] <= row["aim"]
         aim = f"{'≥' if row['at_least'] else '≤'} {_round(row['aim'])}{'' if met else ', missed'}"
     date = datetime.fromtimestamp(time, UTC).date().isoformat()
-    return f"| {row['name']} | {value}{unit} ({least} to {most}) | {aim} | {date} |"
+    before = "" if old is None else _round(old) + unit
+    return f"| {row['name']} | {value}{unit} ({least} to {most}) | {aim} | {before} | {date} |"
 
 
 def _round(value: float) -> str:
