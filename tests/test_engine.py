@@ -30,7 +30,7 @@ RUN: dict[str, Any] = {
     "save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05,
 }  # fmt: skip
 
-PAUSE = {"OWN_PAUSE": "0.02"}  # so that ranks and checkpoints are not all done before the kill
+WRITTEN = {"OWN_AFTER": "run/checkpoints/step_*"}  # the kill comes after the first checkpoint
 
 
 def events(kind: str, folder: str = "run") -> list[dict[str, Any]]:
@@ -155,8 +155,8 @@ def test_a_stopped_run_goes_on_where_it_was() -> None:
 def test_a_killed_run_goes_on_with_the_same_bits_on_another_number_of_workers(before: int, after: int) -> None:
     """With --exact, bits are a fair question."""
     undisturbed = run_training(**RUN | {"save_dir": "whole"}, exact=True).summary
-    when = 26 if before == 1 else 14  # in the seventh step: the checkpoint of the third is written for certain
-    killed = run_training(before, **RUN, exact=True, environ=PAUSE | {"OWN_DEED": f"{before - 1}:{when}:SIGKILL"})
+    when = 26 if before == 1 else 14  # in the seventh step
+    killed = run_training(before, **RUN, exact=True, environ=WRITTEN | {"OWN_DEED": f"{before - 1}:{when}:SIGKILL"})
     assert before - 1 in killed.killed
     ended = run_training(after, **RUN, exact=True)
     assert ended.error == ""
@@ -170,7 +170,7 @@ def test_a_killed_run_goes_on_with_the_same_bits_on_another_number_of_workers(be
 def test_ddp_goes_on_with_the_same_bits_on_the_same_number_of_workers(workers: int) -> None:
     undisturbed = run_training(workers, **RUN | {"save_dir": "whole"}).summary
     when = {2: 14, 3: 9}[workers]  # in the seventh or eighth step
-    run_training(workers, **RUN, environ=PAUSE | {"OWN_DEED": f"0:{when}:SIGKILL"})
+    run_training(workers, **RUN, environ=WRITTEN | {"OWN_DEED": f"0:{when}:SIGKILL"})
     resumed = run_training(workers, **RUN).summary
     assert resumed["resumed_from"]
     assert resumed["fingerprint"] == undisturbed["fingerprint"]
@@ -202,7 +202,7 @@ def test_a_resumed_run_hears_of_a_signal_soon_too() -> None:
 
 def test_a_damaged_checkpoint_is_passed_over_and_told() -> None:
     undisturbed = run_training(**RUN | {"save_dir": "whole"}).summary
-    run_training(**RUN, environ=PAUSE | {"OWN_DEED": "0:41:SIGKILL"})
+    run_training(**RUN, environ={"OWN_AFTER": "run/checkpoints/step_00000009", "OWN_DEED": "0:41:SIGKILL"})
     *_, older, newest = sorted(Path("run/checkpoints").glob("step_*"))
     (newest / "state.pt").write_bytes((newest / "state.pt").read_bytes()[:-7])
     resumed = run_training(**RUN).summary
@@ -226,7 +226,7 @@ def test_early_stopping_is_remembered_over_a_resume() -> None:
 def test_loader_processes_of_a_killed_run_do_not_keep_its_folder_locked() -> None:
     """A restart comes soon; loaders that nobody ended would hold the lock that they inherited for five seconds."""
     flags = RUN | {"data": "tests.support.user_code:Items", "num_workers": 2}
-    run_training(**flags, environ=PAUSE | {"OWN_DEED": "0:29:SIGKILL"})
+    run_training(**flags, environ=WRITTEN | {"OWN_DEED": "0:29:SIGKILL"})
     time.sleep(1)
     ended = run_training(**flags)
     assert ended.error == ""
@@ -257,7 +257,7 @@ def test_a_finished_run_goes_on_when_it_gets_longer() -> None:
 
 def test_a_longer_run_that_was_killed_is_not_taken_for_complete() -> None:
     run_training(**RUN)
-    run_training(**RUN | {"epochs": 8}, environ=PAUSE | {"OWN_DEED": "0:33:SIGKILL"})
+    run_training(**RUN | {"epochs": 8}, environ=WRITTEN | {"OWN_DEED": "0:33:SIGKILL"})
     ended = run_training(**RUN | {"epochs": 8}).summary
     assert (ended["steps"], ended["status"]) == (24, "completed")
 

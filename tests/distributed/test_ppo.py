@@ -108,7 +108,7 @@ def test_killed_and_resumed_on_other_workers_it_is_the_undisturbed_run(
 ) -> None:
     undisturbed = train(1, *more, exact=True, save_dir="whole")
     passes = 2 * 4 * 3 // before + 3  # in the third update
-    deed = {"OWN_DEED": f"{before - 1}:{passes}:SIGKILL"}
+    deed = {"OWN_DEED": f"{before - 1}:{passes}:SIGKILL", "OWN_AFTER": "run/checkpoints/step_*"}
     ended = run_training(before, sets=[*SETS, *more], **RUN, exact=True, environ=deed)
     assert before - 1 in ended.killed
     resumed = train(after, *more, exact=True)

@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     | {"ema": 0.9, "checkpoint_every": "1000"},
 }
 RARE = ("mlp", "bf16", "batchnorm")  # in `make test-all`
-PAUSE = {"OWN_PAUSE": "0.02"}
+WRITTEN = {"OWN_AFTER": "run/checkpoints/step_*"}  # the kill comes after the first checkpoint
 
 
 class OwnEvaluation(Classification):
@@ -143,7 +143,7 @@ def test_a_killed_run_goes_on_with_fewer_workers_and_with_any_strategy() -> None
     """4 → 2 → 1, and on to ddp: each attempt reads what the one before wrote."""
     case = DOUBLE | {"sets": ["model.args.network=own"], "epochs": 6}
     run(1, "whole", case)
-    killed = run(4, "run", case, environ=PAUSE | {"OWN_DEED": "3:12:SIGKILL"})
+    killed = run(4, "run", case, environ=WRITTEN | {"OWN_DEED": "3:12:SIGKILL"})
     assert 3 in killed.killed
     assert run(2, "run", case, max_steps=9).summary["status"] == "completed"
     shutil.copytree("run", "other")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from multigpu_cli.checkpoint.store import Store
-from tests.distributed.test_sharded import GPT, PAUSE, SIZES, read_curve, read_evals, read_events, run
+from tests.distributed.test_sharded import GPT, SIZES, WRITTEN, read_curve, read_evals, read_events, run
 from tests.support.run_training import Ended
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -118,7 +118,7 @@ def test_a_killed_run_has_the_bits_of_one_that_was_left_alone() -> None:
     """4 → 2 → 1, and another way on to ddp: each attempt reads what the one before wrote."""
     case: dict[str, Any] = {"epochs": 6, "ema": 0.9}
     whole = train(1, "whole", case).summary
-    killed = run(4, "run", case | EXACT, environ=PAUSE | {"OWN_DEED": "3:12:SIGKILL"})
+    killed = run(4, "run", case | EXACT, environ=WRITTEN | {"OWN_DEED": "3:12:SIGKILL"})
     assert 3 in killed.killed
     assert train(2, "run", case, max_steps=9).summary["resumed_from"]
     shutil.copytree("run", "other")

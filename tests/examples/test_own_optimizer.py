@@ -32,7 +32,8 @@ def test_it_has_the_same_bits_on_one_and_two_workers_through_a_kill(
     whole = run_training(1, save_dir="whole", **RUN)
     assert whole.error == ""
     assert whole.summary["steps"] == 12
-    ended = run_training(2, save_dir="cut", environ={"OWN_DEED": "1:12:SIGKILL"}, **RUN)
+    deed = {"OWN_DEED": "1:12:SIGKILL", "OWN_AFTER": "cut/checkpoints/step_*"}
+    ended = run_training(2, save_dir="cut", environ=deed, **RUN)
     assert ended.killed
     resumed = run_training(1, save_dir="cut", **RUN)
     assert resumed.error == ""

@@ -95,12 +95,12 @@ def test_a_process_that_was_stopped_and_goes_on_is_left_alone(tmp_path: Path) ->
     def work() -> None:
         goes_on = threading.Event()
         signal.signal(signal.SIGCONT, lambda *_: goes_on.set())
-        with Watchdog(ALONE, 1.0, lambda error: None) as watch:
+        with Watchdog(ALONE, 4.0, lambda error: None) as watch:
             watch.start(0, tmp_path)
             watch.set_position(1, "forward")
             time.sleep(0.2)  # the watch has seen that
             me = os.getpid()
-            subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 1.3; kill -CONT {me}"])
+            subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 4.3; kill -CONT {me}"])
             assert goes_on.wait(20)
             time.sleep(0.2)  # and looks again
 

@@ -149,7 +149,8 @@ def test_tokens_count_as_often_as_there_are() -> None:
 def test_a_kill_between_two_lines_and_in_an_epoch_changes_neither() -> None:
     flags = RUN | {"checkpoint_every": "5", "exact": True}
     undisturbed = run_training(**flags, save_dir="whole").summary["final"]
-    deed = {"OWN_DEED": "0:33:SIGKILL", "OWN_PAUSE": "0.02"}  # after the rehearsal, and two epochs of twelve passes
+    deed = {"OWN_DEED": "0:33:SIGKILL"}  # after the rehearsal, and two epochs of twelve passes
+    deed["OWN_AFTER"] = "run/checkpoints/step_00000005"
     assert run_training(**flags, save_dir="run", environ=deed).killed == [0]
     ended = run_training(2, **flags, save_dir="run").summary
     assert ended["resumed_from"] == "run/checkpoints/step_00000005"

@@ -1,9 +1,11 @@
 """A user's own dataset and networks, as --data and --model name them; some of them kill or stop their run.
 
 OWN_DEED=RANK:COUNT:SIGNAL[:WHOM] in the environment: at its COUNT-th training pass that rank sends the signal, to
-itself or to its parent (the agent). OWN_PAUSE: seconds that each training pass takes longer.
+itself or to its parent (the agent). OWN_AFTER: it waits until such a path exists, as a checkpoint that is being written.
+OWN_PAUSE: seconds that each training pass takes longer.
 """
 
+import glob
 import os
 import signal
 import time
@@ -72,6 +74,7 @@ class Deed(nn.Module):
         rank, count, what, whom = (os.environ.get("OWN_DEED", "-1:0:SIGTERM") + ":self").split(":")[:4]
         self.at = int(count) if rank == os.environ.get("RANK", "0") else -1
         self.deed = (os.getppid() if whom == "parent" else os.getpid(), signal.Signals[what])
+        self.after = os.environ.get("OWN_AFTER", ".")
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
@@ -79,8 +82,17 @@ class Deed(nn.Module):
             time.sleep(self.pause)
             if self.passes == self.at:
                 print(f"rank {os.environ.get('RANK')} does it")
+                _wait_for(self.after)
                 os.kill(*self.deed)
         return inputs
+
+
+def _wait_for(pattern: str) -> None:
+    until = time.monotonic() + 60
+    while not glob.glob(pattern):
+        if time.monotonic() > until:
+            raise TimeoutError(f"there is no {pattern}")
+        time.sleep(0.01)
 
 
 def net(input_shape: Sequence[int], num_classes: int, norm: bool = True, dropout: float = 0.2) -> nn.Module:
@@ -145,8 +157,10 @@ class Spoilt(nn.Module):
 class SlowItems(Items):
     """Each sample takes a millisecond to fetch."""
 
+    seconds = 1e-3
+
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        time.sleep(1e-3)
+        time.sleep(self.seconds)
         return super().__getitem__(index)
 
 

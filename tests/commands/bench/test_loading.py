@@ -9,14 +9,16 @@ from multigpu_cli.commands import bench_overlap
 from multigpu_cli.commands.bench_overlap import measure_loading
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
+from tests.support import user_code
 
 
-def test_a_planted_millisecond_limits_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone at most a thousand samples a second; two processes fetch more than one."""
+def test_a_planted_wait_limits_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five milliseconds: alone at most 200 samples a second; two processes fetch more than one."""
+    monkeypatch.setattr(user_code.SlowItems, "seconds", 5e-3)
     monkeypatch.setattr(bench_overlap, "count_cores", lambda: 2)
     found = measure_loading(resolve({"data": "tests.support.user_code:SlowItems", "batch_size": "5"}, [], None), 1)
     assert list(found.rates) == [0, 1, 2]
-    assert 200 < found.rates[0][0] < 1000
+    assert 40 < found.rates[0][0] < 200
     assert found.rates[2][0] > found.rates[0][0]
     assert found.advice.startswith("--num-workers ")
 
