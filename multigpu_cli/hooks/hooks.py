@@ -241,9 +241,9 @@ class UserHooks(Part):
         self._call_saved(run, run.checkpointer.written)
 
     def saved(self, run: Run) -> None:
-        """Tell the other ranks, if a hook there asks."""
+        """Tell the other ranks, if a hook asks."""
         self._call_saved(run, run.checkpointer.written)
-        if any("saved" in hook.methods and hook.ranks != (0,) for hook in self._hooks):
+        if any("saved" in hook.methods for hook in self._hooks):
             self._call_saved(run, int(broadcast_object(run.world, self._written)))
 
     def end(self, run: Run, summary: Mapping[str, Any]) -> None:

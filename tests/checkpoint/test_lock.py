@@ -99,6 +99,17 @@ def test_a_folder_that_cannot_be_made_is_a_wrong_request(tmp_path: Path) -> None
         pass
 
 
+def test_a_disk_that_is_full_only_once_its_data_is_flushed_ends_the_run_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RequestError, match=r"Disk quota exceeded\n  try: free some space, or use another --save-dir"):
+        take(tmp_path)
+
+
 def test_the_lock_names_its_owner_so_that_a_folder_in_its_place_is_told_apart(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with lock_folder(run):

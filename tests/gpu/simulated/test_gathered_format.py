@@ -98,29 +98,35 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_copies_of_weights_wait_for_the_backward_pass() -> None:
-    """Autocast keeps one of each; of gathered blocks nothing is left."""
+    """Autocast keeps one of each; of gathered blocks nothing is left, nor of any in a pass that has no backward."""
     blocks = 4 * 12 * 256**2
 
     def work(sim: Simulated, world: World) -> dict[str, int]:
         found = {}
-        for name, dtype in (("cast", None), ("gathered", torch.bfloat16)):
+        for name, dtype, learns in (
+            ("cast", None, True),
+            ("gathered", torch.bfloat16, True),
+            ("evaluated", None, False),
+        ):
             model = build((4,), 8, depth=4, heads=2, width=256).to(world.device)
             strategy = FSDP2(model, world, blocks=find_blocks_to_wrap(model), param_dtype=dtype)
             before = sim.device.memory(world.rank)["allocated"]
             precision = Precision("bf16", world.device)
-            precision.keeps_casts = False
-            with precision.autocast():
+            precision.keeps_casts = strategy.keeps_casts
+            with torch.set_grad_enabled(learns), precision.autocast():
                 logits = strategy.callable(torch.arange(4, device=world.device)[None])
-            until = time.monotonic() + (30 if dtype else 0)  # gloo's thread lets go of what it has sent a moment later
-            while sim.device.memory(world.rank)["allocated"] - before > blocks / 5 and time.monotonic() < until:
-                time.sleep(0.01)
-            found[name] = sim.device.memory(world.rank)["allocated"] - before
-            logits.float().sum().backward()
+                # gloo's thread lets go of what it has sent a moment later
+                until = time.monotonic() + (0 if name == "cast" else 30)
+                while sim.device.memory(world.rank)["allocated"] - before > blocks / 5 and time.monotonic() < until:
+                    time.sleep(0.01)
+                found[name] = sim.device.memory(world.rank)["allocated"] - before
+            if learns:
+                logits.float().sum().backward()
         return found
 
     for found in each_rank(2, work, Machine.of(2)):
         assert found["cast"] > 2 * blocks
-        assert found["gathered"] < 2 * blocks / 10
+        assert max(found["gathered"], found["evaluated"]) < 2 * blocks / 10
 
 
 class Sometimes(nn.Module):

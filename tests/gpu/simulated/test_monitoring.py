@@ -84,6 +84,14 @@ def test_every_gpu_of_dp_follows_the_seed(tmp_path: Path) -> None:
     assert len({number for pair in seeds for number in pair}) == 6, "each GPU in each step"
 
 
+def test_all_gpus_of_dp_have_a_part_in_the_first_gradient_of_a_step(tmp_path: Path) -> None:
+    """Samples that are all alike have no gradient noise, if both gradients are means over their own samples."""
+    flags: dict[str, Any] = {"model": "tests.run.test_profile_micro_batch:plain", "multi_gpu": "dp", "lr": 1e-2}
+    flags |= {"batch_size": 5, "global_batch_size": 20, "max_steps": 12, "log_interval": 2, "save_dir": str(tmp_path)}
+    ended = train_on_gpus(1, data="tests.support.user_code:OneSample", **flags)
+    assert (ended.error, lines(tmp_path)[-1]["noise_scale"]) == ("", pytest.approx(0, abs=1e-4))
+
+
 def test_a_run_that_fails_over_nccl_aborts_its_group(tmp_path: Path) -> None:
     def note_end(sim: Simulated) -> None:
         def noted(real: Any, how: str) -> Any:
