@@ -1,15 +1,15 @@
 """A user's own dataset and networks, as --data and --model name them; some of them kill or stop their run.
 
 OWN_DEED=RANK:COUNT:SIGNAL[:WHOM] in the environment: at its COUNT-th training pass that rank sends the signal, to
-itself or to its parent (the agent). OWN_AFTER: it waits until such a path exists, as a checkpoint that is being written.
+itself or to its parent (the agent). OWN_AFTER: it waits until such a path exists, as a checkpoint.
 OWN_PAUSE: seconds that each training pass takes longer.
 """
 
-import glob
 import os
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class Deed(nn.Module):
         rank, count, what, whom = (os.environ.get("OWN_DEED", "-1:0:SIGTERM") + ":self").split(":")[:4]
         self.at = int(count) if rank == os.environ.get("RANK", "0") else -1
         self.deed = (os.getppid() if whom == "parent" else os.getpid(), signal.Signals[what])
-        self.after = os.environ.get("OWN_AFTER", ".")
+        self.after = os.environ.get("OWN_AFTER")
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
@@ -82,14 +82,15 @@ class Deed(nn.Module):
             time.sleep(self.pause)
             if self.passes == self.at:
                 print(f"rank {os.environ.get('RANK')} does it")
-                _wait_for(self.after)
+                if self.after:
+                    _wait_for(self.after)
                 os.kill(*self.deed)
         return inputs
 
 
 def _wait_for(pattern: str) -> None:
     until = time.monotonic() + 60
-    while not glob.glob(pattern):
+    while not list(Path().glob(pattern)):
         if time.monotonic() > until:
             raise TimeoutError(f"there is no {pattern}")
         time.sleep(0.01)
