@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from multigpu_cli.config.paths import refuse_links
 from multigpu_cli.errors import RequestError, TrainingError
@@ -29,15 +29,24 @@ def publish(path: Path, content: bytes, moved: Moved = ignore_progress) -> None:
 
 
 def publish_stream(
-    path: Path, write: Callable[["ProgressFile"], object], size: int, moved: Moved = ignore_progress
-) -> None:
-    """Like `publish`, for content that is written in chunks; so much space is reserved before the first of them."""
+    path: Path, write: Callable[["DraftFile"], object], size: int, moved: Moved = ignore_progress
+) -> dict[str, Any]:
+    """Like `publish`, for content that is written in chunks; so much space is reserved before the first of them.
+
+    Returns size and SHA-256, as a manifest lists them. OSError: a write failed, whatever the writer made of that.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # several ranks may write the same file
     try:
         with open(draft, "wb") as file:
             if size:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails before the first byte is written
-            write(ProgressFile(file, moved))
+            written = DraftFile(file, moved)
+            try:
+                write(written)
+            except RuntimeError as error:  # torch.save only reports an inconsistent archive
+                if written.error:
+                    raise written.error from error
+                raise
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
@@ -46,23 +55,35 @@ def publish_stream(
         raise
     flush_folder(path.parent)
     moved()
+    return {"size": written.size, "sha256": written.sum.hexdigest()}
 
 
-class ProgressFile:
-    """A file that is flushed to disk after each chunk, which counts as progress."""
+class DraftFile:
+    """A file that is flushed to disk after each chunk, which counts as progress.
+
+    It counts and hashes what is written, and keeps the error of a failed write.
+    """
 
     def __init__(self, file: BinaryIO, moved: Moved) -> None:
         self._file, self._moved, self._since = file, moved, 0
+        self.size, self.sum = 0, sha256()
+        self.error: OSError | None = None
 
     def write(self, content: bytes | memoryview) -> int:
         view = memoryview(content).cast("B")
-        for begin in range(0, len(view), PIECE):
-            self._since += self._file.write(view[begin : begin + PIECE])
-            if self._since >= PIECE:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._since = 0
-                self._moved()
+        try:
+            for begin in range(0, len(view), PIECE):
+                self._since += self._file.write(view[begin : begin + PIECE])
+                if self._since >= PIECE:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+                    self._since = 0
+                    self._moved()
+        except OSError as error:
+            self.error = error
+            raise
+        self.sum.update(view)
+        self.size += len(view)
         return len(view)
 
     def flush(self) -> None:

@@ -10,9 +10,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from multigpu_cli.checkpoint.files import Moved, ProgressFile, ignore_progress, publish_stream
+from multigpu_cli.checkpoint.files import DraftFile, Moved, ignore_progress, publish_stream
 from multigpu_cli.errors import RequestError
 
 _FORMATS = {
@@ -44,18 +43,13 @@ def write_piece(file: Path, rows: Mapping[str, Rows], moved: Moved = ignore_prog
     held = {name: each for name, each in rows.items() if each.tensor.numel()}
     order = sorted(held, key=lambda name: (-held[name].tensor.itemsize, name))  # so that each begins at a multiple
     header = _describe(held, order)
-    size = len(header) + sum(held[name].tensor.nbytes for name in order)
-    digests: list[str] = []
 
-    def write(draft: Any) -> None:
-        summed = HashingFile(draft)
-        summed.write(header)
+    def write(draft: DraftFile) -> None:
+        draft.write(header)
         for name in order:
-            summed.write(_as_bytes(held[name].tensor).flatten().numpy().data)
-        digests.append(summed.sum.hexdigest())
+            draft.write(_as_bytes(held[name].tensor).flatten().numpy().data)
 
-    publish_stream(file, write, size, moved)
-    return {"size": size, "sha256": digests[0]}
+    return publish_stream(file, write, len(header) + sum(held[name].tensor.nbytes for name in order), moved)
 
 
 def _describe(rows: Mapping[str, Rows], order: Iterable[str]) -> bytes:
@@ -146,19 +140,13 @@ def serialize(state: Any) -> bytes:
     return buffer.getvalue()
 
 
-def serialize_to_file(state: Any, file: BinaryIO | ProgressFile) -> tuple[int, str]:
-    """Write the bytes of `serialize` to a file, without a second copy of the state in memory; returns size and SHA-256.
+def write_state(file: Path, state: dict[str, Any], moved: Moved) -> dict[str, Any]:
+    """Write the bytes of `serialize`, without a second copy of the state in memory; returns size and SHA-256."""
 
-    OSError: a write failed; torch itself would only report an inconsistent archive.
-    """
-    summed = HashingFile(file)
-    try:
-        torch.save(state, summed)  # type: ignore[arg-type]  # it calls write and flush only
-    except RuntimeError as error:
-        if summed.error:
-            raise summed.error from error
-        raise
-    return summed.size, summed.sum.hexdigest()
+    def write(draft: DraftFile) -> None:
+        torch.save(state, draft)  # type: ignore[arg-type]  # it calls write and flush only
+
+    return publish_stream(file, write, count_tensor_bytes(state), moved)
 
 
 def count_tensor_bytes(state: Any) -> int:
@@ -170,27 +158,6 @@ def count_tensor_bytes(state: Any) -> int:
 def iterate_tensors(state: Any) -> Iterator[Tensor]:
     """All tensors of nested dicts, lists and tuples."""
     return (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
-
-
-class HashingFile:
-    """A file that counts and hashes what is written, and keeps the error of a failed write."""
-
-    def __init__(self, file: BinaryIO | ProgressFile) -> None:
-        self._file, self.size, self.sum = file, 0, sha256()
-        self.error: OSError | None = None
-
-    def write(self, piece: bytes | memoryview) -> int:
-        try:
-            self._file.write(piece)
-        except OSError as error:
-            self.error = error
-            raise
-        self.sum.update(piece)
-        self.size += len(piece)
-        return len(piece)
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def deserialize(content: bytes | Path, origin: str) -> Any:

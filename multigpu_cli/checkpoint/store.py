@@ -30,7 +30,7 @@ from multigpu_cli.checkpoint.manifest import (
     read_manifest,
     sign_manifest,
 )
-from multigpu_cli.checkpoint.pieces import Pieces, count_tensor_bytes, deserialize, serialize_to_file
+from multigpu_cli.checkpoint.pieces import Pieces, deserialize, write_state
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.module_state import map_tensors, name_tensor
 
@@ -50,9 +50,10 @@ def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Move
     others = list(others)
     if _link_best(others[:1], best, draft):
         return True
-    if found := find_file([best.file], best.sha256):  # new ones, which older checkpoints do not have either
-        _copy_file(found, draft / BEST, moved)
-        return True
+    if best.file.is_file():  # new ones, which older checkpoints do not have either
+        if _copy_file(best.file, draft / BEST, moved) == best.sha256:
+            return True
+        (draft / BEST).unlink()
     return _link_best(others[1:], best, draft)
 
 
@@ -71,10 +72,11 @@ def find_file(files: Iterable[Path], sha256_wanted: str) -> Path | None:
     return next((file for file in files if file.is_file() and compute_sha256(file) == sha256_wanted), None)
 
 
-def _copy_file(source: Path, target: Path, moved: Moved = ignore_progress) -> None:
+def _copy_file(source: Path, target: Path, moved: Moved = ignore_progress) -> str:
+    """Returns the SHA-256 of what was copied."""
     with source.open("rb") as opened:
         size = source.stat().st_size
-        publish_stream(target, lambda file: shutil.copyfileobj(opened, file, PIECE), size, moved)
+        return str(publish_stream(target, lambda file: shutil.copyfileobj(opened, file, PIECE), size, moved)["sha256"])
 
 
 def restore_file(files: Sequence[Path], sha256_wanted: str) -> bool:
@@ -255,12 +257,3 @@ class Store:
 def _name_earlier(folder: Path) -> Path:
     """What a checkpoint is called while another of the same step takes its name."""
     return folder.with_name(f"{folder.name}_earlier")
-
-
-def write_state(file: Path, state: dict[str, Any], moved: Moved) -> dict[str, Any]:
-    """Write a state; returns size and SHA-256 of the file."""
-    results: list[tuple[int, str]] = []
-    publish_stream(
-        file, lambda draft: results.append(serialize_to_file(state, draft)), count_tensor_bytes(state), moved
-    )
-    return dict(zip(("size", "sha256"), results[0], strict=True))

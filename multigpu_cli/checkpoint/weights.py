@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 
 from multigpu_cli.checkpoint.files import Moved, ignore_progress
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
-from multigpu_cli.checkpoint.pieces import deserialize, serialize
-from multigpu_cli.checkpoint.store import Checkpoint, Store, write_state
+from multigpu_cli.checkpoint.pieces import deserialize, serialize, write_state
+from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.distributed.world import World, broadcast_object
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.explain import is_library_file

@@ -48,7 +48,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_draft(
 
 
 def test_content_that_breaks_off_leaves_no_draft(tmp_path: Path) -> None:
-    def break_off(file: files.ProgressFile) -> None:
+    def break_off(file: files.DraftFile) -> None:
         file.write(b"half")
         raise KeyError("the source is gone")
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint.pieces import count_tensor_bytes, deserialize, serialize, serialize_to_file
+from multigpu_cli.checkpoint import files
+from multigpu_cli.checkpoint.pieces import count_tensor_bytes, deserialize, serialize, write_state
 from multigpu_cli.errors import RequestError
 from tests.support.malicious_files import Evil
 
@@ -42,29 +43,35 @@ def test_a_foreign_or_torn_file_is_named(content: bytes) -> None:
         deserialize(content, "foreign.pt")
 
 
-def test_a_state_goes_into_a_file_piece_by_piece_as_the_same_bytes() -> None:
-    class Watched(io.BytesIO):
-        longest = 0
+class Watched(io.FileIO):
+    longest = 0
 
-        def write(self, piece: object) -> int:
-            Watched.longest = max(Watched.longest, len(piece))  # type: ignore[arg-type]
-            return super().write(piece)  # type: ignore[arg-type]
+    def write(self, piece: Any) -> int:
+        Watched.longest = max(Watched.longest, len(piece))
+        return super().write(piece)
 
+
+class Full(io.FileIO):
+    def write(self, piece: object) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_state_goes_into_a_file_piece_by_piece_as_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "open", Watched, raising=False)
     state = {str(number): torch.full((1000,), float(number)) for number in range(50)}
-    file = Watched()
-    size, total = serialize_to_file(state, file)
-    assert (file.getvalue(), size) == (serialize(state), len(serialize(state)))
-    assert total == sha256(serialize(state)).hexdigest()
-    assert Watched.longest <= 4000 + 1000, "never more than a tensor at once"
+    written = write_state(tmp_path / "state.pt", state, files.ignore_progress)
+    assert (tmp_path / "state.pt").read_bytes() == serialize(state)
+    assert written == {"size": len(serialize(state)), "sha256": sha256(serialize(state)).hexdigest()}
+    assert 4000 <= Watched.longest <= 4000 + 1000, "never more than a tensor at once"
 
 
-def test_a_full_disk_is_named_by_its_own_error() -> None:
-    class Full(io.BytesIO):
-        def write(self, piece: object) -> int:
-            raise OSError(28, "No space left on device")
-
+def test_a_full_disk_is_named_by_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "open", Full, raising=False)
     with pytest.raises(OSError, match="No space left on device"):
-        serialize_to_file({"w": torch.ones(1000)}, Full())
+        write_state(tmp_path / "state.pt", {"w": torch.ones(1000)}, files.ignore_progress)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_tied_tensors_take_their_memory_once() -> None:
