@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, is_dataclass
 from hashlib import sha256
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from multigpu_cli.config.types import choice
 from multigpu_cli.data.collate import PAIR, Collate, SampleForm, get_sample, unwrap_dataset
 from multigpu_cli.data.order import KeyedRandom, SampleOrder
 from multigpu_cli.errors import RequestError
@@ -22,6 +23,9 @@ from multigpu_cli.runtime.seeding import seed_everything
 SPLITS = ("train", "val", "test")
 FEW = 20
 """Whole numbers with at most so many values are classes, where nothing says what a target is."""
+
+Kind = Annotated[str, choice("auto", "classification", "regression")]
+"""What data.kind says of the targets."""
 
 
 def to_float(inputs: Tensor) -> Tensor:

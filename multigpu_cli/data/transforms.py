@@ -153,11 +153,14 @@ def check_pillow(name: str) -> None:
     import_extra("PIL", f"--data {name} needs Pillow", "pip install pillow, or this program with its extra [images]")
 
 
-def check_sizes(size: Any, resize: Any) -> None:
-    """Refuse sizes of which no image can be made."""
-    for name, value, least in (("size", size, 1), ("resize", size if resize is None else resize, size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise RequestError(f"data.args.{name}: {value!r} pixels", remedy=f"a whole number of at least {least}")
+def choose_shorter_side(size: int, resize: int | None) -> int:
+    """Pixels of the shorter side before a square of `size` is cut out: a seventh more, unless something else is asked.
+
+    RequestError: less than the square.
+    """
+    if resize is not None and resize < size:
+        raise RequestError(f"data.args.resize: {resize} pixels", remedy=f"a whole number of at least {size}")
+    return resize or size * 8 // 7
 
 
 def decode_image(file: Path | bytes, shorter: int, where: str) -> np.ndarray:

@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
+from multigpu_cli.config.types import choice
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
 from multigpu_cli.language.model_folder import (
     check_weight_files,
@@ -187,12 +188,14 @@ def build(
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
-_QUANTIZED = ("none", "4bit")
 _LISTED = 4
 
 
 def build_pretrained(
-    model_dir: str | None = None, dtype: str = "float32", attention: str = "sdpa", quantize: str = "none"
+    model_dir: str | None = None,
+    dtype: Annotated[str, choice(*_DTYPES)] = "float32",
+    attention: Annotated[str, choice(*_ATTENTION)] = "sdpa",
+    quantize: Annotated[str, choice("none", "4bit")] = "none",
 ) -> nn.Module:
     """The model of the folder --model-dir, whole: nothing in it is as initialised.
 
@@ -201,10 +204,6 @@ def build_pretrained(
         attention: sdpa, eager, or flash (of the flash-attn package).
         quantize: none, or 4bit (of the bitsandbytes package): an adapter learns beside linear layers in 4 bits.
     """
-    choices = (("dtype", dtype, _DTYPES), ("attention", attention, _ATTENTION), ("quantize", quantize, _QUANTIZED))
-    for name, value, known in choices:
-        if value not in known:
-            raise RequestError(f"model.args.{name}: {value!r}", remedy=" or ".join(known))
     folder = find_model_folder(model_dir)
     config = load_config(folder)
     sent = torch.get_default_device().type == "meta"  # a rank that is sent the weights

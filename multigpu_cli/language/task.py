@@ -5,14 +5,15 @@ Source of the latter: Rafailov et al., "Direct Preference Optimization: Your Lan
 """
 
 from collections.abc import Callable
-from math import exp, inf
-from typing import Any
+from math import exp
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.config.types import number
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
@@ -166,15 +167,15 @@ class DPO(Task):
     sums = ("chosen_reward", "rejected_reward")
     expected_shapes = "targets (n, 2, t) int64 tokens, -100 where none counts; outputs (2n, t, vocabulary) logits"
 
-    def __init__(self, source: DataSource, config: TaskConfig, beta: float = 0.1) -> None:
+    def __init__(
+        self, source: DataSource, config: TaskConfig, beta: Annotated[float, number(0, above=True)] = 0.1
+    ) -> None:
         super().__init__(source, config)
         if source.noun != "pairs":
             raise RequestError(
                 "--task dpo: the data are no preferences: a prompt, and a chosen and a rejected answer to it",
                 remedy="--data chat with records that have fields chosen and rejected (data.args.format=preference)",
             )
-        if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 < beta < inf:
-            raise RequestError(f"task.args.beta: {beta!r}", remedy="a number above 0, such as 0.1")
         if config.label_smoothing >= 0.5:
             raise RequestError(
                 f"--label-smoothing {config.label_smoothing:g}: with --task dpo it is the share of pairs whose answers "

@@ -6,19 +6,19 @@ Nothing is copied into memory that the file system can serve: bytes and arrays a
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from multigpu_cli.config.types import choice, integer, number
 from multigpu_cli.data.files import locate_single_file
 from multigpu_cli.data.source import SPLITS, Codec, DataSource
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.model_call import IGNORED
 
-_KINDS = ("characters", "bytes", "arrays")
 _UNICODE = 0x110000
 _LAYOUT = "one .txt file, or arrays of tokens: train.bin and val.bin (uint16, as nanoGPT writes them) or .npy"
 
@@ -183,11 +183,11 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 def load(
     data_dir: str | None,
     file: str | None = None,
-    tokens: str | None = None,
-    block: int = 128,
-    val: float = 0.1,
-    windows: int | None = None,
-    vocabulary: int | None = None,
+    tokens: Annotated[str | None, choice("characters", "bytes", "arrays")] = None,
+    block: Annotated[int, integer(1)] = 128,
+    val: Annotated[float, number(0, 1, below=True)] = 0.1,
+    windows: Annotated[int | None, integer(1)] = None,
+    vocabulary: Annotated[int | None, integer(2)] = None,
     dtype: str = "uint16",
 ) -> DataSource:
     """A text, cut into windows; the last part of it is for validation.
@@ -202,7 +202,6 @@ def load(
         vocabulary: how many tokens an array knows (default: the largest in it, plus one).
         dtype: number format of .bin files.
     """
-    _check(tokens, block, val, windows, vocabulary)
     arrays = _arrays(Path(data_dir).expanduser(), dtype) if data_dir and tokens in (None, "arrays") and not file else {}
     known: Vocabulary
     if arrays:
@@ -261,19 +260,3 @@ def _text(path: Path, tokens: str) -> tuple[Vocabulary, np.ndarray]:
         raise RequestError(
             f"--data text: {path} is not UTF-8 (byte {error.start})", remedy="--set data.args.tokens=bytes"
         ) from error
-
-
-def _check(tokens: Any, block: Any, val: Any, windows: Any, vocabulary: Any) -> None:
-    def whole(value: Any, least: int) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-    rules = [
-        ("tokens", tokens, tokens is None or tokens in _KINDS, " or ".join(_KINDS)),
-        ("block", block, whole(block, 1), "1 or more"),
-        ("val", val, isinstance(val, int | float) and 0 <= val < 1, "a share from 0 to below 1"),
-        ("windows", windows, windows is None or whole(windows, 1), "1 or more"),
-        ("vocabulary", vocabulary, vocabulary is None or whole(vocabulary, 2), "2 or more"),
-    ]
-    for name, value, holds, right in rules:
-        if not holds:
-            raise RequestError(f"data.args.{name}: {value!r} is not valid", remedy=right)

@@ -1,12 +1,12 @@
 """The loss of PPO for each decision: settings, advantages, statistics of rewards and observations."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from multigpu_cli.errors import RequestError
+from multigpu_cli.config.types import integer, number, switch
 
 
 class RunningMoments:
@@ -49,6 +49,12 @@ def sum_moments(values: Tensor) -> Tensor:
     return torch.cat([count, mean, (wide - mean).square().sum(0)])
 
 
+_Count = Annotated[int, integer(1)]
+_Share = Annotated[float, number(0, 1)]
+_Positive = Annotated[float, number(0)]
+_Switch = Annotated[bool, switch]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PPOSettings:
     """The numbers of PPO (Schulman et al. 2017, arXiv 1707.06347; defaults as in CleanRL's ppo.py).
@@ -59,37 +65,21 @@ class PPOSettings:
         normalize_observations, normalize_rewards: by running statistics over all environments of all workers.
     """
 
-    rollout: int = 128  # steps that each environment takes between two updates
-    passes: int = 4  # of the optimizer over each rollout
-    minibatches: int = 4  # optimizer steps in one pass; --batch-size gives the same in samples
-    gamma: float = 0.99
-    gae_lambda: float = 0.95
-    clip: float = 0.2  # limit of the change of a probability ratio
-    value_clip: float = 0.2  # limit of the change of a value in one update; 0: no limit
-    value_weight: float = 0.5
-    entropy_weight: float = 0.01
-    target_kl: float = 0.0  # an update ends after a pass that moved the policy further than this; 0: never
-    normalize_advantages: bool = True  # over the global batch
-    normalize_observations: bool = False
-    normalize_rewards: bool = False
-    evaluate_every: int = 10  # updates between two evaluations; there is one at the end
-    evaluate_episodes: int = 20  # of each evaluation
-
-    def __post_init__(self) -> None:
-        for name in ("rollout", "passes", "minibatches", "evaluate_every", "evaluate_episodes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RequestError(f"task.args.{name}: {value!r}", remedy="a whole number of at least 1")
-        for name in ("gamma", "gae_lambda", "clip", "value_clip", "value_weight", "entropy_weight", "target_kl"):
-            value, most = getattr(self, name), 1.0 if name in ("gamma", "gae_lambda", "clip") else float("inf")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
-                raise RequestError(
-                    f"task.args.{name}: {value!r}",
-                    remedy="a number from 0 to 1" if most == 1 else "a number of at least 0",
-                )
-        for name in ("normalize_advantages", "normalize_observations", "normalize_rewards"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"task.args.{name}: {getattr(self, name)!r}", remedy="true or false")
+    rollout: _Count = 128  # steps that each environment takes between two updates
+    passes: _Count = 4  # of the optimizer over each rollout
+    minibatches: _Count = 4  # optimizer steps in one pass; --batch-size gives the same in samples
+    gamma: _Share = 0.99
+    gae_lambda: _Share = 0.95
+    clip: _Share = 0.2  # limit of the change of a probability ratio
+    value_clip: _Positive = 0.2  # limit of the change of a value in one update; 0: no limit
+    value_weight: _Positive = 0.5
+    entropy_weight: _Positive = 0.01
+    target_kl: _Positive = 0.0  # an update ends after a pass that moved the policy further than this; 0: never
+    normalize_advantages: _Switch = True  # over the global batch
+    normalize_observations: _Switch = False
+    normalize_rewards: _Switch = False
+    evaluate_every: _Count = 10  # updates between two evaluations; there is one at the end
+    evaluate_episodes: _Count = 20  # of each evaluation
 
 
 @dataclass

@@ -14,7 +14,7 @@ from multigpu_cli.distributed.world import World, all_gather_object, all_reduce_
 from multigpu_cli.errors import RequestError
 from multigpu_cli.rl.env_source import EnvSource
 from multigpu_cli.rl.metrics import Episodes
-from multigpu_cli.rl.objective import PPOSettings, losses
+from multigpu_cli.rl.objective import losses
 from multigpu_cli.rl.policy import build_policy
 from multigpu_cli.rl.stream import RolloutStream
 from multigpu_cli.runtime.module_state import eval_mode
@@ -35,10 +35,11 @@ class PPO(Task):
     )
 
     def __init__(self, source: DataSource, config: TaskConfig, **args: Any) -> None:
+        """The source has the settings that the `args` are."""
         super().__init__(source, config)
         if not isinstance(source, EnvSource):
             raise RequestError("--task ppo needs environments, and --data names a dataset", remedy="another --task")
-        self.acting, self.settings, self.policy = source, PPOSettings(**args), build_policy(source.action)
+        self.acting, self.settings, self.policy = source, source.settings, build_policy(source.action)
 
     def train_stream(self, config: DataConfig, world: World, seed: int) -> BatchStream:
         self.rollouts = RolloutStream(self.acting, self.policy, world, seed, lambda: self.moved())

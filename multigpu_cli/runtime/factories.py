@@ -11,11 +11,11 @@ from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, NoneType
+from typing import Any, get_args
 
 from multigpu_cli.config.schema import SETTINGS
-from multigpu_cli.config.types import quote_value
+from multigpu_cli.config.types import ValueType, quote_value
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
 
 _EXTRAS = {"timm": "vision", "torchvision": "vision"}  # packages of the networks that have a library's name
@@ -103,8 +103,9 @@ def call_factory(
     """Call a factory with the offered values that it names, and with all of the user's own arguments.
 
     Values for any factory are offered (input_shape, num_classes, seed, …); the user's `--set WHERE.args.NAME=value`
-    override them; `where` is their section (data, model, task), for messages. RequestError: the factory does not accept
-    an argument, lacks a value for a parameter, or raises an error.
+    override them; `where` is their section (data, model, task), for messages. A parameter may say by its annotation
+    what the user's value has to be: `Annotated[int, integer(1)]`, of config.types. RequestError: it is something else,
+    or the factory does not accept an argument, lacks a value for a parameter, or raises an error.
     """
     parameters = inspect.signature(factory).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -114,7 +115,8 @@ def call_factory(
             f"{where}.args.{unknown[0]}: {_name(factory)} has no such parameter",
             remedy=did_you_mean(unknown[0], {*parameters, *ours}),
         )
-    chosen = {name: value for name, value in offered.items() if name in parameters} | dict(args)
+    chosen = {name: value for name, value in offered.items() if name in parameters}
+    chosen |= {name: _parse(value, parameters.get(name), f"{where}.args.{name}") for name, value in args.items()}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variadic]
     if missing := [name for name in needed if name not in chosen]:
@@ -134,6 +136,18 @@ def call_factory(
         lines += ["  it was called with"] + [f"    {name} = {quote_value(value)}" for name, value in chosen.items()]
         remedy = f"change {where}.args, or use --debug to see the traceback"
         raise RequestError("\n".join(lines), remedy=remedy) from error
+
+
+def _parse(value: Any, parameter: inspect.Parameter | None, key: str) -> Any:
+    """The user's value, checked by the annotation of its parameter; see `call_factory`."""
+    annotation = parameter and parameter.annotation
+    kind = next((each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, ValueType)), None)
+    if kind is None or (value is None and NoneType in get_args(get_args(annotation)[0])):
+        return value
+    try:
+        return kind.parse(value)
+    except ValueError as error:
+        raise RequestError(f"{key} {error}") from error
 
 
 def bind_call(

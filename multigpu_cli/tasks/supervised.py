@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from math import isnan, nan
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.config.types import choice
 from multigpu_cli.data.class_weights import resolve_class_weights
 from multigpu_cli.data.collate import VOID, Collate, describe_shapes, get_sample, to_pair
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.errors import RequestError, did_you_mean, pluralize
+from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.meters import divide
 from multigpu_cli.runtime.model_call import IGNORED
 from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
@@ -301,10 +302,10 @@ class Regression(Task):
     sums = ("absolute", "squared")
     expected_shapes = "targets (n,) or (n, k) numbers; outputs of the same shape, or (n, 1) for (n,)"
 
-    def __init__(self, source: DataSource, config: TaskConfig, loss: str = "squared") -> None:
+    def __init__(
+        self, source: DataSource, config: TaskConfig, loss: Annotated[str, choice(*_LOSSES)] = "squared"
+    ) -> None:
         super().__init__(source, config)
-        if loss not in _LOSSES:
-            raise RequestError(f"task.args.loss: {loss!r}", remedy=did_you_mean(str(loss), _LOSSES))
         self._loss = _LOSSES[loss]
         self.mean, self.deviation = source.target_scale or (0.0, 1.0)
 

@@ -161,9 +161,6 @@ def draw_prices(seed: int, symbols: int = 5, days: int = 1500) -> Prices:
 
     A policy's return on such prices beyond their drift is chance.
     """
-    for name, value, least in (("symbols", symbols, 1), ("days", days, 2)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise RequestError(f"data.args.{name}: {value!r} is not valid", remedy=f"use {least} or more")
     random = np.random.default_rng([seed, symbols, days])
     market, own = _MARKET / sqrt(_TRADING_DAYS), _OWN / sqrt(_TRADING_DAYS)
     shocks = market * random.standard_normal((days, 1)) + own * random.standard_normal((days, symbols))

@@ -1,10 +1,11 @@
 """Builds a group of trading environments from --data-dir and data.args."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import torch
 
+from multigpu_cli.config.types import choice, integer, number
 from multigpu_cli.errors import RequestError
 from multigpu_cli.trading import prices
 from multigpu_cli.trading.environment import Trading, TradingRules
@@ -19,21 +20,21 @@ def group(
     device: torch.device,
     symbols: Sequence[str] | str | int | None = None,
     adjusted: bool = True,
-    made_days: int = 1500,
+    made_days: Annotated[int, integer(2)] = 1500,
     made_seed: int = 0,
     val_from: Any = None,
     test_from: Any = None,
-    window: int | None = None,
-    length: int | None = None,
-    start: str = "random",
-    cash: float = 1_000_000.0,
-    max_shares: int = 100,
-    cost: float = 0.001,
-    turbulence: float | None = 0.9,
-    turbulence_window: int = 252,
-    period: int = 30,
-    fill: str = "close",
-    reward_scale: float = 1e-4,
+    window: Annotated[int | None, integer(1)] = None,
+    length: Annotated[int | None, integer(1)] = None,
+    start: Annotated[str, choice("random", "beginning")] = "random",
+    cash: Annotated[float, number(1e-6, 1e15)] = 1_000_000.0,
+    max_shares: Annotated[int, integer(1)] = 100,
+    cost: Annotated[float, number(0, 0.999)] = 0.001,
+    turbulence: Annotated[float | None, number(0, 1)] = 0.9,
+    turbulence_window: Annotated[int, integer(2)] = 252,
+    period: Annotated[int, integer(2)] = 30,
+    fill: Annotated[str, choice("close", "open")] = "close",
+    reward_scale: Annotated[float, number(1e-12, 1e12)] = 1e-4,
 ) -> Trading:
     """Build trading environments on the dates of a split; val and test run from their first date to their last.
 
@@ -45,7 +46,6 @@ def group(
         val_from, test_from, turbulence, turbulence_window, period, fill: see market.build.
         length, start, window, cash, max_shares, cost, reward_scale: see TradingRules; the first two are for training.
     """
-    _check(locals())
     training = split == "train"
     market = build(
         _prices(data_dir, symbols, adjusted, made_days, made_seed),
@@ -58,7 +58,7 @@ def group(
         test_from=test_from,
     )
     rules = TradingRules(
-        cash=float(cash),
+        cash=cash,
         max_shares=max_shares,
         cost=cost,
         reward_scale=reward_scale,
@@ -77,32 +77,9 @@ def _prices(
             raise RequestError(
                 "data.args.symbols: synthetic prices have no names", remedy="give --data-dir, or a number of symbols"
             )
+        if symbols is not None and (isinstance(symbols, bool) or symbols < 1):
+            raise RequestError(f"data.args.symbols: {symbols!r} is not valid", remedy="use 1 or more")
         return prices.draw_prices(seed, 5 if symbols is None else symbols, days)
     if isinstance(symbols, int):
         raise RequestError(f"data.args.symbols: {symbols} is not the name of a file", remedy="give names, without .csv")
     return prices.read_prices(data_dir, symbols or (), adjusted=adjusted)
-
-
-def _check(given: Mapping[str, Any]) -> None:
-    def whole(name: str, least: int) -> bool:
-        return isinstance(given[name], int) and not isinstance(given[name], bool) and given[name] >= least
-
-    def number(name: str, low: float, high: float) -> bool:
-        return isinstance(given[name], int | float) and not isinstance(given[name], bool) and low <= given[name] <= high
-
-    rules = [
-        ("window", given["window"] is None or whole("window", 1), "1 or more days, or null"),
-        ("length", given["length"] is None or whole("length", 1), "1 or more days, or null"),
-        ("start", given["start"] in ("random", "beginning"), "random or beginning"),
-        ("cash", number("cash", 1e-6, 1e15), "an amount above 0"),
-        ("max_shares", whole("max_shares", 1), "1 or more"),
-        ("cost", number("cost", 0, 0.999), "a share from 0 to below 1"),
-        ("turbulence", given["turbulence"] is None or number("turbulence", 0, 1), "a quantile, or null"),
-        ("turbulence_window", whole("turbulence_window", 2), "2 or more days"),
-        ("period", whole("period", 2), "2 or more days"),
-        ("fill", given["fill"] in ("close", "open"), "close, or open for that of the next day"),
-        ("reward_scale", number("reward_scale", 1e-12, 1e12), "a number above 0"),
-    ]
-    for name, holds, right in rules:
-        if not holds:
-            raise RequestError(f"data.args.{name}: {given[name]!r} is not valid", remedy=f"use {right}")

@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 
 from multigpu_cli.data.tables.csv import CsvFormat, CsvTable, read_csv
+from multigpu_cli.data.tables.table import load
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.factories import call_factory
 
 
 def table(folder: Path, content: str | bytes, **form: str) -> CsvTable:
@@ -81,8 +83,9 @@ def test_what_makes_no_table_is_named_with_its_line(tmp_path: Path, content: str
 
 
 @pytest.mark.parametrize(("name", "value"), [("separator", "::"), ("header", "0"), ("decimal", ",")])
-def test_an_unknown_way_of_writing_is_refused(tmp_path: Path, name: str, value: str) -> None:
-    assert f"data.{name}: {value!r}" in read_refusal(tmp_path, "a,b\n1,2\n", **{name: value})
+def test_an_unknown_way_of_writing_is_refused(name: str, value: str) -> None:
+    with pytest.raises(RequestError, match=f"data.args.{name} must be .* not {value!r}"):
+        call_factory(load, {"data_dir": "t.csv", "seed": 1}, {name: value}, where="data")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 
 from multigpu_cli.data.builtin.synthetic import load
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.factories import call_factory
 
 SMALL = {"train": 500, "val": 100, "test": 300}
 
@@ -59,4 +60,4 @@ def test_parts_can_be_left_out_and_modes_join_channels():
 )
 def test_sizes_that_make_no_dataset_are_refused_by_name(wrong):
     with pytest.raises(RequestError, match=f"data.args.{next(iter(wrong))}"):
-        load("flatten", 1, **wrong)
+        call_factory(load, {"mode": "flatten", "seed": 1}, wrong, where="data")

@@ -121,9 +121,9 @@ def test_the_shortest_text_that_can_be_trained_on() -> None:
 @pytest.mark.parametrize(
     ("args", "named"),
     [
-        ({"tokens": "words"}, r"data\.args\.tokens: 'words'"),
-        ({"block": 0}, r"data\.args\.block: 0"),
-        ({"val": 1.0}, r"data\.args\.val: 1\.0"),
+        ({"tokens": "words"}, r"data\.args\.tokens must be .* not 'words'"),
+        ({"block": 0}, r"data\.args\.block must be a whole number of at least 1, not 0"),
+        ({"val": 1.0}, r"data\.args\.val must be .* not 1\.0"),
         ({"windows": "many"}, r"data\.args\.windows"),
         ({"vocabulary": True}, r"data\.args\.vocabulary"),
         ({"block": 200}, "100 tokens for val are less than one window of 200"),

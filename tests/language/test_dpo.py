@@ -20,6 +20,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.language.adapter import add_adapter
 from multigpu_cli.language.task import DPO, LanguageModel
 from multigpu_cli.models.build import adapt_model
+from multigpu_cli.runtime.factories import call_factory
 from multigpu_cli.runtime.precision import Precision
 from tests.support.tiny_language_models import SIZES
 from tests.support.world import CPU
@@ -203,8 +204,8 @@ def test_what_can_not_be_compared_is_refused() -> None:
     with pytest.raises(RequestError, match="the data are no preferences"):
         make_task(noun="samples")
     for beta in (0, -1, True, "much", float("nan"), float("inf")):
-        with pytest.raises(RequestError, match=r"task\.args\.beta"):
-            make_task(beta=beta)
+        with pytest.raises(RequestError, match=r"task\.args\.beta must be a number above 0"):
+            call_factory(DPO, {"source": make_task().source, "config": TaskConfig()}, {"beta": beta}, where="task")
     with pytest.raises(RequestError, match=r"--label-smoothing 0\.5"):
         make_task(label_smoothing=0.5)
     with pytest.raises(RequestError, match="the data are preferences"):

@@ -11,6 +11,7 @@ from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.factories import call_factory
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.supervised import Regression
 from tests.support.ranks import run_on_each_rank
@@ -69,6 +70,6 @@ def test_an_evaluation_agrees_with_scikit_learn_on_any_number_of_workers() -> No
 
 
 def test_an_unknown_loss_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"task\.args\.loss: 'squard'") as refused:
-        task(loss="squard")
-    assert "did you mean 'squared'?" in refused.value.remedy
+    offered = {"source": task().source, "config": TaskConfig()}
+    with pytest.raises(RequestError, match=r"task\.args\.loss must .* not 'squard'; did you mean 'squared'\?"):
+        call_factory(Regression, offered, {"loss": "squard"}, where="task")

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.factories import call_factory
 from multigpu_cli.trading.request import group
 from tests.support.world import CPU
 from tests.trading.csv_files import lines, write
@@ -56,6 +57,8 @@ def test_the_files_of_a_folder_are_traded(tmp_path):
         {"cash": 0},
         {"cash": float("nan")},
         {"max_shares": 0},
+        {"made_days": 1},
+        {"made_days": 2.5},
         {"cost": 1},
         {"cost": -0.1},
         {"turbulence": 90},
@@ -66,12 +69,13 @@ def test_the_files_of_a_folder_are_traded(tmp_path):
         {"reward_scale": True},
         {"symbols": "AAPL"},
         {"symbols": 0},
+        {"symbols": True},
     ],
 )
 def test_arguments_that_make_no_environment_are_refused_by_name(wrong):
-    with pytest.raises(RequestError, match=f"data.args.{next(iter(wrong))}") as raised:
-        make_group(**wrong)
-    assert raised.value.remedy
+    offered = {"split": "train", "data_dir": None, "numbers": range(2), "seed": 1, "device": CPU}
+    with pytest.raises(RequestError, match=f"data.args.{next(iter(wrong))}.*(must be|\n  try: )"):
+        call_factory(group, offered, SMALL | wrong, where="data")
 
 
 def test_a_number_of_symbols_names_no_files(tmp_path):

@@ -1,7 +1,5 @@
 import numpy as np
-import pytest
 
-from multigpu_cli.errors import RequestError
 from multigpu_cli.trading.prices import draw_prices
 
 
@@ -28,9 +26,3 @@ def test_returns_have_the_deviation_and_correlation_that_they_should():
     np.testing.assert_allclose(np.corrcoef(returns.T)[0, 1], 0.12**2 / (0.12**2 + 0.20**2), atol=0.03)
     following = np.corrcoef(returns[:-1, 0], returns[1:, 0])[0, 1]
     assert abs(following) < 0.03  # nothing in the past tells of the future
-
-
-@pytest.mark.parametrize("wrong", [{"symbols": 0}, {"days": 1}, {"days": 2.5}, {"symbols": True}])
-def test_sizes_that_make_no_market(wrong):
-    with pytest.raises(RequestError, match=f"data.args.{next(iter(wrong))}"):
-        draw_prices(1, **wrong)

@@ -6,11 +6,13 @@ full shape and stored as bytes, as images are.
 
 from collections.abc import Sequence
 from math import prod, sqrt
+from typing import Annotated
 
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from multigpu_cli.config.types import integer, number
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.data.transforms import fit_standardised, model_input_shape
 from multigpu_cli.errors import RequestError
@@ -25,11 +27,11 @@ def load(
     mode: str,
     seed: int,
     shape: Sequence[int] = (3, 32, 32),
-    classes: int = 10,
-    train: int = 10_000,
-    val: int = 1_000,
-    test: int = 1_000,
-    difficulty: float = 1.0,
+    classes: Annotated[int, integer(2)] = 10,
+    train: Annotated[int, integer(1)] = 10_000,
+    val: Annotated[int, integer(0)] = 1_000,
+    test: Annotated[int, integer(0)] = 1_000,
+    difficulty: Annotated[float, number(0)] = 1.0,
 ) -> DataSource:
     """Generate the samples from the seed.
 
@@ -39,7 +41,10 @@ def load(
         difficulty: 0 is trivial; for ten classes of images the best possible accuracy is 98 % at 1, 85 % at 1.5 and 69
             % at 2.
     """
-    _check(shape, classes, train, val, test, difficulty)
+    if not shape or not all(isinstance(size, int) and size > 0 for size in shape):
+        raise RequestError(f"data.args.shape: {shape!r} is out of range", remedy="use [3, 32, 32]")
+    if train < classes:
+        raise RequestError(f"data.args.train: {train} is out of range", remedy="use at least one sample per class")
     input_shape = model_input_shape(shape, mode)
     cells = [min(_COARSE, size) for size in shape]
     patterns = torch.randn(classes, *cells, generator=_generator(seed, _PATTERNS))
@@ -75,17 +80,3 @@ def _part(
 
 def _generator(seed: int, stream: int) -> torch.Generator:
     return torch.Generator().manual_seed(make_key(seed, stream))
-
-
-def _check(shape: Sequence[int], classes: int, train: int, val: int, test: int, difficulty: float) -> None:
-    rules = [
-        ("shape", shape, len(shape) > 0 and all(isinstance(size, int) and size > 0 for size in shape), "[3, 32, 32]"),
-        ("classes", classes, classes >= 2, "at least 2"),
-        ("train", train, train >= classes, "at least one sample per class"),
-        ("val", val, val >= 0, "0 or more"),
-        ("test", test, test >= 0, "0 or more"),
-        ("difficulty", difficulty, difficulty >= 0, "0 or more"),
-    ]
-    for name, value, holds, right in rules:
-        if not holds:
-            raise RequestError(f"data.args.{name}: {value!r} is out of range", remedy=f"use {right}")

@@ -7,11 +7,13 @@ DATA_DIR/train/cat/…  DATA_DIR/val/…  DATA_DIR/test/…   as they are; witho
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from multigpu_cli.config.paths import IMAGES
+from multigpu_cli.config.types import integer
 from multigpu_cli.data.files import locate_other_file
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import DataSource
@@ -19,7 +21,7 @@ from multigpu_cli.data.transforms import (
     IMAGENET,
     Standardised,
     check_pillow,
-    check_sizes,
+    choose_shorter_side,
     cut_square,
     decode_image,
     model_input_shape,
@@ -65,8 +67,8 @@ def load(
     data_dir: str | None,
     mode: str,
     seed: int,
-    size: int = 64,
-    resize: int | None = None,
+    size: Annotated[int, integer(1)] = 64,
+    resize: Annotated[int | None, integer(1)] = None,
     augment: bool = True,
     new: str | None = None,
 ) -> DataSource:
@@ -77,7 +79,7 @@ def load(
         resize: what the shorter side becomes first (default: a seventh more than `size`).
         new: a folder of images whose classes nobody knows, for predictions.
     """
-    check_sizes(size, resize)
+    larger = choose_shorter_side(size, resize)
     check_pillow("image-folder")
     if data_dir is None:
         raise RequestError("--data image-folder needs --data-dir", remedy=_LAYOUT)
@@ -85,7 +87,6 @@ def load(
     names, train, val, test = _splits(root, seed)
 
     def images(entries: list[Entry], *, training: bool = False) -> Images | None:
-        larger = resize or size * 8 // 7
         return Images(entries, size, larger, augment=augment and training) if entries else None
 
     learnt = images(train, training=True)

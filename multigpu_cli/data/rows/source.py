@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from inspect import Signature, signature
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
+from multigpu_cli.config.types import integer
 from multigpu_cli.data.files import find_part_files
 from multigpu_cli.data.order import RowSelection, divide_rows
 from multigpu_cli.data.rows.arrow import ArrowStore, find_arrow_files
@@ -16,8 +17,8 @@ from multigpu_cli.data.rows.dataset import ImageRows, NumberRows, RowRoles, Toke
 from multigpu_cli.data.rows.jsonl import JsonStore
 from multigpu_cli.data.rows.store import Column, RowStore
 from multigpu_cli.data.rows.tar import TarStore
-from multigpu_cli.data.source import FEW, DataSource
-from multigpu_cli.data.transforms import IMAGENET, Standardised, check_pillow, check_sizes, model_input_shape
+from multigpu_cli.data.source import FEW, DataSource, Kind
+from multigpu_cli.data.transforms import IMAGENET, Standardised, check_pillow, choose_shorter_side, model_input_shape
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.runtime.model_call import TARGETS
 
@@ -38,11 +39,11 @@ class RowOptions:
     target: str | None = None  # the column to predict; None where one is called label, target or the like
     columns: Sequence[str] | str | None = None  # the inputs; None: all others
     ignore: Sequence[str] | str = ()  # columns to leave out
-    kind: str = "auto"  # classification, regression, or auto: texts, and whole numbers of up to 20 values, are classes
+    kind: Kind = "auto"  # classification, regression, or auto: texts, and whole numbers of up to 20 values, are classes
     classes: int | Sequence[Any] | None = None  # how many, or their names or values; None: to be found in the rows
     vocabulary: int | None = None  # how many tokens there are, where rows are tokens
-    size: int = 64
-    resize: int | None = None
+    size: Annotated[int, integer(1)] = 64
+    resize: Annotated[int | None, integer(1)] = None
     augment: bool = True  # cut and mirror training images at random
 
 
@@ -158,8 +159,6 @@ def _find_classes(
     name: str, store: RowStore, target: Column, options: RowOptions
 ) -> tuple[dict[Any, int] | None, tuple[str, ...]]:
     """The class number of each value of the target, where they are not the same; and the names of the classes."""
-    if options.kind not in ("auto", "classification", "regression"):
-        raise RequestError(f"data.kind: {options.kind!r}", remedy="auto, classification or regression")
     if target.kind not in ("number", "text") or (target.kind == "text" and options.kind == "regression"):
         raise RequestError(
             f"--data {name}: column {target.name!r} holds {target.description}, no {options.kind} target",
@@ -201,8 +200,7 @@ def _build_tokens(column: Column, target: Column, parts: Parts, options: RowOpti
 
 def _build_images(name: str, options: RowOptions, parts: Parts, roles: RowRoles, mode: str) -> Built:
     check_pillow(name)
-    check_sizes(options.size, options.resize)
-    sizes = options.size, options.resize or options.size * 8 // 7
+    sizes = options.size, choose_shorter_side(options.size, options.resize)
     samples = {
         part: ImageRows(store, rows, roles, sizes, augment=options.augment and part == "train")
         for part, (store, rows) in parts.items()

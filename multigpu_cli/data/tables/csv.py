@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from multigpu_cli.config.types import ValueType, quote_value
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
@@ -28,6 +29,16 @@ _SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "space": " ", "bar":
 _LOOK = 50  # rows that show how a file is written
 _COMMA = re.compile(r"[+-]?\d+(,\d+)?([eE][+-]?\d+)?")  # 3,14
 _GROUPED = re.compile(r"[+-]?\d{1,3}(\.\d{3})+(,\d+)?")  # 1.234,56
+
+
+def _parse_separator(value: Any) -> str:
+    word = str(value)
+    if word != "auto" and word not in _SEPARATORS and len(word) != 1:
+        raise ValueError(f"must be auto, {', '.join(_SEPARATORS)}, or one character, not {quote_value(value)}")
+    return word
+
+
+SEPARATOR = ValueType("NAME", _parse_separator)
 
 
 class CsvFormat(NamedTuple):
@@ -110,7 +121,6 @@ def list_missing_words() -> list[str]:
 
 def read_csv(path: Path, format: CsvFormat) -> CsvTable:
     """Read a whole file; empty lines are left out. A message names the line where it can't be read as a table."""
-    _check_format(format)
     text = _read_text(path)
     hint = re.match(r"sep=(.)\r?\n", text)  # which Excel writes, and reads
     separator = _SEPARATORS.get(format.separator, format.separator)
@@ -161,21 +171,6 @@ def _looks_like_data(columns: list[str], rows: list[list[str]]) -> bool:
         names = [columns[at] for at in numeric]
         return any(names) and all(_is_number(name) or is_missing(name) for name in names)
     return bool(rows) and all(name in cells for name, cells in zip(columns, below, strict=True))
-
-
-def _check_format(format: CsvFormat) -> None:
-    known: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
-        "separator": (
-            format.separator,
-            lambda word: word in _SEPARATORS or word == "auto" or (isinstance(word, str) and len(word) == 1),
-            f"auto, {', '.join(_SEPARATORS)}, or one character",
-        ),
-        "header": (format.header, lambda word: word in ("first", "none"), "first or none"),
-        "decimal": (format.decimal, lambda word: word in ("auto", "comma", "point"), "auto, comma or point"),
-    }
-    for name, (value, fits, right) in known.items():
-        if not fits(value):
-            raise RequestError(f"data.{name}: {value!r}", remedy=right)
 
 
 def _read_text(path: Path) -> str:

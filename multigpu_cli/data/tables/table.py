@@ -5,17 +5,18 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from multigpu_cli.config.types import choice
 from multigpu_cli.data.files import JsonLines, locate_other_file, locate_single_file
 from multigpu_cli.data.order import split_by_sample
-from multigpu_cli.data.source import FEW, DataSource
-from multigpu_cli.data.tables.csv import CsvFormat, CsvTable, is_missing, read_csv, to_number
+from multigpu_cli.data.source import FEW, DataSource, Kind
+from multigpu_cli.data.tables.csv import SEPARATOR, CsvFormat, CsvTable, is_missing, read_csv, to_number
 from multigpu_cli.data.tables.features import Part, TableFeatures, find_odd_cell, learn_features
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -30,10 +31,10 @@ def load(
     test_file: str | None = None,
     new: str | None = None,
     ignore: str | int | Sequence[str | int] = (),
-    kind: str = "auto",
-    separator: str = "auto",
-    header: str = "first",
-    decimal: str = "auto",
+    kind: Kind = "auto",
+    separator: Annotated[str, SEPARATOR] = "auto",
+    header: Annotated[str, choice("first", "none")] = "first",
+    decimal: Annotated[str, choice("auto", "comma", "point")] = "auto",
 ) -> DataSource:
     """The rows of a file, divided by seed, 80/10/10; rows without a target are left out.
 
@@ -49,8 +50,6 @@ def load(
         kind: classification, regression, or auto: words, and whole numbers of at most 20 values, are classes.
         separator, header, decimal: see CsvFormat; they hold for all files.
     """
-    if kind not in ("auto", "classification", "regression"):
-        raise RequestError(f"data.kind: {kind!r}", remedy="auto, classification or regression")
     form = CsvFormat(separator, header, decimal)
     table = read_table(
         locate_single_file("csv", data_dir, file, "a .csv file, its first row the names of the columns"), form

@@ -6,11 +6,12 @@ from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from multigpu_cli.capabilities import FILES
+from multigpu_cli.config.types import choice, number
 from multigpu_cli.data.files import Records, find_part_files, locate_data, locate_other_file, open_records
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import SPLITS, DataSource
@@ -18,7 +19,7 @@ from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.language.chat import conversations, samples
 from multigpu_cli.language.chat import encoder as chat_tokens
 from multigpu_cli.language.chat.conversations import FORMS, PREFERENCE, detect_form, read_conversation
-from multigpu_cli.language.chat.encoder import LOSS_ON, ChatEncoder, ChatTokens, check_template_values
+from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens, check_template_values
 from multigpu_cli.language.chat.records import TokenFile, open_tokens
 from multigpu_cli.language.chat.samples import (
     AnswerDataset,
@@ -38,7 +39,6 @@ from multigpu_cli.language.model_folder import (
 from multigpu_cli.language.text import Subwords
 from multigpu_cli.runtime.model_call import IGNORED
 
-_OVERLONG = ("stop", "drop", "truncate")
 _PROBED = 8  # records
 _UNLIMITED = 10**9  # what tokenizers say that know no longest text is above
 
@@ -49,12 +49,12 @@ def load(
     model_dir: str | None = None,
     max_length: int | None = None,
     packing: str = "on",
-    format: str = "auto",
+    format: Annotated[str, choice("auto", *FORMS)] = "auto",
     chat_template: str | None = None,
     template_args: dict[str, Any] | None = None,
-    loss_on: str | None = None,
-    overlong: str = "stop",
-    val: float = 0.05,
+    loss_on: Annotated[str | None, choice("assistant", "completion", "all")] = None,
+    overlong: Annotated[str, choice("stop", "drop", "truncate")] = "stop",
+    val: Annotated[float, number(0, 1, below=True)] = 0.05,
     file: str | None = None,
 ) -> DataSource:
     """Conversations, or plain text, for --model pretrained.
@@ -72,7 +72,6 @@ def load(
         val: share for validation, drawn by seed; without effect where there are files for it.
         file: the file in data_dir, where there are several.
     """
-    _check_choices(format, loss_on, overlong, val)
     files, text = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
     template = (
         None if chat_template is None else locate_other_file("chat", Path(str(data_dir)), chat_template).read_text()
@@ -197,18 +196,6 @@ def _find_limit(text: TextModel, asked: int | None) -> int:
             f"--max-length {asked}: the model's context length is {limit}", remedy=f"--max-length {limit}, or less"
         )
     return asked or limit
-
-
-def _check_choices(format: str, loss_on: str | None, overlong: str, val: float) -> None:
-    rules: list[tuple[str, Any, bool, str]] = [
-        ("format", format, format in ("auto", *FORMS), " or ".join(("auto", *FORMS))),
-        ("loss_on", loss_on, loss_on is None or loss_on in LOSS_ON, " or ".join(LOSS_ON)),
-        ("overlong", overlong, overlong in _OVERLONG, " or ".join(_OVERLONG)),
-        ("val", val, isinstance(val, int | float) and 0 <= val < 1, "a share from 0 to below 1"),
-    ]
-    for name, value, holds, right in rules:
-        if not holds:
-            raise RequestError(f"data.args.{name}: {value!r}", remedy=right)
 
 
 _LAYOUT = (

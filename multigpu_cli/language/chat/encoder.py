@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.conversations import Conversation, is_learned
 
-LOSS_ON = ("assistant", "completion", "all")
 _FEW = 6  # answers, for which it is quicker to render all that is before each
 _SHOWN = 60  # characters of a rendered text in a message
 _OWN_VALUES = ("messages", "tools", "strftime_now", "bos_token", "eos_token")
