@@ -36,7 +36,7 @@ from multigpu_cli.data.collate import (
 )
 from multigpu_cli.data.mixture import MixedSource
 from multigpu_cli.data.order import EVAL_EPOCH, split_by_sample
-from multigpu_cli.data.source import DataSource, MaterializedIterable, wrap_unlabeled
+from multigpu_cli.data.source import SPLITS, DataSource, MaterializedIterable, wrap_unlabeled
 from multigpu_cli.distributed.processes import say_before_run
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import make_key
@@ -166,6 +166,7 @@ def load_data_source(
     samples are read to count the classes.
     """
     factory = factories.find_factory(config.name, DATASETS, flag="--data")
+    call = partial(factories.call_factory, factory, where="data")
     offered: dict[str, Any] = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
     if config.name in DATASETS:
         offered |= {"model_dir": model_dir, "max_length": config.max_length, "packing": config.packing}
@@ -173,12 +174,23 @@ def load_data_source(
         offered |= {"shuffle_block": config.shuffle_block, "shuffle_window": config.shuffle_window}
         alone = partial(load_data_source, seed=seed, form=form, model_dir=model_dir, moved=moved)
         offered["mix"] = [_load_mixed(config, entry, alone) for entry in config.mix]
-    parameters = inspect.signature(factory).parameters
+    parameters, args, new = inspect.signature(factory).parameters, dict(config.args), None
+    if "new" not in parameters:
+        new = args.pop("new", None)
     infer = partial(infer_source, seed=seed, form=form, moved=moved)
-    if "split" not in parameters or "split" in config.args:
-        source = replace(_from_one(factory, offered, config.args, config.name, seed, infer), form=form)
+    if "split" in parameters and "split" not in args:
+        source = infer(**_load_splits(call, offered, args, config.name, seed))
+    elif isinstance(found := call(offered, args), DataSource):
+        if new is not None:
+            raise RequestError(
+                f"data.args.new: --data {config.name} takes no new samples",
+                remedy="leave it out; new samples are for --data csv and for a dataset of your own, MODULE:FUNCTION",
+            )
+        source = replace(found, form=form)
     else:
-        source = _from_splits(factory, offered, config.args, config.name, seed, infer)
+        source = _split_by_seed(_dataset(found, config.name, seed), seed, infer)
+    if new is not None:
+        source = _add_new(source, new, call, offered, args, config.name, seed)
     if len(source.train) == 0:  # type: ignore[arg-type]
         raise RequestError(
             f"--data {config.name}: the training set is empty",
@@ -225,29 +237,24 @@ def _check_finite(dataset: Any, where: str) -> None:
             )
 
 
-def _from_one(
-    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int, infer: Infer
-) -> DataSource:
-    other, args = _take_new(factory, args)
-    found = factories.call_factory(factory, offered, args, where="data")
-    source = found if isinstance(found, DataSource) else _split_by_seed(_dataset(found, name, seed), seed, infer)
-    if other is not None and isinstance(found, DataSource):
+def _load_splits(
+    call: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int
+) -> dict[str, Any]:
+    """The dataset of each split, of a factory that is called once per split."""
+    splits = {}
+    for number, split in enumerate(SPLITS):
+        found = call({**offered, "split": split}, args)
+        splits[split] = None if found is None else _dataset(found, f"{name}, split {split}", make_key(seed, number))
+    if splits["train"] is None:
         raise RequestError(
-            f"data.args.new: --data {name} takes no new samples",
-            remedy="leave it out; new samples are for --data csv and for a dataset of your own, MODULE:FUNCTION",
+            f"--data {name}: the factory returned None for split='train'",
+            remedy="return a dataset; only val and test may be None",
         )
-    return source if other is None else _add_new(source, other, factory, offered, args, name, seed)
-
-
-def _take_new(factory: Callable[..., Any], args: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What data.args.new is, unless it is the factory's own, and the other arguments."""
-    if "new" in inspect.signature(factory).parameters:
-        return None, args
-    return args.get("new"), {key: value for key, value in args.items() if key != "new"}
+    return splits
 
 
 def _add_new(
-    source: DataSource, new: Any, factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any],
+    source: DataSource, new: Any, call: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any],
     name: str, seed: int,
 ) -> DataSource:  # fmt: skip
     """The source with the samples to predict, by data.args.new.
@@ -256,7 +263,7 @@ def _add_new(
     offered; a .npz or .npy file has them as X, or as its only array.
     """
     if isinstance(new, dict):
-        found = factories.call_factory(factory, {**offered, "split": "test"}, args | new, where="data")
+        found = call({**offered, "split": "test"}, args | new)
     elif isinstance(new, str) and new.endswith((".npz", ".npy")):
         found = _read_array(Path(offered["data_dir"] or ".", new), Path(new))
     elif isinstance(new, str) and OWN_CODE.fullmatch(new):
@@ -279,23 +286,6 @@ def _read_array(*places: Path) -> Any:
             return found if isinstance(found, ndarray) else found["X"]
     except (KeyError, ValueError, OSError, BadZipFile) as error:
         raise RequestError(f"data.args.new: {path}: {error}", remedy="np.savez('new.npz', X=…)") from error
-
-
-def _from_splits(
-    factory: Callable[..., Any], offered: Mapping[str, Any], args: dict[str, Any], name: str, seed: int, infer: Infer
-) -> DataSource:
-    other, args = _take_new(factory, args)
-    splits = {}
-    for number, split in enumerate(("train", "val", "test")):
-        found = factories.call_factory(factory, {**offered, "split": split}, args, where="data")
-        splits[split] = None if found is None else _dataset(found, f"{name}, split {split}", make_key(seed, number))
-    if splits["train"] is None:
-        raise RequestError(
-            f"--data {name}: the factory returned None for split='train'",
-            remedy="return a dataset; only val and test may be None",
-        )
-    source = infer(splits["train"], splits["val"], splits["test"])
-    return source if other is None else _add_new(source, other, factory, offered, args, name, seed)
 
 
 def _split_by_seed(dataset: Dataset[Any], seed: int, infer: Infer) -> DataSource:

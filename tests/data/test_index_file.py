@@ -16,7 +16,8 @@ from multigpu_cli.data.rows.store import open_index
 def build(write):
     with open(sys.argv[1] + ".builds", "a") as builds:
         builds.write("x")
-    write(np.arange(20000).reshape(-1, 2))
+    for row in np.arange(20000).reshape(-1, 2):
+        write(row)
     print("building", flush=True)
     time.sleep(float(sys.argv[2]))
     return {"n": 1}

@@ -12,7 +12,6 @@ from multigpu_cli.data.rows.store import Column, RowStore, open_index
 from multigpu_cli.errors import RequestError
 
 _VALUES = 1000  # different values of a field that the index keeps
-_PIECE = 65536  # rows
 
 
 class JsonStore(RowStore):
@@ -70,21 +69,16 @@ class JsonStore(RowStore):
             self._last = key, [_parse_line(self._open.read(*place), where) for place in places]
         return self._last[1]
 
-    def _index(self, write: Callable[[np.ndarray], None]) -> dict[str, Any]:
+    def _index(self, write: Callable[[Sequence[int]], object]) -> dict[str, Any]:
         fields: dict[str, dict[str, Any]] = {}
         for number, file in enumerate(self.files):
-            places, at = [], 0
+            at = 0
             with file.open("rb") as opened:
                 for line, text in enumerate(opened, 1):
                     if text.strip():
                         _note_record(fields, _parse_line(text, f"{file}:{line}"), f"{file}:{line}")
-                        places.append((number, at, len(text)))
+                        write((number, at, len(text)))
                     at += len(text)
-                    if len(places) == _PIECE:
-                        write(np.array(places))
-                        places = []
-            if places:
-                write(np.array(places))
         for field in fields.values():
             field["values"] = None if field["values"] is None else sorted(field["values"])
         return {"fields": fields}

@@ -6,6 +6,7 @@ import mmap
 import os
 import tempfile
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ class RowStore(ABC):
 
 _MAGIC = b"mgpuidx1"
 
-Build = Callable[[Callable[[np.ndarray], None]], dict[str, Any]]
-"""Passes pieces (n, width) int64 of the table to its argument, in order; returns facts, plain values for JSON."""
+Build = Callable[[Callable[[Sequence[int]], object]], dict[str, Any]]
+"""Passes each row of the table to its argument, in order; returns facts, plain values for JSON."""
 
 
 class Index(NamedTuple):
@@ -112,7 +113,7 @@ def open_index(name: str, files: Sequence[Path], width: int, build: Build, versi
 
 def _make(name: str, file: Any, mark: dict[str, Any], build: Build) -> Index:
     try:
-        facts = build(lambda rows: file.write(np.ascontiguousarray(rows, dtype=np.int64).tobytes()))
+        facts = build(lambda row: file.write(array("q", row)))
         foot = json.dumps({**mark, "facts": facts}).encode()
         file.write(foot + len(foot).to_bytes(8, "little") + _MAGIC)
         file.flush()

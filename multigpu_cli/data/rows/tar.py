@@ -23,7 +23,6 @@ _TEXTS = ("txt", "text")
 _MOST = 16  # kinds of members in a sample
 _INSIDE = -2  # in place of a size: the number itself stands in place of a place
 _VALUES = 1000  # different numbers of a column that the index keeps
-_PIECE = 16384  # rows
 
 
 class _Member(NamedTuple):
@@ -110,19 +109,15 @@ class TarStore(RowStore):
             else:
                 yield column(kind="other", description=f".{ending} files")
 
-    def _index(self, write: Callable[[np.ndarray], None]) -> dict[str, Any]:
+    def _index(self, write: Callable[[Sequence[int]], object]) -> dict[str, Any]:
         values: dict[str, set[int] | None] = {each: set() for each in self._endings if each in _NUMBERS}
-        missing, rows = [0] * len(self._endings), []
+        missing = [0] * len(self._endings)
         for number, file in enumerate(self.files):
             for members in _group_members(file):
-                rows.append(self._index_sample(number, members, values))
+                row = self._index_sample(number, members, values)
                 for at in range(len(missing)):
-                    missing[at] += rows[-1][2 + 2 * at] == -1
-                if len(rows) == _PIECE:
-                    write(np.array(rows))
-                    rows = []
-        if rows:
-            write(np.array(rows))
+                    missing[at] += row[2 + 2 * at] == -1
+                write(row)
         known = {name: None if found is None else sorted(found) for name, found in values.items()}
         return {"values": known, "gaps": missing}
 

@@ -166,10 +166,10 @@ def _name_columns(head: list[str]) -> list[str]:
 def _looks_like_data(columns: list[str], rows: list[list[str]]) -> bool:
     """Whether names of columns are rather values: numbers above all numbers, or words that come again below."""
     below = [[row[at] for row in rows[:_LOOK] if not is_missing(row[at])] for at in range(len(columns))]
-    numeric = [at for at, cells in enumerate(below) if cells and all(map(_is_number, cells))]
+    numeric = [at for at, cells in enumerate(below) if cells and None not in map(to_number, cells)]
     if numeric:
         names = [columns[at] for at in numeric]
-        return any(names) and all(_is_number(name) or is_missing(name) for name in names)
+        return any(names) and all(is_missing(name) or to_number(name) is not None for name in names)
     return bool(rows) and all(name in cells for name, cells in zip(columns, below, strict=True))
 
 
@@ -271,7 +271,8 @@ def _read_decimal_commas(path: Path, columns: list[str], rows: list[list[str]], 
             continue
         there = [number for number, row in enumerate(rows) if not is_missing(row[at])]
         cells = [(n, rows[n][at]) for n in there]
-        written = [n for n, cell in cells if _COMMA.fullmatch(cell) or _GROUPED.fullmatch(cell) or _is_number(cell)]
+        ways = (_COMMA.fullmatch, _GROUPED.fullmatch, to_number)
+        written = [number for number, cell in cells if any(way(cell) is not None for way in ways)]
         commas = [number for number in written if "," in rows[number][at]]
         if not commas or 2 * len(written) <= len(there):
             continue
@@ -285,11 +286,3 @@ def _read_decimal_commas(path: Path, columns: list[str], rows: list[list[str]], 
             )
         for number in commas:
             rows[number][at] = rows[number][at].replace(",", ".")
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True

@@ -52,12 +52,9 @@ class ConvNet(nn.Module):
         return logits
 
 
-def _convolution(channels: int, width: int) -> list[nn.Module]:
-    return [
-        nn.Conv2d(channels, width, 3, padding=1, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(inplace=True),
-    ]
+def _convolution(channels: int, width: int, side: int = 3, stride: int = 1) -> list[nn.Module]:
+    kernel = nn.Conv2d(channels, width, side, stride, padding=side // 2, bias=False)
+    return [kernel, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
 
 
 _SHORTEST = 16  # samples of a window, which is halved twice
@@ -129,15 +126,9 @@ class ResNet(nn.Module):
     def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int, blocks: tuple[int, ...]) -> None:
         super().__init__()
         channels, side = input_shape[0], min(input_shape[1:])
-        if side < _SMALL:
-            stem = [nn.Conv2d(channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(True)]
-        else:
-            stem = [
-                nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU(True),
-                nn.MaxPool2d(3, stride=2, padding=1),
-            ]
+        stem = _convolution(channels, width)
+        if side >= _SMALL:
+            stem = [*_convolution(channels, width, 7, stride=2), nn.MaxPool2d(3, stride=2, padding=1)]
             side = -(-side // 4)
         self.stem = nn.Sequential(*stem)
         stages: list[nn.Module] = []
@@ -164,13 +155,7 @@ class _Block(nn.Module):
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.residual = nn.Sequential(
-            nn.Conv2d(channels, width, 3, stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-        )
+        self.residual = nn.Sequential(*_convolution(channels, width, stride=stride), *_convolution(width, width)[:-1])
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels != width:
             self.shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))

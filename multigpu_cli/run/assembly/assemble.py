@@ -327,10 +327,8 @@ def _restore_checkpoint(state: TrainState, strategy: Strategy, task: Task, spec:
 
 def _read_checkpoint(point: ResumePoint, strategy: Strategy, world: World, own: Mapping[str, Any]) -> dict[str, Any]:
     """The state that this rank loads: each reads its rows, if all see pieces; else one reads for all, into `own`."""
-    checkpoint, reads = (
-        Checkpoint(Path(str(point.checkpoint)), point.manifest or {}),
-        world.rank == point.checkpoint_rank,
-    )
+    reads = world.rank == point.checkpoint_rank
+    checkpoint = Checkpoint(Path(str(point.checkpoint)), point.manifest or {})
     if checkpoint.in_pieces and all_ranks_see(point, world):
         outline = run_on_all_ranks(world, lambda: checkpoint.outline() if reads else None)
         shared: dict[str, Any] = broadcast_object(world, outline, source=point.checkpoint_rank)
