@@ -25,7 +25,7 @@ from benchmarks.end_to_end import ready
 from benchmarks.paired_timing import ONE_THREAD, STRETCH, Row, Seconds, program
 from benchmarks.workloads import BATCH, MAX_NORM, MLP, PICTURES, SHAPE, adamw, against, mlp, one_step, shuffled, vectors
 from multigpu_cli.distributed.launch_env import LaunchEnv
-from multigpu_cli.models.networks.convnet import build
+from multigpu_cli.models.networks.convnet import ConvNet
 
 WORKERS = 2
 Rivals = dict[str, Callable[[], object]]
@@ -133,7 +133,7 @@ def _long(batch: int) -> Rivals:
     """The limit's parts in the fastest exact form: channels_last, fused."""
 
     def network() -> nn.Module:
-        model: nn.Module = build(SHAPE, 10)
+        model: nn.Module = ConvNet(SHAPE, 10)
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
     def stepping(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], None]:

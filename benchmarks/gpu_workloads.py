@@ -12,7 +12,7 @@ from torch.utils._triton import has_triton_package
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.models.networks.convnet import build_har_convnet as har_convnet
+from multigpu_cli.models.networks.convnet import HarConvNet as har_convnet
 from multigpu_cli.models.networks.gpt import build as gpt
 
 GOAL = 0.94  # accuracy on Fashion-MNIST's validation part

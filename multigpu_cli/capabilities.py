@@ -165,9 +165,9 @@ TASKS = {
 
 MODELS = {
     "mlp": "multigpu_cli.models.networks.mlp:build",
-    "convnet": "multigpu_cli.models.networks.convnet:build",
+    "convnet": "multigpu_cli.models.networks.convnet:ConvNet",
     "resnet18": "multigpu_cli.models.networks.convnet:resnet18",
-    "har-convnet": "multigpu_cli.models.networks.convnet:build_har_convnet",
+    "har-convnet": "multigpu_cli.models.networks.convnet:HarConvNet",
     "transformers": "multigpu_cli.language.hugging_face:build",
     "pretrained": "multigpu_cli.language.hugging_face:build_pretrained",
     "timm/": "timm:list_models",

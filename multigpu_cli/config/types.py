@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.capabilities import MULTI_PROCESS
-from multigpu_cli.errors import did_you_mean
+from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.planning.schedule import OPTIMIZERS, REFUSED, SHAPES
 
 OWN_CODE = re.compile(r"[^\W\d]\w*(\.(?!py:)[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -35,6 +35,13 @@ class ValueType(NamedTuple):
 
     metavar: str
     parse: Callable[[Any], Any]
+
+    def read(self, value: Any, label: str) -> Any:
+        """The parsed value; a RequestError that begins with the label where it is not of this type."""
+        try:
+            return self.parse(value)
+        except ValueError as error:
+            raise RequestError(f"{label} {error}") from error
 
 
 def integer(low: int, high: int = 2**63 - 1, *, word: str | None = None) -> ValueType:

@@ -23,28 +23,25 @@ def resolve_class_weights(wanted: ClassWeights, source: DataSource, key: str) ->
     `balanced` gives samples ÷ (classes × samples of the class), so that all classes weigh the same and a training
     sample weighs 1 on average, as in scikit-learn; the label -100 does not count. A class not in a mapping weighs 1.
     """
-    weights = _weigh_classes(wanted, source, key)
-    if not weights.any():
-        raise RequestError(f"{key}: no class has a weight above 0", remedy="a weight above 0")
-    return weights
-
-
-def _weigh_classes(wanted: ClassWeights, source: DataSource, key: str) -> Tensor:
     classes = source.num_classes
     if wanted == "balanced":
         labels = _labels_of(source, key)
         counts = torch.bincount(labels[labels != IGNORED], minlength=classes).double()
-        return counts.sum() / (classes * counts.clamp(min=1))
-    if isinstance(wanted, Mapping):
+        weights = counts.sum() / (classes * counts.clamp(min=1))
+    elif isinstance(wanted, Mapping):
         names = list(source.class_names or map(str, range(classes)))
         if unknown := [name for name in wanted if name not in names]:
             raise RequestError(f"{key}: the data has no class {unknown[0]!r}", remedy=did_you_mean(unknown[0], names))
-        return torch.tensor([wanted.get(name, 1.0) for name in names], dtype=torch.float64)
-    if len(wanted) != classes:
+        weights = torch.tensor([wanted.get(name, 1.0) for name in names], dtype=torch.float64)
+    elif len(wanted) == classes:
+        weights = torch.tensor(wanted, dtype=torch.float64)
+    else:
         raise RequestError(
             f"{key}: {len(wanted)} weights for {classes} classes", remedy="one for each class, or {class: weight}"
         )
-    return torch.tensor(wanted, dtype=torch.float64)
+    if not weights.any():
+        raise RequestError(f"{key}: no class has a weight above 0", remedy="a weight above 0")
+    return weights
 
 
 def find_unlike_label(source: DataSource) -> RequestError | None:

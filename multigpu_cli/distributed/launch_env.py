@@ -165,10 +165,8 @@ def write_error(environ: Mapping[str, str], code: int, message: str, callstack: 
     if not (file := environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     extra = {"py_callstack": callstack or message, "timestamp": str(int(time.time()))}
-    draft = Path(f"{file}.draft")
     with suppress(OSError):  # the message has been printed already
-        draft.write_text(json.dumps({"message": {"message": message, "errorCode": code, "extraInfo": extra}}))
-        draft.replace(file)  # the agent may read it at any time
+        _replace(Path(file), {"message": {"message": message, "errorCode": code, "extraInfo": extra}})
 
 
 def read_exit_codes(logs: Path) -> set[int | None]:
@@ -302,6 +300,7 @@ def _write(folder: Path | None, name: str, content: Mapping[str, Any]) -> None:
 
 
 def _replace(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a file that others may read at any time."""
     draft = file.with_suffix(".draft")
     draft.write_text(json.dumps(content))
     draft.replace(file)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, enable_grad
 
 from multigpu_cli.config.code_names import NamedCode, parse_hook
-from multigpu_cli.config.types import quote_value
+from multigpu_cli.config.types import integer, number, quote_value
 from multigpu_cli.distributed.world import World, broadcast_object, run_on_all_ranks
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.optimizers.build import base_rate
@@ -85,8 +85,8 @@ def load_hook(entry: NamedCode, args: dict[str, Any]) -> Hook:
         args=args,
         methods=methods,
         ranks=_parse_ranks(getattr(found, "ranks", 0), flag),
-        every=int(_parse_number(found, "every", 1, flag)),
-        budget_ms=_parse_number(found, "budget_ms", _BUDGET_MS, flag),
+        every=integer(1).read(getattr(found, "every", 1), f"{flag}: its every"),
+        budget_ms=number(0, above=True).read(getattr(found, "budget_ms", _BUDGET_MS), f"{flag}: its budget_ms"),
         has_state=bool(state),
     )
 
@@ -125,15 +125,6 @@ def _parse_ranks(wanted: Any, flag: str) -> tuple[int, ...] | None:
     if not ranks or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in ranks):
         raise RequestError(f"{flag}: its ranks are {quote_value(wanted)}", remedy="ranks = 'all', 0, or (0, 1)")
     return tuple(sorted(set(ranks)))
-
-
-def _parse_number(found: type, name: str, default: float, flag: str) -> float:
-    value = getattr(found, name, default)
-    whole = isinstance(default, int)
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not value > 0:
-        kind = "a whole number of steps above 0" if whole else "milliseconds, above 0"
-        raise RequestError(f"{flag}: its {name} is {quote_value(value)}", remedy=f"{name} = {kind}")
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ from multigpu_cli.distributed.world import (
     receive_object,
     run_in_step,
     run_on_all_ranks,
-    run_on_main_rank,
     send_object,
 )
 from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
@@ -85,13 +84,7 @@ class SummedMetric(Metric):
         else:
             whole_sums = torch.zeros(int(size), dtype=torch.int64) if self._whole is None else self._whole
             sums = all_reduce_sum(world, whole_sums.to(world.device)).cpu()
-
-        def compute() -> float:
-            with name_own_code(f"{self.label}: compute"):
-                value = self._object.compute(sums)
-            return self.parse_number(value)
-
-        return run_on_main_rank(world, compute)
+        return self.compute_on_main_rank(world, lambda: self._object.compute(sums))
 
 
 class OrderedMetric(Metric):
@@ -136,14 +129,12 @@ class OrderedMetric(Metric):
                 except TrainingError as caught:  # raised below, once the others have sent theirs
                     error = caught
 
-        def compute() -> float:
+        def compute() -> Any:
             if error:
                 raise error
-            with name_own_code(f"{self.label}: compute"):
-                value = self._object.compute()
-            return self.parse_number(value)
+            return self._object.compute()
 
-        return run_on_main_rank(world, compute)
+        return self.compute_on_main_rank(world, compute)
 
     def _update(self, pair: list[Any]) -> None:
         with name_own_code(f"{self.label}: update"):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.config.code_names import match_names
 from multigpu_cli.config.schema import OptimizerConfig
+from multigpu_cli.config.types import patterns
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.optimizers.fused import SGD, AdamW, Muon, avoid_compiler, find_hidden_matrices
@@ -44,7 +45,9 @@ def build_optimizer(
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     trained = [p for p in model.parameters() if p.requires_grad] if moved is None else moved
-    hidden = find_hidden_matrices(model, _list_spared(config)) if config.name == "muon" else None
+    hidden = None
+    if config.name == "muon":  # some matrices are left to AdamW
+        hidden = find_hidden_matrices(model, patterns.read(config.args.get("adamw", []), "optimizer.args.adamw"))
     groups = group_parameters(dict(zip(names, trained, strict=True)), config, factors, hidden)
     optimizer = construct_optimizer(config, groups, rate)
     set_rate(optimizer, 0.0)
@@ -109,15 +112,6 @@ def _check_is_usable(optimizer: Any, config: OptimizerConfig) -> None:
             f"{flag}: it has no weight decay, and --weight-decay or optimizer.groups ask for one",
             remedy='leave it out, or pass {"weight_decay": …} among the defaults to super().__init__(params, defaults)',
         )
-
-
-def _list_spared(config: OptimizerConfig) -> list[str]:
-    """optimizer.args.adamw: patterns of matrices that Muon leaves to AdamW."""
-    given = config.args.get("adamw", [])
-    patterns = [given] if isinstance(given, str) else given
-    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise RequestError("optimizer.args.adamw: must be patterns of names", remedy="optimizer.args.adamw=[head.*]")
-    return patterns
 
 
 def describe_step(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> str:

@@ -144,10 +144,7 @@ def _parse(value: Any, parameter: inspect.Parameter | None, key: str) -> Any:
     kind = next((each for each in getattr(annotation, "__metadata__", ()) if isinstance(each, ValueType)), None)
     if kind is None or (value is None and NoneType in get_args(get_args(annotation)[0])):
         return value
-    try:
-        return kind.parse(value)
-    except ValueError as error:
-        raise RequestError(f"{key} {error}") from error
+    return kind.read(value, key)
 
 
 def bind_call(

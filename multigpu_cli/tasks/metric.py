@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, run_on_main_rank
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.factories import name_own_code
 from multigpu_cli.runtime.module_state import TensorVersions
 
 Moved = Callable[[], None]
@@ -42,15 +43,20 @@ class Metric(ABC):
     def reduce(self, world: World, moved: Moved) -> float:
         """The number over the whole split on every rank; all ranks call it together. It calls `moved` now and then."""
 
-    def parse_number(self, value: Any) -> float:
-        """What `compute` returned, as a number; TrainingError where it is none."""
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.detach().reshape(()).double().item()
-        if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
-            raise TrainingError(
-                f"{self.label}: compute returned {describe_value(value)}, not a number", remedy="one metric for each"
-            )
-        return float(value)
+    def compute_on_main_rank(self, world: World, compute: Callable[[], Any]) -> float:
+        """The number that the user's `compute` returns on rank 0; TrainingError where it fails, or returns none."""
+
+        def compute_number() -> float:
+            with name_own_code(f"{self.label}: compute"):
+                value = compute()
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.detach().reshape(()).double().item()
+            if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
+                problem = f"{self.label}: compute returned {describe_value(value)}, not a number"
+                raise TrainingError(problem, remedy="one metric for each")
+            return float(value)
+
+        return run_on_main_rank(world, compute_number)
 
 
 def describe_value(value: Any) -> str:

@@ -19,7 +19,7 @@ def test_the_repeated_blocks_are_found() -> None:
 
 
 def test_norms_between_larger_blocks_are_not_gathered_one_by_one() -> None:
-    found = find_blocks_to_wrap(convnet.build((1, 8, 8), 3, width=8))
+    found = find_blocks_to_wrap(convnet.ConvNet((1, 8, 8), 3, width=8))
     assert found == [f"features.{place}" for place in (0, 3, 7, 10, 14, 17)]
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.models.networks.convnet import build_har_convnet as build
+from multigpu_cli.models.networks.convnet import HarConvNet as build
 
 
 @pytest.mark.parametrize("shape", [(9, 128), (1, 128), (3, 17)])

@@ -17,7 +17,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.replica_check import check_replicas
 from multigpu_cli.models.build import use_channels_last
-from multigpu_cli.models.networks.convnet import build
+from multigpu_cli.models.networks.convnet import ConvNet
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.runtime.compile import CompiledModel
@@ -314,7 +314,7 @@ def test_kernels_with_channels_last_travel_as_they_lie() -> None:
 
     def work(world: World) -> bool:
         torch.manual_seed(0)
-        model = build((1, 8, 8), 3, width=4)
+        model = ConvNet((1, 8, 8), 3, width=4)
         assert use_channels_last(model)
         strategy = DDP(model, world, CommunicationConfig())
         for step in range(3):

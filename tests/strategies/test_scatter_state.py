@@ -12,7 +12,7 @@ from torch import nn
 from multigpu_cli.config.schema import CommunicationConfig, OptimizerConfig
 from multigpu_cli.distributed.world import World
 from multigpu_cli.models.build import use_channels_last
-from multigpu_cli.models.networks.convnet import build
+from multigpu_cli.models.networks.convnet import ConvNet
 from multigpu_cli.optimizers.build import build_optimizer
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.run.assembly import assemble
@@ -60,7 +60,7 @@ def test_every_value_arrives_in_its_place_and_layout() -> None:
 
     def work(world: World) -> list[Any]:
         torch.manual_seed(world.rank)
-        model = build((1, 8, 8), 10)
+        model = ConvNet((1, 8, 8), 10)
         use_channels_last(model)
         average, strategy = EMAModel(model, 0.9), DDP(model, world, CommunicationConfig())
         optimizer = build_optimizer(model, OptimizerConfig())

@@ -5,11 +5,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.checkpoint.files import flush_folder
-from multigpu_cli.config.types import parse_path
+from multigpu_cli.config.types import path
 from multigpu_cli.data.rows.arrow import load_pyarrow
 from multigpu_cli.errors import RequestError, pluralize
 
@@ -92,19 +93,17 @@ def _write_folder(files: list[Path], folder: Path) -> Converted:
     pyarrow = load_pyarrow()
     written: list[Path] = []
     rows, schema, sink, writer = 0, None, None, None
-    try:
+    with ExitStack() as opened:
         for table in _join_batches(files):
             schema = schema or table.schema
             if writer is None or sink is None or sink.tell() >= _FILE:
-                _close(writer, sink)
+                opened.close()
                 written.append(folder / f"{len(written):05d}.arrow")
-                sink = pyarrow.OSFile(str(written[-1]), "wb")
-                writer = pyarrow.ipc.new_stream(sink, schema)
+                sink = opened.enter_context(pyarrow.OSFile(str(written[-1]), "wb"))
+                writer = opened.enter_context(pyarrow.ipc.new_stream(sink, schema))
             for batch in table.combine_chunks().to_batches():
                 writer.write_batch(batch)
             rows += table.num_rows
-    finally:
-        _close(writer, sink)
     if schema is None or not rows:
         raise RequestError(f"{files[0]}: no rows", remedy=_SUPPORTED)
     names = [f"data-{number:05d}-of-{len(written):05d}.arrow" for number in range(len(written))]
@@ -178,21 +177,9 @@ def _decode_dictionaries(table: Any) -> Any:
     return table
 
 
-def _close(writer: Any, sink: Any) -> None:
-    for each in (writer, sink):
-        if each is not None:
-            each.close()
-
-
 def convert_data(source: str, to: str) -> dict[str, Any]:
     """Convert a file or folder; returns what was written, for JSON."""
-    paths = []
-    for label, value in (("SOURCE", source), ("--to", to)):
-        try:
-            paths.append(parse_path(value))
-        except ValueError as error:
-            raise RequestError(f"{label} {error}") from error
-    written = convert_to_arrow(*paths)
+    written = convert_to_arrow(Path(path.read(source, "SOURCE")), Path(path.read(to, "--to")))
     return {"to": str(Path(to)), **written._asdict()}
 
 

@@ -11,18 +11,6 @@ from torch import Tensor, nn
 from multigpu_cli.errors import RequestError
 
 
-def build(
-    input_shape: tuple[int, ...], num_classes: int, width: int = 32, stages: int = 3, dropout: float = 0.1
-) -> nn.Module:
-    """Images (n, C, H, W) of any size from 4×4 to (n, num_classes) logits.
-
-    The first stage has `width` channels, each later one twice as many. There are `stages` resolutions; fewer if the
-    image is too small to be halved that often.
-    """
-    _check_images("convnet", input_shape)
-    return ConvNet(input_shape, num_classes, width, stages, dropout)
-
-
 def _check_images(model: str, input_shape: tuple[int, ...]) -> None:
     if len(input_shape) != 3 or min(input_shape[1:]) < 4:
         raise RequestError(
@@ -32,10 +20,18 @@ def _check_images(model: str, input_shape: tuple[int, ...]) -> None:
 
 
 class ConvNet(nn.Module):
-    """Stages of two convolutions each, then mean and maximum over the image, then one linear layer."""
+    """Images (n, C, H, W) of any size from 4×4 to (n, num_classes) logits.
 
-    def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int, stages: int, dropout: float) -> None:
+    Stages of two convolutions each, then mean and maximum over the image, then one linear layer. The first stage has
+    `width` channels, each later one twice as many. There are `stages` resolutions; fewer if the image is too small to
+    be halved that often.
+    """
+
+    def __init__(
+        self, input_shape: tuple[int, ...], num_classes: int, width: int = 32, stages: int = 3, dropout: float = 0.1
+    ) -> None:
         super().__init__()
+        _check_images("convnet", input_shape)
         channels, *size = input_shape
         layers: list[nn.Module] = []
         for stage in range(min(stages, min(size).bit_length() - 1)):  # the last resolution keeps at least 2×2 pixels
@@ -60,28 +56,23 @@ def _convolution(channels: int, width: int, side: int = 3, stride: int = 1) -> l
 _SHORTEST = 16  # samples of a window, which is halved twice
 
 
-def build_har_convnet(
-    input_shape: tuple[int, ...], num_classes: int, width: int = 48, dropout: float = 0.1
-) -> nn.Module:
-    """Windows (n, channels, samples) to (n, num_classes) logits; the later stages have twice as many channels."""
-    if len(input_shape) != 2 or input_shape[1] < _SHORTEST:
-        raise RequestError(
-            f"--model har-convnet needs signals (channels, samples) of at least {_SHORTEST} samples; "
-            f"--data gives {input_shape}",
-            remedy="use --model mlp for samples of any shape, or --model convnet for images",
-        )
-    return HarConvNet(input_shape[0], num_classes, width, dropout)
-
-
 class HarConvNet(nn.Module):
-    """Three convolutions with mean and maximum over time, concatenated with each channel's mean and log-deviation.
+    """Windows (n, channels, samples) to (n, num_classes) logits; the later stages have twice as many channels.
 
+    Three convolutions with mean and maximum over time, concatenated with each channel's mean and log-deviation.
     Normalized features describe the shape of a movement; the two statistics keep its strength and the direction of
     gravity.
     """
 
-    def __init__(self, channels: int, num_classes: int, width: int, dropout: float) -> None:
+    def __init__(self, input_shape: tuple[int, ...], num_classes: int, width: int = 48, dropout: float = 0.1) -> None:
         super().__init__()
+        if len(input_shape) != 2 or input_shape[1] < _SHORTEST:
+            raise RequestError(
+                f"--model har-convnet needs signals (channels, samples) of at least {_SHORTEST} samples; "
+                f"--data gives {input_shape}",
+                remedy="use --model mlp for samples of any shape, or --model convnet for images",
+            )
+        channels = input_shape[0]
         self.features = nn.Sequential(
             *_convolution_har_convnet(channels, width, 9),
             nn.MaxPool1d(2),
