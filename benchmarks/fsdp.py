@@ -19,7 +19,7 @@ from benchmarks.ddp import WORKERS, late, raced
 from benchmarks.paired_timing import STRETCH, Row, Seconds, program
 from benchmarks.workloads import LENGTH, MAX_NORM, VOCABULARY, adamw, against, one_step, shuffled, tokens
 from multigpu_cli.distributed.launch_env import LaunchEnv
-from multigpu_cli.models.networks.gpt import GPT, build
+from multigpu_cli.models.networks.gpt import GPT
 
 GLOBAL_BATCH = 16
 BLOCKS = 21  # short ones, since two processes that wait for each other are disturbed often
@@ -43,7 +43,7 @@ def _run(turns: int, folder: Path) -> Seconds:
 
 
 def _by_hand() -> Callable[[], None]:
-    model, data = build((LENGTH,), VOCABULARY), tokens().train
+    model, data = GPT((LENGTH,), VOCABULARY), tokens().train
     assert isinstance(model, GPT)
     assert isinstance(data, TensorDataset)
     for block in model.blocks:

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.models.networks.convnet import HarConvNet as har_convnet
-from multigpu_cli.models.networks.gpt import build as gpt
+from multigpu_cli.models.networks.gpt import GPT as gpt
 
 GOAL = 0.94  # accuracy on Fashion-MNIST's validation part
 

@@ -172,7 +172,7 @@ MODELS = {
     "pretrained": "multigpu_cli.language.hugging_face:build_pretrained",
     "timm/": "timm:list_models",
     "torchvision/": "torchvision:models.list_models",
-    "gpt": "multigpu_cli.models.networks.gpt:build",
+    "gpt": "multigpu_cli.models.networks.gpt:GPT",
     "actor-critic": "multigpu_cli.rl.policy:ActorCritic",
     "lstm-actor-critic": "multigpu_cli.rl.policy:RecurrentActorCritic",
     "clstm-actor-critic": "multigpu_cli.rl.policy:CascadedActorCritic",
@@ -188,7 +188,7 @@ OUTPUTS = {
 """The wrapper around a network of transformers, by what a call returns."""
 
 ENVIRONMENTS = {
-    "gym": "multigpu_cli.environments.gym:group",
+    "gym": "multigpu_cli.environments.gym:GymGroup",
     "trading": "multigpu_cli.trading.request:group",
 }
 """`gym` takes a gymnasium id after a colon: gym:CartPole-v1."""

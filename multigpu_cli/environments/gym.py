@@ -14,18 +14,26 @@ from multigpu_cli.runtime.factories import import_extra
 
 
 class GymGroup(EnvironmentGroup):
-    """E environments of one id, which run on the CPU; tensors are on the device.
+    """The environments of --data gym:ID, E of one id, which run on the CPU; tensors are on the device.
 
     An episode begins with `reset(seed=…)`, so its seed and its actions determine it and are the state. It is restored
     by replaying the actions. If the observation then differs, because an environment has randomness that the seed does
     not control, the episode is restarted. The policy does not receive the elements `hide` of a flat observation.
+
+    RequestError: gymnasium is not installed, or has no such environment, or its action space is not supported.
     """
 
     def __init__(
-        self, id: str, numbers: Sequence[int], seed: int, device: torch.device, hide: Sequence[int], options: Any
+        self,
+        id: str,
+        numbers: Sequence[int],
+        seed: int,
+        device: torch.device,
+        hide: Sequence[int] = (),
+        options: dict[str, Any] | None = None,
     ) -> None:
         self._numbers, self._seed, self._device = list(numbers), seed, device
-        self._all = [_make(id, options) for _ in self._numbers]
+        self._all = [_make(id, options or {}) for _ in self._numbers]
         observed, acted = self._all[0].observation_space, self._all[0].action_space
         if hide and (len(observed.shape) != 1 or not set(hide) < set(range(observed.shape[0]))):
             raise RequestError(
@@ -106,21 +114,6 @@ class GymGroup(EnvironmentGroup):
     def _to_tensor(self, observations: numpy.ndarray) -> Tensor:
         whole = torch.from_numpy(observations).to(self._device)
         return whole[:, self._seen] if self._seen else whole
-
-
-def group(
-    id: str,
-    numbers: Sequence[int],
-    seed: int,
-    device: torch.device,
-    hide: Sequence[int] = (),
-    options: dict[str, Any] | None = None,
-) -> GymGroup:
-    """Build the environments of --data gym:ID.
-
-    RequestError: gymnasium is not installed, or has no such environment, or its action space is not supported.
-    """
-    return GymGroup(id, numbers, seed, device, hide, options or {})
 
 
 def _make(id: str, options: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from multigpu_cli.environments.base import Box, Discrete
-from multigpu_cli.environments.gym import GymGroup, group
+from multigpu_cli.environments.gym import GymGroup
 from multigpu_cli.errors import RequestError
 from tests.support.world import CPU
 
@@ -15,7 +15,7 @@ gymnasium = pytest.importorskip("gymnasium")
 
 
 def cartpole(*numbers: int, hide: Any = ()) -> GymGroup:
-    return group("CartPole-v1", numbers, 5, CPU, hide)
+    return GymGroup("CartPole-v1", numbers, 5, CPU, hide)
 
 
 def walk(environments: GymGroup, steps: int, seed: int = 0) -> list[Any]:
@@ -47,7 +47,7 @@ def test_where_an_episode_ends_the_true_last_observation_stands_beside_the_next_
 
 
 def test_a_time_limit_truncates() -> None:
-    environments = group("CartPole-v1", (0,), 5, CPU, options={"max_episode_steps": 3})
+    environments = GymGroup("CartPole-v1", (0,), 5, CPU, options={"max_episode_steps": 3})
     environments.reset()
     assert [row[2:4] for row in walk(environments, 3)] == [[False, False], [False, False], [False, True]]
 
@@ -84,16 +84,16 @@ def test_velocities_can_be_hidden() -> None:
 
 
 def test_real_actions_and_what_comes_back() -> None:
-    environments = group("Pendulum-v1", (0, 1), 5, CPU)
+    environments = GymGroup("Pendulum-v1", (0, 1), 5, CPU)
     assert environments.action == Box((1,), (-2.0,), (2.0,))
     environments.reset()
     environments.step(torch.tensor([[0.3], [-1.7]]))
-    again = group("Pendulum-v1", (0, 1), 5, CPU)
+    again = GymGroup("Pendulum-v1", (0, 1), 5, CPU)
     assert again.load_state(environments.state())[1] == 0
 
 
 def test_observations_that_are_numbers_become_vectors() -> None:
-    environments = group("CliffWalking-v1", (0,), 5, CPU)
+    environments = GymGroup("CliffWalking-v1", (0,), 5, CPU)
     assert environments.observation_shape == (48,)
     assert environments.reset().sum() == 1
     assert environments.action == Discrete(4)
@@ -105,7 +105,7 @@ def test_observations_that_are_numbers_become_vectors() -> None:
 )
 def test_what_gymnasium_does_not_make(id: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        group(id, (0,), 5, CPU, options=options)
+        GymGroup(id, (0,), 5, CPU, options=options)
 
 
 def test_without_gymnasium_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

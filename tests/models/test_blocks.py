@@ -7,7 +7,7 @@ from multigpu_cli.models.networks import convnet, gpt
 
 
 def small_gpt() -> nn.Module:
-    return gpt.build((8,), 5, depth=3, heads=2, width=8)
+    return gpt.GPT((8,), 5, depth=3, heads=2, width=8)
 
 
 def test_the_repeated_blocks_are_found() -> None:

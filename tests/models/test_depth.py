@@ -18,7 +18,7 @@ def by_part(model: nn.Module, words: int) -> dict[str, int]:
 
 
 def test_a_transformers_blocks_count_between_embedding_and_head() -> None:
-    model = gpt.build((8,), 11, depth=3, heads=2, width=8)
+    model = gpt.GPT((8,), 11, depth=3, heads=2, width=8)
     names = list(model.state_dict())
     depths = by_part(model, 2)
     assert [depths[f"blocks.{number}"] for number in range(3)] == [1, 2, 3]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from multigpu_cli.models import token_losses
 from multigpu_cli.models.build import checkpoint_activations
-from multigpu_cli.models.networks.gpt import build as build_gpt
+from multigpu_cli.models.networks.gpt import GPT as build_gpt
 from multigpu_cli.models.token_losses import TokenTargets
 from multigpu_cli.runtime.compile import CompiledModel
 

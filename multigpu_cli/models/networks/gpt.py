@@ -55,18 +55,35 @@ class Block(nn.Module):
 
 
 class GPT(ComputesTokenLosses):
-    """Tokens (n, t) int64 → logits (n, t, vocabulary), for t up to the length it was built for.
+    """A GPT for sequences of input_shape[0] tokens out of num_classes.
+
+    Tokens (n, t) int64 → logits (n, t, vocabulary), for t up to the length it was built for.
 
     The output layer shares the weights of the token embedding. For the product on a GPU they are padded, but not with
     --exact, which keeps the rounding of the plain product. Weights and checkpoints have the vocabulary's size.
     """
 
     def __init__(
-        self, vocabulary: int, length: int, *, depth: int, heads: int, width: int, dropout: float, bias: bool
+        self,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        depth: int = 4,
+        heads: int = 4,
+        width: int = 128,
+        dropout: float = 0.0,
+        bias: bool = False,
     ) -> None:
         super().__init__()
-        self.length, self.limits = length, (vocabulary, length)
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        if width % heads:
+            raise RequestError(
+                f"model.args.width: {width} is not divisible by {heads} heads", remedy=f"use a multiple of {heads}"
+            )
+        if len(input_shape) != 1:
+            raise RequestError(
+                f"--model gpt: samples of shape {input_shape} are not sequences of tokens", remedy="use --data text"
+            )
+        self.length, self.limits = input_shape[0], (num_classes, input_shape[0])
+        self.tokens, self.places = nn.Embedding(num_classes, width), nn.Embedding(self.length, width)
         self.dropout = nn.Dropout(dropout)
         blocks = [Block(width, heads, dropout, bias) for _ in range(depth)]
         self.blocks = nn.Sequential(*blocks)
@@ -104,24 +121,3 @@ def _initialise(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=_SPREAD)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-def build(
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    depth: int = 4,
-    heads: int = 4,
-    width: int = 128,
-    dropout: float = 0.0,
-    bias: bool = False,
-) -> nn.Module:
-    """A GPT for sequences of input_shape[0] tokens out of num_classes."""
-    if width % heads:
-        raise RequestError(
-            f"model.args.width: {width} is not divisible by {heads} heads", remedy=f"use a multiple of {heads}"
-        )
-    if len(input_shape) != 1:
-        raise RequestError(
-            f"--model gpt: samples of shape {input_shape} are not sequences of tokens", remedy="use --data text"
-        )
-    return GPT(num_classes, input_shape[0], depth=depth, heads=heads, width=width, dropout=dropout, bias=bias)

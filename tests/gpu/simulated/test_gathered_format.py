@@ -16,7 +16,7 @@ from multigpu_cli import engine
 from multigpu_cli.checkpoint.manifest import read_manifest
 from multigpu_cli.distributed.world import World
 from multigpu_cli.models.blocks import find_blocks_to_wrap
-from multigpu_cli.models.networks.gpt import build
+from multigpu_cli.models.networks.gpt import GPT
 from multigpu_cli.monitor import journal
 from multigpu_cli.run.request import spec
 from multigpu_cli.runtime.precision import Precision
@@ -108,7 +108,7 @@ def test_no_copies_of_weights_wait_for_the_backward_pass() -> None:
             ("gathered", torch.bfloat16, True),
             ("evaluated", None, False),
         ):
-            model = build((4,), 8, depth=4, heads=2, width=256).to(world.device)
+            model = GPT((4,), 8, depth=4, heads=2, width=256).to(world.device)
             strategy = FSDP2(model, world, blocks=find_blocks_to_wrap(model), param_dtype=dtype)
             before = sim.device.memory(world.rank)["allocated"]
             precision = Precision("bf16", world.device)

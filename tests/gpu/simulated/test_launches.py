@@ -18,7 +18,7 @@ from multigpu_cli.data.transforms import fit_standardised
 from multigpu_cli.language.hugging_face import Logits
 from multigpu_cli.language.task import try_chunks
 from multigpu_cli.models import token_losses
-from multigpu_cli.models.networks.gpt import GPT, build
+from multigpu_cli.models.networks.gpt import GPT
 from multigpu_cli.models.networks.mlp import build as build_mlp
 from multigpu_cli.models.token_losses import TokenTargets
 from multigpu_cli.monitor import journal
@@ -128,7 +128,7 @@ VOCABULARY, TOKENS = 1001, 256
 def make_gpt(device: str) -> tuple[GPT, Tensor, Tensor]:
     """The same network on any device, with tokens and targets."""
     torch.manual_seed(0)
-    model = build((TOKENS,), VOCABULARY, depth=1, heads=1, width=8)
+    model = GPT((TOKENS,), VOCABULARY, depth=1, heads=1, width=8)
     assert isinstance(model, GPT)
     tokens = torch.arange(TOKENS)[None] * 5 % VOCABULARY
     targets = tokens.roll(-1).masked_fill(tokens % 3 == 0, -100)
