@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -32,7 +34,7 @@ def test_no_place_sees_what_comes_after_it() -> None:
 
 def test_attention_is_what_the_formula_says() -> None:
     torch.manual_seed(0)
-    attention = GPT((6,), 7, depth=1, heads=2, width=8).eval().blocks[0].attention  # type: ignore[union-attr, index]
+    attention: Any = GPT((6,), 7, depth=1, heads=2, width=8).eval().blocks[0].attention
     x = torch.randn(2, 6, 8)
     by_head = attention.query_key_value(x).view(2, 6, 3, 2, 4).permute(2, 0, 3, 1, 4)
     query, key, value = by_head
