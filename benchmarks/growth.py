@@ -17,6 +17,7 @@ import statistics
 import tarfile
 import tempfile
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from io import BytesIO
@@ -343,12 +344,18 @@ def measure(axis: Axis, sizes: Sequence[int], times: int) -> list[Spent]:
 
 
 def find_exponent(sizes: Sequence[int], costs: Sequence[float], noise: float) -> float:
-    """Of what comes on top of the first cost, between the last two sizes; 0 where it is noise."""
+    """The p of costs = a + b·size^p, in hundredths; 0 where what comes on top of the first cost is noise."""
     noise = max(noise, costs[0] / 10)
     middle, most = (cost - costs[0] for cost in costs[-2:])
     if most < noise:
         return 0.0
-    return max(0.0, math.log(most / max(middle, noise)) / math.log(sizes[-1] / sizes[-2]))
+    first, second, last = sizes[0], *sizes[-2:]
+
+    def grow(hundredths: int) -> float:
+        p = hundredths / 100
+        return float((last**p - first**p) / (second**p - first**p))
+
+    return (bisect_left(range(1, 1000), most / max(middle, noise), key=grow) + 1) / 100
 
 
 def describe(axis: Axis, sizes: Sequence[int], costs: Sequence[Spent]) -> tuple[str, ...]:

@@ -12,10 +12,19 @@ SIZES = (10, 100, 1000)
 
 
 @pytest.mark.parametrize(
-    ("costs", "expected"), [((2.0, 2.1, 2.05), 0.0), ((2.0, 4.0, 22.0), 1.0), ((2.0, 3.0, 102.0), 2.0)]
+    ("sizes", "costs", "expected"),
+    [
+        (SIZES, (2.0, 2.1, 2.05), 0.0),
+        (SIZES, (2.0, 3.0, 2.9), 0.01),
+        (SIZES, (2.0, 4.0, 24.0), 1.0),
+        ((1, 4, 12), (2.8, 5.8, 13.8), 1.0),
+        ((1, 4, 12), (2.0, 5.0, 30.6), 2.0),
+    ],
 )
-def test_an_exponent_is_that_of_what_comes_on_top(costs: tuple[float, ...], expected: float) -> None:
-    assert find_exponent(SIZES, costs, 0.3) == pytest.approx(expected)
+def test_an_exponent_is_that_of_what_comes_on_top(
+    sizes: tuple[int, ...], costs: tuple[float, ...], expected: float
+) -> None:
+    assert find_exponent(sizes, costs, 0.3) == pytest.approx(expected, abs=0.011)
 
 
 def test_what_grows_faster_than_it_should_is_named() -> None:
