@@ -177,7 +177,11 @@ class OpenFiles:
     def read(self, file: int, offset: int, size: int) -> bytes:
         """Some bytes of a file; RequestError where it is gone, ends before or can't be read."""
         try:
-            content = os.pread(self._get_number(file), size, offset)
+            if file not in self._open:
+                if len(self._open) == _MOST:
+                    os.close(self._open.popitem(last=False)[1])
+                self._open[file] = os.open(self.files[file], os.O_RDONLY | os.O_CLOEXEC)
+            content = os.pread(self._open[file], size, offset)
         except OSError as error:
             raise RequestError(f"--data: {self.files[file]}: {error.strerror}", remedy=UNCHANGED) from error
         if len(content) != size:
@@ -185,14 +189,6 @@ class OpenFiles:
                 f"--data: {self.files[file]} ends at byte {offset + len(content)} of {offset + size}", remedy=UNCHANGED
             )
         return content
-
-    def _get_number(self, file: int) -> int:
-        number = self._open.get(file)
-        if number is None:
-            if len(self._open) == _MOST:
-                os.close(self._open.popitem(last=False)[1])
-            number = self._open[file] = os.open(self.files[file], os.O_RDONLY | os.O_CLOEXEC)
-        return number
 
     def __del__(self) -> None:
         for number in self._open.values():

@@ -164,14 +164,12 @@ def load(
     )
     shares = _describe_shares(mix, order)
     classes = first.num_classes if first.task == "classification" else 0
-    splits = {part: _join([getattr(each.source, part) for each in mix], classes) for part in SPLITS}
+    splits: dict[str, Any] = {part: _join([getattr(each.source, part) for each in mix], classes) for part in SPLITS}
     warnings = tuple(warning for each in mix for warning in each.source.warnings)
     signature = " ".join(f"{each.name} {each.weight:g} {each.source.signature()}" for each in mix)
     return replace(
         first,
-        train=splits["train"] or first.train,
-        val=splits["val"],
-        test=splits["test"],
+        **splits,
         new=None,
         codec=first.codec if first.codec.serialize() else Codec(),  # features are those of one table
         order=order,

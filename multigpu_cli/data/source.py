@@ -75,8 +75,8 @@ class DataSource:
     """
 
     train: Dataset[Any]
-    val: Dataset[Any] | None
-    test: Dataset[Any] | None
+    val: Dataset[Any] | None = None
+    test: Dataset[Any] | None = None
     input_shape: tuple[int, ...]  # shape of one sample as the model receives it (after `prepare`)
     num_classes: int  # 0 if targets are not classes
     num_outputs: int = 1  # number of values in a target that is not a class

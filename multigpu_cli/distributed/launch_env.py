@@ -165,8 +165,7 @@ def write_error(environ: Mapping[str, str], code: int, message: str, callstack: 
     if not (file := environ.get("TORCHELASTIC_ERROR_FILE")):
         return
     extra = {"py_callstack": callstack or message, "timestamp": str(int(time.time()))}
-    with suppress(OSError):  # the message has been printed already
-        _replace(Path(file), {"message": {"message": message, "errorCode": code, "extraInfo": extra}})
+    _replace(Path(file), {"message": {"message": message, "errorCode": code, "extraInfo": extra}})
 
 
 def read_exit_codes(logs: Path) -> set[int | None]:
@@ -242,11 +241,9 @@ def attempt_number(environ: Mapping[str, str]) -> int:
 
 def record_attempt(environ: Mapping[str, str], number: int, nodes: Sequence[str]) -> None:
     """Record the attempt that all ranks have agreed on."""
-    folder = find_agent_dir(environ)
-    if folder is not None:
+    if (folder := find_agent_dir(environ)) is not None:  # else the agents' own counts are used
         now = AttemptRecord(number, list(nodes), os.getpid())
-        with suppress(OSError):  # a full disk: the agents' own counts are used instead
-            _replace(folder / f"multigpu-round-{environ.get('LOCAL_RANK', '0')}.json", now._asdict())
+        _replace(folder / f"multigpu-round-{environ.get('LOCAL_RANK', '0')}.json", now._asdict())
 
 
 def record_end(folder: Path | None, number: int, last: PreviousAttempt) -> None:
@@ -263,9 +260,7 @@ def read_previous_attempt(environ: Mapping[str, str]) -> PreviousAttempt | None:
 
 def record_run(folder: Path | None, number: int, run: str) -> None:
     """Record for later attempts the run folder of attempt `number`; called by one process of each node."""
-    if folder is None or run in (known := list_recorded_runs(folder, [number])):
-        return
-    with suppress(OSError):  # a full disk: a restart then chooses a folder as a first attempt does
+    if folder is not None and run not in (known := list_recorded_runs(folder, [number])):
         _replace(folder / f"multigpu-runs-{number}.json", {"runs": [*known, run]})
 
 
@@ -300,10 +295,11 @@ def _write(folder: Path | None, name: str, content: Mapping[str, Any]) -> None:
 
 
 def _replace(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file that others may read at any time."""
+    """Write a file that others may read at any time, if the disk has room: a restart can do without these."""
     draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(content))
-    draft.replace(file)
+    with suppress(OSError):
+        draft.write_text(json.dumps(content))
+        draft.replace(file)
 
 
 def _read_json(folder: Path | None, name: str) -> dict[str, Any] | None:

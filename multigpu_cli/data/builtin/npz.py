@@ -1,6 +1,7 @@
 """Arrays in an .npz file: X_train and y_train, or X and y; also X_val, y_val, X_test, y_test."""
 
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -25,7 +26,7 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
     """
     path = locate_single_file("npz", data_dir, file, _LAYOUT)
     arrays = _arrays(path)
-    splits = {name: _split(arrays, f"_{name}", path) for name in SPLITS if f"X_{name}" in arrays}
+    splits: dict[str, Any] = {name: _split(arrays, f"_{name}", path) for name in SPLITS if f"X_{name}" in arrays}
     whole = splits.get("train") or _split(arrays, "", path)
     fractions = (0.1, 0.1) if "train" not in splits else () if "val" in splits else (0.1,)
     if fractions:
@@ -37,9 +38,7 @@ def load(data_dir: str | None, seed: int, file: str | None = None, new: str | No
     if new and task == "language-model":
         raise RequestError("data.args.new: not supported for tokens", remedy="multigpu sample writes text")
     return DataSource(
-        train=splits["train"],
-        val=splits.get("val"),
-        test=splits.get("test"),
+        **splits,
         new=_unknown(locate_other_file("npz", Path(data_dir or "."), new), whole) if new else None,
         input_shape=tuple(inputs.shape[1:]),
         num_classes=classes,

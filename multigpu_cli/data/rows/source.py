@@ -7,7 +7,6 @@ from inspect import Signature, signature
 from typing import Annotated, Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from multigpu_cli.config.types import integer
 from multigpu_cli.data.files import find_part_files
@@ -28,7 +27,7 @@ _SCALED_BY = 4096  # training rows that teach means and deviations
 _TOKENS = "input_ids"
 
 Parts = Mapping[str, tuple[RowStore, RowSelection]]
-Built = tuple[Mapping[str, Dataset[Any]], dict[str, Any]]
+Built = tuple[dict[str, Any], dict[str, Any]]
 """The samples of each part, and arguments of their DataSource."""
 
 
@@ -72,8 +71,7 @@ def build_row_source(
         samples, facts = build(parts, roles, mode)
         task = "classification" if names else "regression"
         facts |= {"num_classes": len(names), "class_names": names, "task": task}
-    val, test = samples.get("val"), samples.get("test")
-    return DataSource(train=samples["train"], val=val, test=test, shuffle_block=block, **facts)
+    return DataSource(**samples, shuffle_block=block, **facts)
 
 
 def _choose_columns(name: str, store: RowStore, options: RowOptions) -> tuple[Column, list[Column]]:

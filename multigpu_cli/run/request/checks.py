@@ -16,7 +16,7 @@ from multigpu_cli.data.fingerprint import DataFingerprint, describe_differences
 from multigpu_cli.data.load import FROM_MODEL, uses_environments
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.placement import Placement
-from multigpu_cli.distributed.world import World, all_gather, all_gather_object
+from multigpu_cli.distributed.world import World, all_gather_object
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.optimizers.eval_weights import list_unsaved_parameters
@@ -121,10 +121,8 @@ def check_same_data(world: World, source: DataSource, fingerprint: DataFingerpri
     """Compare the fingerprint of the data over all ranks; a RequestError on each of them names nodes that differ."""
     exact, sums = fingerprint
     lengths = [0 if split is None else len(split) for split in (source.train, source.val, source.test)]  # type: ignore[arg-type]
-    whole = torch.tensor([*exact, source.num_train_samples, *lengths], dtype=torch.int64, device=world.device)
-    rough = torch.tensor(sums, dtype=torch.float64, device=world.device)
-    marks = [list(map(int, each.tolist())) for each in all_gather(world, whole)]
-    numbers = [each.tolist() for each in all_gather(world, rough)]
+    own = [[*exact, source.num_train_samples, *lengths], list(sums)]
+    marks, numbers = zip(*all_gather_object(world, own), strict=True)
     groups = group_ranks(marks, numbers)
     if len(set(groups)) > 1:
         raise _describe_difference(world, groups, marks, name)
