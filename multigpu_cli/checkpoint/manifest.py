@@ -77,7 +77,7 @@ def find_quick_damage(folder: Path, moved: Moved = ignore_progress) -> str | Non
 
 
 def find_manifest_damage(folder: Path) -> str | None:
-    """The same of the manifest alone."""
+    """What is wrong with the manifest of a checkpoint alone; no other file is looked at."""
     try:
         manifest = read_manifest(folder)
     except (OSError, ValueError, TypeError) as error:

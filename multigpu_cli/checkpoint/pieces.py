@@ -194,7 +194,7 @@ def _explain_refusal(content: bytes | Path, origin: str, error: Exception) -> Re
 
 
 def _read_start(content: bytes | Path) -> bytes:
-    """The first byte."""
+    """The first byte of a file, or of its content."""
     if isinstance(content, bytes):
         return content[:1]
     with content.open("rb") as file:

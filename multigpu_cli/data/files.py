@@ -255,7 +255,7 @@ def _find_lines(file: BinaryIO) -> Extents:
 
 
 def _find_elements(path: Path) -> Extents:
-    """Those of an array, which is read at once, and not kept."""
+    """The places of the elements of a JSON array; the file is read as a whole, and its text is not kept."""
     text, decode = path.read_bytes().decode("latin-1"), json.JSONDecoder().raw_decode  # a character is a byte
     line, counted, at = 1, 0, _skip_blank(text, text.index("[") + 1)
     try:

@@ -135,7 +135,7 @@ def _count_needed(inputs: Any, label: Any) -> int:
 
 
 def _count_in_mask(mask: Any, ignored: int) -> int:
-    """How many classes a mask calls for; 0 if it is none."""
+    """How many classes the pixels of a mask call for; 0 if it is no mask of class numbers."""
     if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.ndim < 2:
         return 0
     return max(1, int(mask.long().masked_fill(mask.long() == ignored, 0).max()) + 1)

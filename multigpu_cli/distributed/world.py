@@ -117,7 +117,7 @@ def _try_pinned(pinned: Callable[[], Tensor], pageable: Callable[[], Tensor]) ->
 
 @cache
 def _note_pageable(reason: str) -> None:
-    """Once for each reason."""
+    """Warn that memory is pageable, once for each reason."""
     getLogger(__name__).warning("no page-locked memory (%s): copies between host and GPU are slower", reason)
 
 

@@ -123,7 +123,7 @@ def draw_tokens(
 
 
 Draw = Callable[[Tensor], Tensor]
-"""As `draw_tokens`."""
+"""Chooses the following tokens from logits, as `draw_tokens` does."""
 
 
 @torch.no_grad()  # not inference_mode: training may continue with tensors that the model caches in these passes

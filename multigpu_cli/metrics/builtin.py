@@ -51,7 +51,7 @@ def compute_top5(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class _WholeSplit:
-    """Keeps what it is given."""
+    """Keeps the outputs and targets of a whole split, for a number that is no sum over batches."""
 
     def __init__(self) -> None:
         self._outputs: list[Tensor] = []

@@ -108,5 +108,5 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _list_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Those with parameters."""
+    """The children that have parameters, with their names."""
     return [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]

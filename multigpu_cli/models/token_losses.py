@@ -104,7 +104,7 @@ def _score(head: Callable[[Tensor], Tensor], smoothing: float, rows: Tensor, tar
 
 
 def _find_dtype(rows: Tensor) -> torch.dtype:
-    """Of the head's product."""
+    """The number format in which the head computes logits: that of autocast, or else of the hidden states."""
     kind = rows.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
 

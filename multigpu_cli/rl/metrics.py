@@ -35,7 +35,7 @@ class PPOMetrics:
         return self.decisions // self._source.decisions_per_step
 
     def state(self) -> dict[str, Any]:
-        """The counts."""
+        """The counts that a checkpoint holds."""
         return {"decisions": self.decisions, "steps": self.steps, "episodes": self.episodes}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def _shear(images: Tensor, across: float, down: float) -> Tensor:
 
 
 def _translate(images: Tensor, across: float, down: float) -> Tensor:
-    """By shares of the width and the height."""
+    """Move images by shares of their width and their height."""
     return _transform(images, translate=[int(across * images.shape[-1]), int(down * images.shape[-2])])
 
 

@@ -69,7 +69,7 @@ class TokenRows(NumberRows):
         self.dtype = np.dtype(np.int64)
 
     def fetch_into(self, indices: np.ndarray, out: np.ndarray, at: Sequence[int]) -> Tensor:
-        """The same of tokens (n, t); targets (n, t)."""
+        """Write the tokens (n, t) of some samples to the entries `at` of a batch; returns their targets (n, t)."""
         rows = self.selection.find_rows(indices)
         (name,) = self.roles.inputs
         tokens = self.store.read(name, rows).astype(np.int64)

@@ -115,7 +115,7 @@ def _parse_numbers(cells: Sequence[str]) -> Parsed:
 
 
 def list_missing_words() -> list[str]:
-    """All words that say so, in lower case."""
+    """The words that mean that a cell holds nothing, in lower case."""
     return sorted(_MISSING)
 
 

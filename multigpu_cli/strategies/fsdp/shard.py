@@ -257,7 +257,7 @@ class ModelSharder:
             setattr(module, name, new)
 
     def _receive_extra_state(self) -> None:
-        """What modules tell beside tensors."""
+        """Give all ranks what modules of the source tell beside tensors (`get_extra_state`)."""
         default = nn.Module.get_extra_state
         names = [name for name, part in self._models[0].named_modules() if type(part).get_extra_state is not default]
         if not names or self._source is None:
