@@ -5,7 +5,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,9 +45,6 @@ class ResumePoint:
     global_batch: int | None = None  # the global batch of that attempt, which does not change
     eval_batch_after_oom: int | None = None  # most samples, if memory ran out in a sharded evaluation
     checkpoint_rank: int = 0  # the rank whose disk has the checkpoint
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class CheckpointNotFound(RequestError):

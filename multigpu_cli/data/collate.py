@@ -1,12 +1,10 @@
 """Turns samples in any common form into batches of (inputs, targets), counts their tokens, moves them to the device."""
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -17,6 +15,7 @@ from torch.utils.data import Dataset, Subset, default_collate
 
 from multigpu_cli.distributed.world import copy_stream, pin_memory
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.runtime.factories import describe_error
 from multigpu_cli.runtime.model_call import IGNORED, TARGETS
 
 
@@ -68,10 +67,8 @@ def report_own_code(dataset: Dataset[Any], what: str, call: str) -> Iterator[Non
     except TrainingError:
         raise
     except Exception as error:  # the user's own code: reported as what is wrong with the request
-        line = traceback.extract_tb(error.__traceback__)[-1]
-        said = (str(error).splitlines() or [""])[0]
         raise RequestError(
-            f"--data: {what} raised {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {said}",
+            f"--data: {what} raised {describe_error(error)}",
             remedy=f"see what {type(unwrap_dataset(dataset)).__name__}{call} gives in Python",
         ) from error
 

@@ -205,8 +205,13 @@ def describe_place(error: BaseException) -> str:
     """File and line of an error."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
-    lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith("<")]
+    lines = [line for line in traceback.extract_tb(error.__traceback__) if not line.filename.startswith("<frozen ")]
     return f"{Path(lines[-1].filename).name}:{lines[-1].lineno}"
+
+
+def describe_error(error: BaseException) -> str:
+    """'ValueError in my_code.py:12: what it says', in one line."""
+    return f"{type(error).__name__} in {describe_place(error)}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _name(factory: Callable[..., Any]) -> str:
@@ -225,8 +230,4 @@ def name_own_code(call: str) -> Iterator[None]:
 
         if is_out_of_memory(error):
             raise
-        message = (str(error).splitlines() or [""])[0]
-        raise TrainingError(
-            f"{call} raised {type(error).__name__} in {describe_place(error)}: {message}",
-            remedy="--debug shows the traceback",
-        ) from error
+        raise TrainingError(f"{call} raised {describe_error(error)}", remedy="--debug shows the traceback") from error

@@ -64,7 +64,7 @@ def tree(folder: Path) -> set[Path]:
 def test_a_start_is_plain_values(tmp_path: Path) -> None:
     run_in(tmp_path / "run", 10)
     start = choose_resume_point(make_config("run"), attempt=0)
-    assert ResumePoint(**json.loads(json.dumps(start.as_dict()))) == start
+    assert ResumePoint(**json.loads(json.dumps(vars(start)))) == start
 
 
 # -- without --save-dir

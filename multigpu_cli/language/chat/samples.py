@@ -90,22 +90,19 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         self._lengths = np.minimum(chats.lengths, chats.limit)
         self._epoch = 0
         self._samples, self._ends = self._pack(0)
-        self._count = max(len(self._pack_tightly()[1]), len(self._ends)) - 1
+        self._count = max(len(pack_first_fit(self._lengths, self.limit)[1]), len(self._ends)) - 1
 
     def make_packs_of_epoch(self, epoch: int) -> None:
         """Make the packs of an epoch; called by the loader before it asks for one of its samples."""
         if epoch != self._epoch:
             self._samples, self._ends = self._pack(epoch)
             if len(self._ends) - 1 > self._count:
-                self._samples, self._ends = self._pack_tightly()
+                self._samples, self._ends = pack_first_fit(self._lengths, self.limit)
             self._epoch = epoch
 
     def _pack(self, epoch: int) -> Packs:
         order = shuffle_numbers(len(self.chats), make_key(self._seed, _PACKING), epoch)
         return pack_windows(order.numpy(), self._lengths, self.limit)
-
-    def _pack_tightly(self) -> Packs:
-        return pack_first_fit(self._lengths, self.limit)
 
     def __len__(self) -> int:
         return self._count

@@ -1,6 +1,5 @@
 """Builds model, task, optimizer, strategy and loaders, and tries a batch, before any file of the run is touched."""
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -39,6 +38,7 @@ from multigpu_cli.run.request.checks import check_state_fits
 from multigpu_cli.run.request.prepare import all_ranks_see
 from multigpu_cli.run.request.spec import RunSpec, with_notes
 from multigpu_cli.runtime.compile import CompiledModel, compile_model
+from multigpu_cli.runtime.factories import describe_error
 from multigpu_cli.runtime.model_call import CallRecorder
 from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.precision import Precision
@@ -167,15 +167,13 @@ def _mismatch_error(
 ) -> RequestError:
     """What the model was called with, what it returned, and what the task expects."""
     source, config, outputs = spec.source, spec.config, seen.outputs
-    line = traceback.extract_tb(error.__traceback__)[-1]
-    message = (str(error).splitlines() or [""])[0]
     name_small_embedding(error)
     classes = source.num_classes or source.num_outputs
     built = spec.factories.describe_model(config, source)
     lines = [
         f"--model {spec.model} does not take the {which} of --data {config.data.name}, or --task {spec.task} "
         "not what it returns",
-        f"  {type(error).__name__} in {Path(line.filename).name}:{line.lineno}: {message}",
+        f"  {describe_error(error)}",
         *(f"  {note}" for note in getattr(error, "__notes__", ())),
         *([f"  {built}"] if built else []),
         f"  it was called with  {describe_shapes(batch.inputs)}",

@@ -311,7 +311,7 @@ def _agree(config: Config, world: World, begun: list[str], damaged: dict[str, st
 
     choose = partial(choose_resume_point, config, attempt=world.attempt, begun=begun, find_damage=find_damage)
     if world.size == world.local_size:
-        return ResumePoint(**run_on_main_rank(world, lambda: choose().as_dict()))
+        return ResumePoint(**run_on_main_rank(world, lambda: vars(choose())))
     first_on_node = world.local_rank == 0
     elsewhere = any(all_gather_object(world, first_on_node and resume_exists(config.checkpoint.resume)))
     point, error = None, None
@@ -323,7 +323,7 @@ def _agree(config: Config, world: World, begun: list[str], damaged: dict[str, st
     steps = all_gather_object(world, int(point.manifest["step"]) + 1 if point and point.manifest else 0)
     newest = steps.index(max(steps))
     run_on_all_ranks(world, lambda: _raise_start_error(error, world, somewhere=max(steps) > 0))
-    values = broadcast_object(world, point.as_dict() if point and world.rank == newest else None, source=newest)
+    values = broadcast_object(world, vars(point) if point and world.rank == newest else None, source=newest)
     return ResumePoint(**values | {"checkpoint_rank": newest})
 
 
