@@ -13,6 +13,7 @@ from torch import Tensor
 from multigpu_cli.capabilities import METRICS
 from multigpu_cli.config.code_names import NamedCode, parse_metric
 from multigpu_cli.config.schema import MetricConfig
+from multigpu_cli.data.collate import describe_shapes
 from multigpu_cli.data.loader import first_batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import (
@@ -32,7 +33,7 @@ from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.runtime.factories import bind_call, call_factory, find_factory, name_own_code
 from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 from multigpu_cli.tasks.base import BatchMetrics, Task
-from multigpu_cli.tasks.metric import Metric, MetricMeter, Moved, describe_value, to_tensor
+from multigpu_cli.tasks.metric import Metric, MetricMeter, Moved, to_tensor
 
 _SAME_LENGTH = "a tensor (k,), with the same k for every batch, of sums over the samples of the batch"
 
@@ -57,7 +58,7 @@ class SummedMetric(Metric):
         sums, before = to_tensor(found), self._whole if self._whole is not None else next(iter(self._parts.values()), 0)
         same = isinstance(before, int) or (sums is not None and sums.shape == before.shape)
         if sums is None or sums.ndim != 1 or not same or sums.is_complex():
-            raise TrainingError(f"{self.label}: sums returned {describe_value(found)}", remedy=_SAME_LENGTH)
+            raise TrainingError(f"{self.label}: sums returned {describe_shapes(found)}", remedy=_SAME_LENGTH)
         if sums.is_floating_point():
             self._parts[number] = sums.double()
         else:
@@ -178,10 +179,8 @@ class PerSampleMetric(Metric):
     def _check_shape(self, part: Any, found: Any, samples: int) -> Tensor:
         values = to_tensor(part)
         if values is None or values.shape != (samples,) or values.is_complex():
-            several = isinstance(found, tuple)
-            returned = f"({', '.join(map(describe_value, found))})" if several else describe_value(found)
             raise TrainingError(
-                f"{self.label}: it returned {returned} for {samples} samples",
+                f"{self.label}: it returned {describe_shapes(found)} for {samples} samples",
                 remedy="one value for each sample, (n,), or a pair of numerators and denominators, each (n,); for what "
                 "is no mean over samples a class with update and compute",
             )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from multigpu_cli.data.collate import describe_shapes
 from multigpu_cli.distributed.world import World, run_on_main_rank
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.factories import name_own_code
@@ -52,18 +53,11 @@ class Metric(ABC):
             if isinstance(value, Tensor) and value.numel() == 1:
                 value = value.detach().reshape(()).double().item()
             if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
-                problem = f"{self.label}: compute returned {describe_value(value)}, not a number"
+                problem = f"{self.label}: compute returned {describe_shapes(value)}, not a number"
                 raise TrainingError(problem, remedy="one metric for each")
             return float(value)
 
         return run_on_main_rank(world, compute_number)
-
-
-def describe_value(value: Any) -> str:
-    """The type of what a metric returned, with its shape."""
-    if isinstance(value, Tensor):
-        return f"a tensor {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    return f"a {type(value).__name__}"
 
 
 def to_tensor(value: Any) -> Tensor | None:

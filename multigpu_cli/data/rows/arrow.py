@@ -205,16 +205,11 @@ def _open_chunk(chunk: Any) -> _Chunk:
     if types.is_struct(chunk.type):
         chunk = chunk.field("bytes")
     while types.is_list(chunk.type) or types.is_large_list(chunk.type) or types.is_fixed_size_list(chunk.type):
-        if types.is_fixed_size_list(chunk.type):
-            if offsets:
-                width = chunk.type.list_size
-                offsets.append(np.arange(len(chunk) + 1) * width)
-        else:
-            inner = chunk.flatten()
+        if not types.is_fixed_size_list(chunk.type):
             ends = np.asarray(chunk.offsets)
             offsets.append(ends - ends[0] if len(ends) and ends[0] else ends)
-            chunk = inner
-            continue
+        elif offsets:
+            offsets.append(np.arange(len(chunk) + 1) * chunk.type.list_size)
         chunk = chunk.flatten()
     if types.is_boolean(chunk.type):
         return _Chunk((), np.frombuffer(chunk.buffers()[1], dtype=np.uint8), chunk.offset)
