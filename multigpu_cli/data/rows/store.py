@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from multigpu_cli.checkpoint.files import publish_stream
 from multigpu_cli.errors import RequestError
 
 
@@ -84,45 +85,37 @@ def open_index(name: str, files: Sequence[Path], width: int, build: Build, versi
     """The index that an earlier process has left beside the first file, or else one that is made now.
 
     It holds as long as names, sizes and times of change of all files are the same, and the version of what `build`
-    writes. Processes that ask for it at once wait for the first of them. Where the folder can't be written, each
-    process makes its own, which ends with it.
+    writes. Processes that ask for it at once wait for the first of them. Where the folder can't be written, or has no
+    room, each process makes its own, which ends with it.
     """
     facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     mark = {"version": version, "files": facts, "width": width}
     folder = files[0].parent
     place = folder / f".multigpu-{sha256(repr([file.name for file in files]).encode()).hexdigest()[:12]}.index"
+
+    def write(file: Any) -> None:
+        learned = build(lambda row: file.write(array("q", row)))
+        foot = json.dumps({**mark, "facts": learned}).encode()
+        file.write(foot + len(foot).to_bytes(8, "little") + _MAGIC)
+        file.flush()
+
     with _locked(folder) as alone:
         if found := _find(place, mark):
             return found
-        try:
-            for left in folder.glob(f"{place.name}.*.draft") if alone else ():  # by a process that was killed
+        with suppress(OSError):  # read-only, or full
+            for left in folder.glob(f".{place.name}.*.draft") if alone else ():  # by a process that was killed
                 left.unlink(missing_ok=True)
-            number, draft = tempfile.mkstemp(prefix=f"{place.name}.", suffix=".draft", dir=folder)
-        except OSError:  # read-only: a file of this process's own
-            with tempfile.TemporaryFile() as file:
-                return _make(name, file, mark, build)
-        try:
-            with open(number, "w+b") as file:
-                index = _make(name, file, mark, build)
-            Path(draft).chmod(0o644)
-            Path(draft).replace(place)
-            return index
-        finally:
-            Path(draft).unlink(missing_ok=True)
-
-
-def _make(name: str, file: Any, mark: dict[str, Any], build: Build) -> Index:
+            publish_stream(place, write, 0)
+            if found := _find(place, mark):
+                return found
     try:
-        facts = build(lambda row: file.write(array("q", row)))
-        foot = json.dumps({**mark, "facts": facts}).encode()
-        file.write(foot + len(foot).to_bytes(8, "little") + _MAGIC)
-        file.flush()
-        os.fsync(file.fileno())
+        with tempfile.TemporaryFile() as own:
+            write(own)
+            index = _open(own, mark)
     except OSError as error:
         raise RequestError(
             f"--data {name}: no index can be written ({error})", remedy="room for it, beside the data or in TMPDIR"
         ) from error
-    index = _open(file, mark)
     assert index is not None
     return index
 
