@@ -116,12 +116,13 @@ def export(
     **given: Any,
 ) -> None:
     """Export the weights or the whole network. The written file is loaded and checked."""
-    from multigpu_cli.commands.requests import parse_changes, parse_export_target
+    from multigpu_cli.commands.requests import parse_export_target, parse_inference_request
 
-    target, changes = parse_export_target(to, checkpoint, kind, dtype), parse_changes(given)
+    target = parse_export_target(to, kind, dtype)
+    request = parse_inference_request(checkpoint, given, own_code=own_code)
     from multigpu_cli.commands.export import export_run, format_export  # torch loads here
 
-    written = export_run(checkpoint, target, format=kind, dtype=dtype, changes=changes, own_code=own_code)
+    written = export_run(request, target)
     print_result(written, format_export(written), as_json=as_json)
 
 

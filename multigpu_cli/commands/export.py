@@ -4,12 +4,11 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from multigpu_cli.checkpoint.pieces import deserialize, serialize
 from multigpu_cli.checkpoint.weights import TrainedWeights, extra_state, load_trained_weights, round_weights
 from multigpu_cli.commands.inference import LoadedRun, load_run
 from multigpu_cli.commands.options import writing_to
+from multigpu_cli.commands.requests import ExportTarget, InferenceRequest
 from multigpu_cli.data.load import FROM_MODEL, check_has_samples
 from multigpu_cli.data.loader import Loader, first_batch
 from multigpu_cli.data.tables.csv import list_missing_words
@@ -200,25 +200,14 @@ class Export:
     takes: str = ""  # which inputs the file takes, where that is not what the network itself takes
 
 
-def export_run(
-    checkpoint: str,
-    target: Path,
-    *,
-    format: str | None = None,
-    dtype: str | None = None,
-    changes: Mapping[str, Any] = MappingProxyType({}),
-    own_code: bool = False,
-) -> Export:
-    """Write the file, or folder, and check it.
+def export_run(request: InferenceRequest, to: ExportTarget) -> Export:
+    """Write the file, or folder, and check it; a network is built for the dataset's shapes, and run on its samples.
 
-    The format is hf, adapter or merged, a folder for transformers and peft; None: a file, by its ending. `dtype` is
-    bf16 or fp16, for weights alone and whole models; None: as they were trained. `changes` are settings that differ
-    from the run's, such as where the dataset is now; the network is built for its shapes, and run on its samples.
     RequestError: nothing was written. TrainingError: the file failed its check, and was removed.
     """
-    if format:
-        return _export_folder(checkpoint, target, format, changes, dtype=dtype, own_code=own_code)
-    weights, takes = load_trained_weights(Path(checkpoint)), ""
+    if to.format:
+        return _export_folder(request, to)
+    weights, takes, (target, _, dtype) = load_trained_weights(request.run), "", to
     if target.suffix in (".safetensors", ".pt"):
         with writing_to("--to", target):
             left_out = export_weights(weights.state, target, dtype)
@@ -226,7 +215,7 @@ def export_run(
         if left_out:
             checked += f"; left out, since only .pt takes more than tensors: {', '.join(left_out)}"
     else:
-        run, inputs = _rebuild_run(weights, changes, own_code=own_code)
+        run, inputs = _rebuild_run(weights, request)
         with writing_to("--to", target):
             difference, takes = _export_run(run, inputs, target)
         checked = f"run on {_count(inputs)} samples and on one: greatest difference {difference:.2g}"
@@ -241,17 +230,15 @@ def format_export(export: Export) -> Iterator[str]:
         yield export.takes
 
 
-def _export_folder(
-    checkpoint: str, target: Path, format: str, changes: Mapping[str, Any], *, dtype: str | None, own_code: bool
-) -> Export:
+def _export_folder(request: InferenceRequest, to: ExportTarget) -> Export:
     from multigpu_cli.commands.language.export_folder import write_model_folder  # late: transformers' models only
 
-    written = write_model_folder(Path(checkpoint), target, format, changes, half=dtype, own_code=own_code)
-    size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    written = write_model_folder(request, to)
+    size = sum(file.stat().st_size for file in to.path.rglob("*") if file.is_file())
     checked = f"loaded again: greatest difference of a logit {written.difference:.2g} of the largest one"
-    if dtype:
-        checked += f"; {dtype} moved one by {written.rounding:.2g}"
-    return Export(str(target), size, written.origin, written.difference, checked)
+    if to.dtype:
+        checked += f"; {to.dtype} moved one by {written.rounding:.2g}"
+    return Export(str(to.path), size, written.origin, written.difference, checked)
 
 
 def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:
@@ -278,9 +265,9 @@ def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:
     return difference, f"takes features, not rows: {beside} describes how features are computed from rows"
 
 
-def _rebuild_run(weights: TrainedWeights, changes: Mapping[str, Any], *, own_code: bool) -> tuple[LoadedRun, Any]:
+def _rebuild_run(weights: TrainedWeights, request: InferenceRequest) -> tuple[LoadedRun, Any]:
     """The run with these weights, and samples of its dataset as the network takes them."""
-    run = load_run(weights, changes, own_code=own_code)
+    run = load_run(weights, request)
     check_has_samples(run.config, "export to this format (.safetensors and .pt do not)")
     weights_alone = "--to ….safetensors, for the weights alone"
     if run.config.task.name == FROM_MODEL:

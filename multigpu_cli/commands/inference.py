@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -47,22 +46,15 @@ class LoadedRun:
 
 
 def load_run(
-    weights: TrainedWeights,
-    changes: Mapping[str, Any],
-    *,
-    own_code: bool,
-    checks_base: bool = True,
-    parts: Collection[str] = NAMING,
+    weights: TrainedWeights, request: InferenceRequest, *, checks_base: bool = True, parts: Collection[str] = NAMING
 ) -> LoadedRun:
     """Open the run's dataset, build its network for it, and put the weights in.
 
-    The changes are settings that differ from the run's, by key: where data or pretrained model are now, or other data.
     `checks_base`: this process compares files of a pretrained model, and the network's code, with the run's. The parts
     are those of the run that may be its own code, and are used. RequestError: the code is not allowed, the dataset or
     the pretrained model is not there, or the weights do not fit it.
     """
-    config = _merge_config(weights, changes)
-    command = _make_command_config(changes, own_code=own_code)
+    config, command = _merge_config(weights, request.changes), _make_command_config(request)
     with _explain_objects(weights.origin):
         check_code(config, command, str(weights.origin), parts)
         source = open_data(config)
@@ -79,9 +71,7 @@ def load_run(
         return _load_weights(config, source, weights, warns=checks_base)
 
 
-def load_run_without_data(
-    weights: TrainedWeights, *, own_code: bool, changes: Mapping[str, Any] = MappingProxyType({})
-) -> LoadedRun:
+def load_run_without_data(weights: TrainedWeights, request: InferenceRequest) -> LoadedRun:
     """Build the network from the run's record of its data, which need not be there: a source without samples.
 
     RequestError: the code is not allowed, or the file has no record of the data.
@@ -89,10 +79,9 @@ def load_run_without_data(
     built_for = dict(weights.settings.get("built_for", {}))
     if not built_for:
         raise RequestError(f"{weights.origin} has no record of its data's shapes", remedy="weights of a newer run")
-    config = _merge_config(weights, changes)
+    config = _merge_config(weights, request.changes)
     config = replace_settings(config, {"model": config.model.name or built_for["model"]})
-    command = _make_command_config(changes, own_code=own_code)
-    check_code(config, command, str(weights.origin), ["model"])
+    check_code(config, _make_command_config(request), str(weights.origin), ["model"])
     nothing = TensorDataset(torch.empty(0), torch.empty(0))
     source = DataSource(
         train=nothing,
@@ -139,8 +128,8 @@ def _explain_objects(origin: Path) -> Iterator[None]:
         raise RequestError(problem, remedy=remedy) from error
 
 
-def _make_command_config(changes: Mapping[str, Any], *, own_code: bool) -> Config:
-    return replace_settings(Config(), {**changes, "own_code": own_code})
+def _make_command_config(request: InferenceRequest) -> Config:
+    return replace_settings(Config(), {**request.changes, "own_code": request.own_code})
 
 
 def _merge_config(weights: TrainedWeights, changes: Mapping[str, Any]) -> Config:
@@ -191,16 +180,8 @@ def run_distributed(
     with join_workers(wanted, 600.0) as (_, world):
         set_threads_per_rank(world.local_size, count_cores(), exact=False)
         weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))
-        run = run_on_all_ranks(
-            world,
-            lambda: load_run(
-                weights,
-                request.changes,
-                own_code=request.own_code,
-                checks_base=world.is_main,
-                parts=(*NAMING, "metric") if needs_targets else NAMING,
-            ),
-        )
+        parts = (*NAMING, "metric") if needs_targets else NAMING
+        run = run_on_all_ranks(world, lambda: load_run(weights, request, checks_base=world.is_main, parts=parts))
         amp = run.config.precision.amp
         amp = "off" if amp == "fp16" and world.device.type == "cpu" else amp  # of a run on GPUs
         precision = agree_on_precision(amp, world, [world.device])

@@ -1,10 +1,10 @@
 """Requests made from the options of a command, checked before torch is loaded: a Config, a run's weights, a file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from multigpu_cli.config import rules
 from multigpu_cli.config.code_names import describe_origin
@@ -30,14 +30,22 @@ _FOLDER_PACKAGES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceRequest:
-    """The options of evaluate, predict and sample."""
+    """The options of evaluate, predict, sample and export."""
 
     run: Path
-    changes: Mapping[str, Any]  # settings of the data that differ from the run's, by key
-    split: str | None  # train, val or test; None takes new samples, or else the last split that exists
-    batch_size: int | None  # samples at once; None takes twice the run's
-    workers: int | None  # processes to start; None starts one for each GPU
-    own_code: bool
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from the run's, such as data_dir
+    split: str | None = None  # train, val or test; None takes new samples, or else the last split that exists
+    batch_size: int | None = None  # samples at once; None takes twice the run's
+    workers: int | None = None  # processes to start; None starts one for each GPU
+    own_code: bool = False
+
+
+class ExportTarget(NamedTuple):
+    """What export writes."""
+
+    path: Path  # of the file, or folder
+    format: str | None = None  # hf, adapter or merged, a folder for transformers and peft; None: a file, by its ending
+    dtype: str | None = None  # bf16 or fp16, for weights alone and whole models; None: as they were trained
 
 
 def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Config:
@@ -59,11 +67,12 @@ def build_config(values: Mapping[str, Any], environ: Mapping[str, str]) -> Confi
 
 
 def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: bool) -> InferenceRequest:
-    """Read the options of evaluate, predict and sample; None where one was not given."""
-    _check_run_exists(run)
+    """Read the options of evaluate, predict, sample and export; None where one was not given."""
+    if not Path(run).exists():
+        raise RequestError(f"{run}: there is no such file or folder", remedy="the --save-dir of a run")
     return InferenceRequest(
         run=Path(run),
-        changes=parse_changes(given),
+        changes=_parse_changes(given),
         split=parse_option(choice("train", "val", "test"), "--split", given.get("split")),
         batch_size=parse_option(integer(1, 2**31), "--batch-size", given.get("batch_size")),
         workers=parse_option(integer(1, 1024), "--nproc-per-node", given.get("nproc_per_node")),
@@ -71,7 +80,7 @@ def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: boo
     )
 
 
-def parse_changes(given: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_changes(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that differ from the run's, and those that name its own code in this command."""
     flags = {name: given.get(name) for name in ("data", "data_dir", "model", "model_dir", "task")}
     config = resolve(flags, list(given.get("set") or ()), None)
@@ -119,7 +128,7 @@ def parse_prediction_target(out: str) -> Path:
     return target
 
 
-def parse_export_target(to: str, checkpoint: str, format: str | None = None, dtype: str | None = None) -> Path:
+def parse_export_target(to: str, format: str | None = None, dtype: str | None = None) -> ExportTarget:
     """The new file, or with a format the folder, that export writes; what the format needs has to be installed."""
     target, packages = Path(to), _find_export_packages(to, format)
     if dtype:
@@ -132,8 +141,7 @@ def parse_export_target(to: str, checkpoint: str, format: str | None = None, dty
         what = f"--format {format}" if format else f"--to {to}"
         raise RequestError(f"{what} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")
     _check_new_file("--to", target)
-    _check_run_exists(checkpoint)
-    return target
+    return ExportTarget(target, format, dtype)
 
 
 def _find_export_packages(to: str, format: str | None) -> tuple[str, ...]:
@@ -149,11 +157,6 @@ def _find_export_packages(to: str, format: str | None) -> tuple[str, ...]:
         raise RequestError(f"--to {to}: --format {format} writes a folder, not a file", remedy="--to FOLDER")
     parse_option(choice(*_FOLDER_PACKAGES), "--format", format)
     return _FOLDER_PACKAGES[format]
-
-
-def _check_run_exists(run: str) -> None:
-    if not Path(run).exists():
-        raise RequestError(f"{run}: there is no such file or folder", remedy="the --save-dir of a run")
 
 
 def _check_new_file(flag: str, target: Path) -> None:

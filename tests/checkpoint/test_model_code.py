@@ -10,6 +10,7 @@ from torch import nn
 
 from multigpu_cli.checkpoint.weights import describe_code, load_trained_weights, name_changes
 from multigpu_cli.commands.inference import load_run
+from multigpu_cli.commands.requests import InferenceRequest
 from tests.support.fork import exit_code
 from tests.support.run_training import Ended, run_training
 from tests.test_links_in_run_folders import content
@@ -84,11 +85,12 @@ def test_exact_refuses_it_and_nothing_is_touched(code: str, named: str) -> None:
 
 
 def test_the_commands_that_use_the_weights_name_it_too(capfd: pytest.CaptureFixture[str]) -> None:
+    request = InferenceRequest(run=Path("run"), own_code=True)
     for code, named in ((CODE, ""), (FORWARD, "Net"), (LAYER, "Identity, Tanh")):
         if not named:
             assert warnings(train(1, code, epochs=1)) == []
         Path("edited.py").write_text(code)
-        assert exit_code(lambda: load_run(load_trained_weights(Path("run")), {}, own_code=True)) == 0
+        assert exit_code(lambda: load_run(load_trained_weights(request.run), request)) == 0
         said = " ".join(capfd.readouterr().err.split())
         assert said == (f"warning: the model's {named} changed since run/best.pt was written" if named else "")
 

@@ -12,6 +12,7 @@ import torch
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import load_trained_weights
 from multigpu_cli.commands.inference import load_run, load_run_without_data
+from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder
@@ -87,7 +88,7 @@ def test_another_one_is_refused_by_name(what: str, here: Path) -> None:
         assert f"--model-dir model has {what} than {adapter} was started with" in ended.error
         assert before == {path: path.read_bytes() for path in Path(adapter).rglob("*") if path.is_file()}
     with pytest.raises(RequestError, match=f"has {what} than"):
-        load_run(load_trained_weights(Path("lora")), {}, own_code=False)
+        load_run(load_trained_weights(Path("lora")), InferenceRequest(run=Path("lora")))
 
 
 def lose_weights_after_first_checkpoint() -> None:
@@ -117,9 +118,10 @@ def test_the_same_one_may_lie_elsewhere(here: Path) -> None:
     (here / "model").rename("moved")
     changes = {"model_dir": "moved"}
     weights = load_trained_weights(Path("lora"))
-    run = load_run(weights, changes, own_code=False)
+    request = InferenceRequest(run=Path("lora"), changes=changes)
+    run = load_run(weights, request)
     torch.testing.assert_close(dict(run.model.state_dict()), weights.state)
-    load_run_without_data(weights, own_code=False, changes=changes)
+    load_run_without_data(weights, request)
     ended = run_training(1, **FLAGS | changes | {"max_steps": 2}, adapter="lora", save_dir="lora")
     assert not ended.error, ended.error
     assert ended.summary["steps"] == 2

@@ -32,13 +32,13 @@ def test_a_wrong_target_is_refused(to: str, message: str, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     Path("there.pt").write_text("")
     with pytest.raises(RequestError, match=message):
-        parse_export_target(to, ".")
+        parse_export_target(to)
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "find_spec", lambda name: None if name == "onnxscript" else name)
     with pytest.raises(RequestError) as refused:
-        parse_export_target("model.onnx", ".")
+        parse_export_target("model.onnx")
     assert refused.value.problem == "--to model.onnx needs onnxscript"
     assert refused.value.remedy == "pip install onnx onnxscript onnxruntime"
 

@@ -10,6 +10,7 @@ import torch
 import main_multi_gpu
 from multigpu_cli.commands.clean import list_checkpoints
 from multigpu_cli.commands.export import export_run
+from multigpu_cli.commands.requests import ExportTarget, InferenceRequest
 from multigpu_cli.monitor import journal
 from tests.support.run_training import run_training
 
@@ -48,7 +49,8 @@ def test_what_is_made_of_its_weights_has_it_too(capsys: pytest.CaptureFixture[st
     assert main_multi_gpu.run(["evaluate", "run", "--own-code", "--json"]) == 0
     [said] = [line["loss"] for line in journal.read_events("run/journal.jsonl") if line.get("split") == "test"]
     assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(said)
-    assert export_run("run", Path("w.pt")).checked == "read back: every bit is the same"
+    request = InferenceRequest(run=Path("run"))
+    assert export_run(request, ExportTarget(Path("w.pt"))).checked == "read back: every bit is the same"
     assert torch.load("w.pt", weights_only=True)[KEY]["passes"] == read_extra_state("run/best.pt")["passes"] > 0
-    assert export_run("run", Path("w.safetensors")).checked.endswith(f"takes more than tensors: {KEY}")
+    assert export_run(request, ExportTarget(Path("w.safetensors"))).checked.endswith(f"takes more than tensors: {KEY}")
     assert set(safetensors.load_file("w.safetensors")) == {"layers.layer.weight", "layers.layer.bias"}

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.commands.export import export_run
+from multigpu_cli.commands.requests import ExportTarget, InferenceRequest
 from multigpu_cli.monitor import journal
 from tests.support.run_training import run_training
 
@@ -33,7 +34,7 @@ def test_an_export_with_another_head_starts_a_run_on_any_number_of_workers(flags
     """As a user does it: train, export, and begin another task from the export."""
     pytest.importorskip("safetensors")
     assert run_training(**RUN, data=f"{__name__}:five_classes", save_dir="before").error == ""
-    export_run("before", Path("weights.safetensors"))
+    export_run(InferenceRequest(run=Path("before")), ExportTarget(Path("weights.safetensors")))
     start = RUN | flags | {"init_from": "weights.safetensors", "lr": 1e-9}
     refused = run_training(2, **start, save_dir="refused")
     assert (refused.kind, Path("refused").exists()) == ("RequestError", False)

@@ -4,8 +4,9 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from multigpu_cli.checkpoint.files import flush_folder
 from multigpu_cli.checkpoint.weights import TrainedWeights, load_trained_weights, round_weights
 from multigpu_cli.commands.inference import LoadedRun, load_run_without_data, load_text_model_of_run
 from multigpu_cli.commands.options import writing_to
+from multigpu_cli.commands.requests import ExportTarget, InferenceRequest
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.language import hugging_face
 from multigpu_cli.language.adapter import adapter_weights, find_adapted, merge_adapter
@@ -50,40 +52,30 @@ class _Live(NamedTuple):
     rounding: float = 0.0
 
 
-def write_model_folder(
-    checkpoint: Path, target: Path, kind: str, changes: Mapping[str, Any], *, half: str | None, own_code: bool
-) -> WrittenFolder:
+def write_model_folder(request: InferenceRequest, to: ExportTarget) -> WrittenFolder:
     """Write a folder and check it: it is loaded again, once the network that was written is out of memory.
 
-    The kind is hf (all weights), adapter (for peft), or merged (all weights, with the adapter added to them in
-    float32); with `half`, bf16 or fp16, all weights are rounded to it. RequestError: the run is of another kind, or a
-    weight is beyond that range; nothing was written. TrainingError: the folder computes something else; it was removed.
+    The format is hf (all weights), adapter (for peft), or merged (all weights, with the adapter added to them in
+    float32); with a dtype, all weights are rounded to it. RequestError: the run is of another kind, or a weight is
+    beyond that range; nothing was written. TrainingError: the folder computes something else; it was removed.
     """
-    with _draft_folder(target) as draft:
-        live = _write(checkpoint, draft, target, kind, changes, half=half, own_code=own_code)
-        found = _compute_logits(_load_again(draft, kind, live), live.tokens)
+    with _draft_folder(to.path) as draft:
+        live = _write(request, to, draft)
+        found = _compute_logits(_load_again(draft, str(to.format), live), live.tokens)
         difference = float((found - live.logits).abs().max() / live.logits.abs().max())
         if not difference <= _TOLERANCE:  # also where it is NaN
             raise TrainingError(
-                f"{target}: the logits of the exported model differ by {difference:.2g} of the largest one, so it was "
+                f"{to.path}: the logits of the exported model differ by {difference:.2g} of the largest one, so it was "
                 "removed",
                 remedy="another version of transformers; or --to ….safetensors, for the weights as they are",
             )
     return WrittenFolder(live.origin, difference, live.rounding)
 
 
-def _write(
-    checkpoint: Path,
-    draft: Path,
-    target: Path,
-    kind: str,
-    changes: Mapping[str, Any],
-    *,
-    half: str | None,
-    own_code: bool,
-) -> _Live:
+def _write(request: InferenceRequest, to: ExportTarget, draft: Path) -> _Live:
     """Write everything; the network is gone when this returns."""
-    run, origin, template = _load_run(checkpoint, kind, changes, own_code=own_code)
+    target, kind, half = to
+    run, origin, template = _load_run(request, str(kind))
     network: Any = run.model.network  # of transformers or peft, which logits alone come out of in training
     base = find_model_folder(run.config.model.dir)
     settings = {"dtype": "float32"} | run.config.model.args
@@ -124,15 +116,14 @@ def _round(network: nn.Module, half: str, live: _Live) -> _Live:
     return live._replace(logits=logits, rounding=moved)
 
 
-def _load_run(
-    checkpoint: Path, kind: str, changes: Mapping[str, Any], *, own_code: bool
-) -> tuple[LoadedRun, str, str | None]:
+def _load_run(request: InferenceRequest, kind: str) -> tuple[LoadedRun, str, str | None]:
     """The run with its weights, where they come from, and the chat template of the training."""
-    weights = load_trained_weights(checkpoint)
+    weights = load_trained_weights(request.run)
     _check_kind(weights, kind)
     if kind == "merged":  # with the base as it is in its folder, also where the adapter learned beside 4 bits of it
-        changes = {**changes, "model.args": {**changes.get("model.args", {}), "quantize": "none"}}
-    run = load_run_without_data(weights, own_code=own_code, changes=changes)
+        args = {**request.changes.get("model.args", {}), "quantize": "none"}
+        request = replace(request, changes={**request.changes, "model.args": args})
+    run = load_run_without_data(weights, request)
     load_text_model_of_run(weights, run)  # else another model's tokenizer might be copied
     return run, str(weights.origin), weights.settings.get("base", {}).get("template")
 

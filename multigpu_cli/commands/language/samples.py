@@ -135,7 +135,7 @@ def generate_text(request: InferenceRequest, prompt: str, sampling: Sampling) ->
     task = weights.settings.get("built_for", {}).get("task", _TASKS[0])
     if task not in _TASKS:
         raise RequestError(f"{request.run}: sample needs a language model, and the task of this run is {task}")
-    run = load_run_without_data(weights, own_code=request.own_code, changes=request.changes)
+    run = load_run_without_data(weights, request)
     run.model.to("cuda" if torch.cuda.is_available() else "cpu")
     if run.config.model.dir is not None:
         return _answer(weights, run, prompt, sampling)

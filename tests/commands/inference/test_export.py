@@ -13,9 +13,12 @@ import torch
 import main_multi_gpu
 from multigpu_cli.checkpoint.weights import read_weights
 from multigpu_cli.commands.export import export_run
+from multigpu_cli.commands.requests import ExportTarget, InferenceRequest
 from multigpu_cli.errors import RequestError
 from tests.support.run_training import run_training
 from tests.support.user_code import net
+
+NETWORK = ExportTarget(Path("net.pt2"))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def test_weights_of_a_run_are_those_of_best_pt(run: Path, capsys: pytest.Capture
 def test_the_network_of_a_checkpoint_is_the_average_that_was_evaluated(run: Path) -> None:
     """The last checkpoint's average is what last.pt holds."""
     checkpoint = max((run / "checkpoints").iterdir())
-    told = export_run(str(checkpoint), Path("net.pt2"), own_code=True)
+    told = export_run(InferenceRequest(run=checkpoint, own_code=True), NETWORK)
     assert told.difference < 1e-5
     model, inputs = net((6,), 3), torch.randn(4, 6)
     model.load_state_dict(read_weights(run / "last.pt"))
@@ -56,7 +59,7 @@ def test_code_that_a_checkpoint_names_does_not_run_unasked(run: Path) -> None:
         RequestError,
         match=r"does not name: --data tests\.support\.user_code:tensors, --model tests\.support\.user_code:net",
     ):
-        export_run("run", Path("net.pt2"))
+        export_run(InferenceRequest(run=run), NETWORK)
     assert not Path("net.pt2").exists()
 
 
@@ -65,7 +68,7 @@ def test_weights_that_do_not_fit_the_model_are_refused_by_name(run: Path) -> Non
     found["model"].pop("2.weight")
     torch.save(found, "run/best.pt")
     with pytest.raises(RequestError, match=r"does not fit the model:\n.*2\.weight is missing"):
-        export_run("run", Path("net.pt2"), own_code=True)
+        export_run(InferenceRequest(run=run, own_code=True), NETWORK)
 
 
 def test_a_place_that_cannot_be_written_to_is_a_wrong_request(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
