@@ -18,7 +18,7 @@ from multigpu_cli.api.functions import Functions
 from multigpu_cli.api.inputs import UserInputs
 from multigpu_cli.api.monitoring import MetricsCollector, clear_gpu_memory
 from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
-from multigpu_cli.api.training import prepare_run, resolve_objects
+from multigpu_cli.api.training import prepare_run
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.world import all_reduce_sum, is_out_of_memory
 from multigpu_cli.errors import STOPPED, RequestError
@@ -105,20 +105,18 @@ class MultiGPUTrainer(Functions):
                 holds a completed run; nothing was written.
         """
         inputs = UserInputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
-        frozen, factories, launch_env, placement = prepare_run(self.config, inputs)
-        if placement.num_processes_to_launch:
+        prepared = prepare_run(self.config, inputs)
+        if prepared.placement.num_processes_to_launch:
             raise RequestError(
-                f"{placement.reason}: a training loop of your own must be started in every process",
+                f"{prepared.placement.reason}: a training loop of your own must be started in every process",
                 remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",
             )
         with ExitStack() as stack:
-            opening = resolve_objects(frozen, placement, launch_env, factories, self.config.screen)
-            request = stack.enter_context(opening)
-            self.run = stack.enter_context(open_run(request))
+            self.run = stack.enter_context(open_run(stack.enter_context(prepared.open())))
             self._stack = stack.pop_all()
         self.run.observer.watchdog.paused = True
         atexit.register(self.close)
-        return factories.model, TrainLoader(self.run), self.run.loaders.val
+        return prepared.objects.model, TrainLoader(self.run), self.run.loaders.val
 
     def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
         """Train to the end of an epoch; returns at once if a resumed run is already past it.

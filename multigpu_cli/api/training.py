@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,7 @@ def train_with_multi_gpu(
     val = None if val_loader is None else with_collate(val_loader, config.seed, "val")
     test = None if test_loader is None else with_collate(test_loader, config.seed, "test")
     inputs = UserInputs(model, train, val, test, criterion, optimizer, scheduler, scheduler_step, order)
-    return _results(run(config, inputs))
+    return _results(prepare_run(config, inputs).train())
 
 
 def _results(summary: dict[str, Any]) -> dict[str, Any]:
@@ -116,22 +116,88 @@ def _results(summary: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(config: MultiGPUConfig, inputs: UserInputs) -> dict[str, Any]:
-    """Run the engine on the user's objects from start to end; returns the summary."""
-    frozen, factories, launch_env, placement = prepare_run(config, inputs)
-    if placement.num_processes_to_launch:
-        return run_in_processes(frozen, placement, factories, config.screen)
-    return run_here(frozen, placement, launch_env, factories, config.screen)
+class PreparedRun(NamedTuple):
+    """A run from Python that was checked: the engine's settings and objects, where it trains, and what it shows."""
+
+    config: Config
+    objects: FromObjects
+    launch_env: LaunchEnv | None
+    placement: Placement
+    screen: str
+
+    @contextmanager
+    def open(self) -> Iterator[ResolvedRequest]:
+        """`resolve_request` for objects from Python: errors name what Python has, and the model is left as it came."""
+        level: Any = "silent" if self.launch_env and self.launch_env.rank else self.screen
+
+        def report(error: TrainingError) -> None:  # of a process that ends where no exception can be raised any more
+            Console("quiet", sys.stderr).error(f"error: {error}")
+
+        opening = resolve_request(self.config, self.placement, self.launch_env, Console(level), report, self.objects)
+        try:
+            with opening as request:
+                yield request
+        except RequestError as error:
+            raise to_python_error(error) from error.__cause__
+        finally:
+            unbind_call(self.objects.model)
+
+    def train(self) -> dict[str, Any]:
+        """Train from start to end, in this process or in several of this machine; returns the summary."""
+        return self._train_in_processes() if self.placement.num_processes_to_launch else self._train_here()
+
+    def _train_here(self) -> dict[str, Any]:
+        try:
+            with ExitStack() as stack:  # and no name for the request, which keeps the run from being collected
+                return engine.run(stack.enter_context(self.open()))
+        finally:
+            if self.launch_env:
+                gc.collect()  # ends gloo's threads, which a cycle keeps: at Python's exit they now and then abort
+
+    def _train_in_processes(self) -> dict[str, Any]:
+        """On copies of the objects; the model gets their weights."""
+        run = self._replace(config=resolve_folder(self.config))
+        try:
+            ForkingPickler.dumps(run.objects)
+        except Exception as error:  # the user's own classes raise anything: reported as what is wrong with the request
+            raise RequestError(
+                f"{run.placement.reason}: model, data, loss or optimizer can't be sent to other processes ({error})",
+                remedy="torchrun --nproc_per_node=N SCRIPT, where each process makes its own; or classes and functions "
+                "at the top of a module, no lambdas",
+            ) from error
+        answers = run_in_workers(run.placement, _train_in_worker, run, max_restarts=run.config.fault.max_restarts)
+        summary, problem, remedy = answers[0]
+        if problem:
+            raise RequestError(problem, remedy=remedy)
+        if summary["status"] == "completed":
+            run.objects.adopt_weights(summary["save_dir"], World(torch.device("cpu")))
+        return dict(summary)
 
 
-def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> tuple[Config, FromObjects, LaunchEnv | None, Placement]:
+def _train_in_worker(run: PreparedRun) -> tuple[dict[str, Any], str, str]:
+    """One worker process: returns the summary, or problem and remedy of a RequestError, which every rank raises."""
+    launch_env, (model, optimizer) = LaunchEnv.current(), (run.objects.model, run.objects.optimizer)
+    here = place_on_machine(run.config.device, launch_env)
+    here = here._replace(backend=run.placement.backend, timeout=run.placement.timeout)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.data.clone()  # it arrived in memory that all processes share
+    if optimizer:
+        optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+    try:
+        return run._replace(launch_env=launch_env, placement=here).train(), "", ""
+    except RequestError as error:
+        return {}, error.problem, error.remedy
+
+
+def prepare_run(config: MultiGPUConfig, inputs: UserInputs) -> PreparedRun:
     """Check settings and objects, turn them into those of the engine, and choose strategy and devices."""
     try:
         inputs = inputs.check(config.seed)
         config = inputs.settings(config)
-        frozen, factories = replace_settings(config.frozen(), inputs.names()), inputs.factories(config)
+        frozen, objects = replace_settings(config.frozen(), inputs.names()), inputs.factories(config)
         launch_env = find_launch_env(config)
-        return frozen, factories, launch_env, resolve_placement(config, frozen, launch_env)
+        placement = resolve_placement(config, frozen, launch_env)
+        return PreparedRun(frozen, objects, launch_env, placement, config.screen)
     except RequestError as error:
         raise to_python_error(error) from error.__cause__
 
@@ -165,12 +231,10 @@ def evaluate_with_multi_gpu(
     config = MultiGPUConfig(training_mode=TrainingMode.named(strategy), device_ids=device_ids, **settings)
     dataset, _, config = from_loader(test_loader, config)
     inputs = UserInputs(model, dataset, criterion=criterion)
-    frozen, factories, launch_env, placement = prepare_run(config, inputs)
-    with ExitStack() as stack:
-        timeout = placement.timeout or frozen.fault.hang_timeout
-        world = stack.enter_context(
-            process_group(launch_env, placement.devices[0], timeout=timeout, backend=placement.backend)
-        )
+    frozen, factories, launch_env, placement, _ = prepare_run(config, inputs)
+    timeout = placement.timeout or frozen.fault.hang_timeout
+    group = process_group(launch_env, placement.devices[0], timeout=timeout, backend=placement.backend)
+    with group as world, ExitStack() as stack:
         data = replace(frozen.data, num_workers=0)
         loader = Loader(dataset, factories.source, data, device=world.device, seed=config.seed)
         task = factories.build_task(frozen, factories.source)
@@ -232,79 +296,3 @@ def resolve_placement(config: MultiGPUConfig, frozen: Config, launch_env: Launch
         raise RequestError("backend='nccl' needs GPUs, and none is visible", remedy="leave backend out: gloo on CPU")
     seconds = config.timeout.total_seconds() if config.timeout else None
     return placement._replace(backend=config.backend, timeout=seconds)
-
-
-@contextmanager
-def resolve_objects(
-    config: Config, placement: Placement, launch_env: LaunchEnv | None, factories: FromObjects, screen: str
-) -> Iterator[ResolvedRequest]:
-    """`resolve_request` for objects from Python: errors name what Python has, and the model is left as it came."""
-    level: Any = "silent" if launch_env and launch_env.rank else screen
-
-    def report(error: TrainingError) -> None:  # of a process that ends where no exception can be raised any more
-        Console("quiet", sys.stderr).error(f"error: {error}")
-
-    try:
-        with resolve_request(config, placement, launch_env, Console(level), report, factories) as request:
-            yield request
-    except RequestError as error:
-        raise to_python_error(error) from error.__cause__
-    finally:
-        unbind_call(factories.model)
-
-
-def run_here(
-    config: Config, placement: Placement, launch_env: LaunchEnv | None, factories: FromObjects, screen: str
-) -> dict[str, Any]:
-    """The engine's `run` in this process; returns the summary."""
-    try:
-        with ExitStack() as stack:  # and no name for the request, which keeps the run from being collected
-            return engine.run(stack.enter_context(resolve_objects(config, placement, launch_env, factories, screen)))
-    finally:
-        if launch_env:
-            gc.collect()  # ends gloo's threads, which a cycle keeps: at Python's exit they now and then abort
-
-
-def run_in_processes(config: Config, placement: Placement, factories: FromObjects, screen: str) -> dict[str, Any]:
-    """Run in `placement.launch` processes of this machine, on copies of the objects; the model gets their weights."""
-    config = resolve_folder(config)
-    try:
-        ForkingPickler.dumps(factories)
-    except Exception as error:  # the user's own classes raise anything: reported as what is wrong with the request
-        raise RequestError(
-            f"{placement.reason}: model, data, loss or optimizer can't be sent to other processes ({error})",
-            remedy="torchrun --nproc_per_node=N SCRIPT, where each process makes its own; or classes and functions at "
-            "the top of a module, no lambdas",
-        ) from error
-    answers = run_in_workers(
-        placement,
-        _worker,
-        config,
-        placement.backend,
-        placement.timeout,
-        factories,
-        screen,
-        max_restarts=config.fault.max_restarts,
-    )
-    summary, problem, remedy = answers[0]
-    if problem:
-        raise RequestError(problem, remedy=remedy)
-    if summary["status"] == "completed":
-        factories.adopt_weights(summary["save_dir"], World(torch.device("cpu")))
-    return dict(summary)
-
-
-def _worker(
-    config: Config, backend: str | None, timeout: float | None, factories: FromObjects, screen: str
-) -> tuple[dict[str, Any], str, str]:
-    """One worker process: returns the summary, or problem and remedy of a RequestError, which every rank raises."""
-    launch_env = LaunchEnv.current()
-    placement = place_on_machine(config.device, launch_env)._replace(backend=backend, timeout=timeout)
-    for tensor in [*factories.model.parameters(), *factories.model.buffers()]:
-        tensor.data = tensor.data.clone()  # it arrived in memory that all processes share
-    if factories.optimizer:
-        factories.optimizer.load_state_dict(deepcopy(factories.optimizer.state_dict()))
-    try:
-        return run_here(config, placement, launch_env, factories, screen), "", ""
-    except RequestError as error:
-        return {}, error.problem, error.remedy
