@@ -9,14 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    LambdaLR,
-    LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from multigpu_cli.checkpoint.snapshot import TrainState
 from multigpu_cli.checkpoint.weights import check_fit, read_weights
@@ -145,7 +138,7 @@ class FromObjects(FromConfig):
             # after a resume the optimizer has stepped, in the attempt before
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             while state.progress.scheduled < step // plan.scheduler_every:
-                if isinstance(self.scheduler, ReduceLROnPlateau):
+                if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
                     self.scheduler.step(state.progress.last["val_loss"])
                 else:
                     self.scheduler.step()
@@ -215,11 +208,11 @@ def choose_interval(scheduler: LRScheduler, epochs: int, steps: int, batches: Ba
 def _find_length(scheduler: LRScheduler, expected: Collection[int]) -> int | None:
     """After how many of its steps a scheduler is at its end; None where none shows."""
     match scheduler:
-        case SequentialLR():
+        case lr_scheduler.SequentialLR():
             before = int(scheduler._milestones[-1])
             last = _find_length(scheduler._schedulers[-1], [number - before for number in expected])
             return None if last is None else before + last
-        case ChainedScheduler():
+        case lr_scheduler.ChainedScheduler():
             lengths = [_find_length(each, expected) for each in scheduler._schedulers]
             return next((length for length in lengths if length in expected), None)
         case LambdaLR():
