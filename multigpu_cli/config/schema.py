@@ -11,17 +11,7 @@ from math import inf
 from typing import Any
 
 from multigpu_cli.config import types
-from multigpu_cli.config.types import (
-    ClassWeights,
-    ParameterGroup,
-    Setting,
-    arguments,
-    choice,
-    flag,
-    integer,
-    number,
-    setting,
-)
+from multigpu_cli.config.types import Setting, choice, flag, integer, number, setting
 
 _CHAT, _RL = "Chat and language models", "Reinforcement learning (PPO)"  # chapters of the help, as each PANEL
 
@@ -51,7 +41,7 @@ class DataConfig:
 
     PANEL = "Data"
     name: str = setting("data", "digits", types.text, "name, file or module:function")
-    args: dict[str, Any] = arguments("data.args")
+    args: dict[str, Any] = types.arguments("data.args")
     inputs: int | None = setting(
         "data.inputs",
         None,
@@ -92,7 +82,7 @@ class DataConfig:
     mix: tuple[dict[str, Any], ...] = setting(
         "data.mix", (), types.sources, "mixture of datasets: [{data: NAME, data_dir: …, args: {…}, weight: 2}, …]"
     )
-    sample_weights: ClassWeights | None = setting(
+    sample_weights: types.ClassWeights | None = setting(
         "data.sample_weights", None, types.class_weights, "weights of the classes when training samples are drawn"
     )
 
@@ -104,7 +94,7 @@ class ModelConfig:
     PANEL = "Model and task"
     name: str | None = setting("model", None, types.text, "name, timm/NAME or module:function (default: the dataset's)")
     dir: str | None = setting("model_dir", None, types.path, "folder of a pretrained Hugging Face model", free=True)
-    args: dict[str, Any] = arguments("model.args")
+    args: dict[str, Any] = types.arguments("model.args")
     sync_bn: bool = flag(False, types.switch, "use SyncBatchNorm: batch statistics over all GPUs")
     grad_checkpointing: bool = flag(False, types.switch, "recompute activations: less memory, more time")
     freeze: tuple[str, ...] = flag((), types.patterns, "parameters not to train, e.g. 'features.*'; repeatable")
@@ -139,9 +129,9 @@ class TaskConfig:
 
     PANEL = "Model and task"
     name: str | None = setting("task", None, types.text, "name or module:Class (default: the dataset's)")
-    args: dict[str, Any] = arguments("task.args")
+    args: dict[str, Any] = types.arguments("task.args")
     label_smoothing: float = flag(0.0, number(0, 1, below=True), "label smoothing, from 0 to 1")
-    class_weights: ClassWeights | None = setting(
+    class_weights: types.ClassWeights | None = setting(
         "task.class_weights", None, types.class_weights, "weights of the classes in the training loss"
     )
     num_envs: int | None = flag(None, integer(1), "number of environments, over all workers", panel=_RL)
@@ -158,7 +148,7 @@ class MetricConfig:
     names: tuple[str, ...] = setting(
         "metric", (), types.named_code, "additional metric: name or module:function; repeatable"
     )
-    args: dict[str, Any] = arguments("metric.args")
+    args: dict[str, Any] = types.arguments("metric.args")
     best: str | None = flag(None, types.best, "metric of the best weights, e.g. val_macro_f1:max (default: the task's)")
 
 
@@ -169,7 +159,7 @@ class HookConfig:
     PANEL = "Logging"
     FREE = True
     names: tuple[str, ...] = setting("hook", (), types.named_code, "hook class (callback) as module:Class; repeatable")
-    args: dict[str, Any] = setting("hook.args", {}, types.args, "arguments, as hook.args.NAME=VALUE")
+    args: dict[str, Any] = types.arguments("hook.args")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +205,7 @@ class RateConfig:
     )
     warmup_epochs: float | None = flag(None, number(0), "length of the warm-up (default: 2, or 10 % of the run)")
     schedule: str = flag("cosine", types.schedule, "learning rate schedule after the warm-up")
-    args: dict[str, Any] = arguments("schedule.args")
+    args: dict[str, Any] = types.arguments("schedule.args")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +214,7 @@ class OptimizerConfig:
 
     PANEL = "Learning rate and optimizer"
     name: str = setting("optimizer", "adamw", types.optimizer, "optimizer; its fused version where the device has one")
-    args: dict[str, Any] = arguments("optimizer.args")
+    args: dict[str, Any] = types.arguments("optimizer.args")
     rates: dict[str, float] = setting(
         "optimizer.rates", {}, types.rates, "factors of the learning rate by parameter pattern, e.g. {head.*: 10}"
     )
@@ -234,7 +224,7 @@ class OptimizerConfig:
         number(0, 1, above=True),
         "a block's learning rate, as a factor of the next block's",
     )
-    groups: tuple[ParameterGroup, ...] = setting(
+    groups: tuple[types.ParameterGroup, ...] = setting(
         "optimizer.groups", (), types.groups, "weight_decay and lr_factor of parameters that match patterns"
     )
     weight_decay: float = flag(1e-4, number(0), "weight decay; not applied to biases and normalization layers")
