@@ -227,8 +227,8 @@ def test_watching_reads_only_what_is_new_in_a_journal(tmp_path: Path, monkeypatc
     parsed = Mock(wraps=parse_event)
     monkeypatch.setattr(status, "is_locked", lambda _: True)
     monkeypatch.setattr("time.sleep", look_again)
-    for module in ("loggers.sender", "monitor.journal"):
-        monkeypatch.setattr(f"multigpu_cli.{module}.parse_event", parsed)
+    for module in ("history", "journal"):
+        monkeypatch.setattr(f"multigpu_cli.monitor.{module}.parse_event", parsed)
     status.watch_runs([str(run)], as_json=True, repeat=True)
     assert len(looks) == 100
     assert parsed.call_count == 101, "each line once"

@@ -13,13 +13,14 @@ from typing import Any
 from multigpu_cli.checkpoint.files import is_locked, read_owner
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
-from multigpu_cli.loggers.sender import JournalTail, count_unsent_lines, explain_unsent, list_positions
+from multigpu_cli.loggers.sender import count_unsent_lines, explain_unsent, list_positions
 from multigpu_cli.mirror.follower import explain_missing, read_state
 from multigpu_cli.monitor.format import format_duration, format_metric, format_number
 from multigpu_cli.monitor.history import (
     JOURNAL,
     Attempt,
     History,
+    JournalTail,
     find_run_folders,
     load_history,
     load_summary,
@@ -153,10 +154,7 @@ def _follow(run: Path, followed: dict[Path, tuple[JournalTail, History]]) -> His
     if run not in followed or file.stat().st_size < followed[run][0].end:  # another journal is there
         followed[run] = JournalTail(file), History()
     tail, history = followed[run]
-    for line in tail.read():
-        if line.event:
-            history.add(line.event)
-    return history
+    return history.follow(line.event for line in tail.read())
 
 
 def sort_statuses(statuses: Sequence[Status], key: str) -> list[Status]:

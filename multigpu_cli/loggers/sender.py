@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -25,42 +25,12 @@ from multigpu_cli.distributed.launch_env import list_secrets
 from multigpu_cli.distributed.processes import Companion, serve
 from multigpu_cli.errors import pluralize
 from multigpu_cli.loggers.base import Destination, Ending, Row, RunIdentity, find_logger
-from multigpu_cli.monitor.history import JOURNAL, read_json
-from multigpu_cli.monitor.journal import Event, Warn, parse_event
+from multigpu_cli.monitor.history import JOURNAL, JournalTail, Line, read_json
+from multigpu_cli.monitor.journal import Event, Warn
 from multigpu_cli.monitor.tensorboard import flatten, list_scalars
 
 _COMPARED = ("loss", "mean_loss", "lr")
 _ROUNDING = 1e-3  # by which a step that was trained again, perhaps on more workers, may differ; BatchNorm amplifies
-
-
-class Line(NamedTuple):
-    """One line of a journal."""
-
-    number: int  # counted from 1
-    end: int  # bytes of the journal up to its end
-    event: Event | None  # None if the line is no event
-
-
-class JournalTail:
-    """Reads the whole lines of a journal, `end` bytes so far; what is added later comes with the next call."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self.end, self._lines = path, 0, 0
-
-    def read(self) -> Iterator[Line]:
-        """The lines since the last call; none if there is no journal yet."""
-        try:
-            file = open(self._path, "rb")  # noqa: SIM115 - closed below
-        except FileNotFoundError:
-            return
-        with file:
-            file.seek(self.end)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return  # still being written
-                self.end += len(line)
-                self._lines += 1
-                yield Line(self._lines, self.end, parse_event(line))
 
 
 class RowFilter:

@@ -192,10 +192,7 @@ class RunData:
 
 def load_runs(folders: Sequence[Path]) -> list[RunData]:
     """The runs in these folders, each of which must have a journal."""
-    histories = [CurveHistory() for _ in folders]
-    for folder, history in zip(folders, histories, strict=True):
-        for event in read_events(folder / JOURNAL):
-            history.add(event)
+    histories = [CurveHistory().follow(read_events(folder / JOURNAL)) for folder in folders]
     return [load_run(*each) for each in zip(_shorten_names(folders), folders, histories, strict=True)]
 
 

@@ -1,15 +1,45 @@
 """The history of a run from its journal: its attempts, and the events that count; without torch."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-from multigpu_cli.monitor.journal import Event, read_events
+from multigpu_cli.monitor.journal import Event, parse_event, read_events
 
 JOURNAL = "journal.jsonl"
 PLAN = "plan.json"  # written by `plan --save-dir`, for the report
+
+
+class Line(NamedTuple):
+    """One line of a journal."""
+
+    number: int  # counted from 1, or from where the reading began
+    end: int  # bytes of the journal up to its end
+    event: Event | None  # None if the line is no event
+
+
+class JournalTail:
+    """Reads the whole lines of a journal from byte `end` on; what is added later comes with the next call."""
+
+    def __init__(self, path: Path, end: int = 0) -> None:
+        self._path, self.end, self._lines = path, end, 0
+
+    def read(self) -> Iterator[Line]:
+        """The lines since the last call; none if there is no journal yet."""
+        try:
+            file = open(self._path, "rb")  # noqa: SIM115 - closed below
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self.end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # still being written
+                self.end += len(line)
+                self._lines += 1
+                yield Line(self._lines, self.end, parse_event(line))
 
 
 @dataclass
@@ -59,6 +89,12 @@ class History:
         taken: int = (self.last_train or {}).get("steps_taken", self.step)
         return taken
 
+    def follow(self, events: Iterable[Event | None]) -> Self:
+        """Add the next events of the journal, of which a line may have none; returns this history."""
+        for event in filter(None, events):
+            self.add(event)
+        return self
+
     def add(self, event: Event) -> None:
         """Add the next event."""
         if event["event"] == "start":
@@ -97,17 +133,9 @@ class History:
         self.samples = {at: event for at, event in self.samples.items() if at <= step}
 
 
-def fold_events(events: Iterable[Event]) -> History:
-    """The history of a journal's events."""
-    history = History()
-    for event in events:
-        history.add(event)
-    return history
-
-
 def load_history(folder: Path) -> History:
     """The history of the run in a folder, which must have a journal."""
-    return fold_events(read_events(folder / JOURNAL))
+    return History().follow(read_events(folder / JOURNAL))
 
 
 def load_summary(folder: Path) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import NoReturn
 from multigpu_cli.distributed.launch_env import with_variables
 from multigpu_cli.distributed.processes import serve
 from multigpu_cli.errors import FAILED, STALLED, STOPPED
-from multigpu_cli.monitor.history import JOURNAL, load_summary
-from multigpu_cli.monitor.journal import Event, parse_event
+from multigpu_cli.monitor.history import JOURNAL, JournalTail, load_summary
+from multigpu_cli.monitor.journal import Event
 
 LOG = "logs/notify.log"  # what the program prints
 _LOOK = 0.5  # seconds between two looks at the journal
@@ -26,10 +26,10 @@ def follow(run: Path, argv: Sequence[str], begin: int, ended: Ended, note: Calla
     """Call the program after faults, and at the end, from byte `begin` of the journal on; `note` takes its failures."""
     faults: list[Event] = []
     end: Event | None = None
-    next_call = 0.0
+    tail, next_call = JournalTail(run / JOURNAL, begin), 0.0
     while True:
         over = ended.wait(_LOOK)
-        events, begin = _read_from(run / JOURNAL, begin)
+        events = [line.event for line in tail.read() if line.event]
         faults += [event for event in events if event["event"] == "fault" and event.get("kind") != "notify"]
         end = next((event for event in events if event["event"] == "end"), end)
         if faults and (over or time.monotonic() >= next_call):
@@ -61,17 +61,6 @@ def _call(run: Path, argv: Sequence[str], about: tuple[str, str, str], note: Cal
             subprocess.run(argv, env=environ, stdin=null, stdout=log, stderr=log, timeout=_LIMIT, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         note(f"--notify ({about[0]}): {error}; what it printed is in {run / LOG}")
-
-
-def _read_from(journal: Path, begin: int) -> tuple[list[Event], int]:
-    """The events in whole lines after this byte, and the byte after them."""
-    if not journal.exists():  # a folder that was removed may come back
-        return [], begin
-    with open(journal, "rb") as file:
-        file.seek(begin)
-        text = file.read()
-    whole = text[: text.rfind(b"\n") + 1]
-    return [event for line in whole.splitlines() if (event := parse_event(line))], begin + len(whole)
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

@@ -11,9 +11,8 @@ from typing import Self
 
 from multigpu_cli.commands.status import HOME
 from multigpu_cli.errors import RequestError
-from multigpu_cli.loggers.sender import JournalTail
 from multigpu_cli.monitor.curves import CurveHistory, RunData, load_run
-from multigpu_cli.monitor.history import JOURNAL, PLAN, find_run_folders
+from multigpu_cli.monitor.history import JOURNAL, PLAN, JournalTail, find_run_folders
 from multigpu_cli.monitor.run_state import STATE
 from multigpu_cli.tune.trials import STUDY
 
@@ -45,7 +44,7 @@ class RunFollower:
         if size > 2 * _NEWEST:
             self._whole, self._from_start = CurveHistory(keep=_KEPT), JournalTail(file)
             for line in self._tail.read():  # the plan stands in the first start
-                self._newest.add(line.event) if line.event else None
+                self._newest.follow([line.event])
                 if line.number == 100 or self._newest.attempts:
                     break
             with open(file, "rb") as journal:
@@ -87,8 +86,7 @@ class RunFollower:
 
 def _read_on(tail: JournalTail, history: CurveHistory, until: float | None) -> None:
     for line in tail.read():
-        if line.event:
-            history.add(line.event)
+        history.follow([line.event])
         if until and line.number % 64 == 0 and time.monotonic() > until:
             return
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.loggers.sender import JournalTail, RowFilter
+from multigpu_cli.loggers.sender import RowFilter
+from multigpu_cli.monitor.history import JournalTail
 from tests.commands.runs import Event, event, interrupted_run
 
 

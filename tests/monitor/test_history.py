@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.monitor.history import find_run_folders, fold_events, load_history
+from multigpu_cli.monitor.history import History, find_run_folders, load_history
 
 
 def at(time: float, event: str, **fields: Any) -> dict[str, Any]:
@@ -28,7 +28,7 @@ AGAIN = [
 
 
 def test_after_a_resume_only_what_counts_is_left() -> None:
-    found = fold_events(FIRST + AGAIN)
+    found = History().follow(FIRST + AGAIN)
     assert {step: event["loss"] for step, event in found.train.items()} == {2: 2.0, 3: 1.5}
     assert list(found.evals) == [(2, "val")]
     assert (found.step, len(found.checkpoints), len(found.faults)) == (3, 1, 1)
@@ -39,18 +39,18 @@ def test_after_a_resume_only_what_counts_is_left() -> None:
 
 
 def test_steps_that_a_task_left_out_are_done_but_not_taken() -> None:
-    assert fold_events(FIRST).steps_taken == fold_events(FIRST).step == 4
-    found = fold_events([*FIRST, at(10, "train", step=8, steps_taken=5, loss=1.0)])
+    assert History().follow(FIRST).steps_taken == History().follow(FIRST).step == 4
+    found = History().follow([*FIRST, at(10, "train", step=8, steps_taken=5, loss=1.0)])
     assert (found.step, found.steps_taken) == (8, 5)
 
 
 def test_a_run_that_begins_anew_forgets_what_was() -> None:
-    found = fold_events([*FIRST, at(20, "start", plan={}, resumed_from=None)])
+    found = History().follow([*FIRST, at(20, "start", plan={}, resumed_from=None)])
     assert (found.train, found.evals, found.step) == ({}, {}, 0)
 
 
 def test_right_after_a_resume_its_step_is_known() -> None:
-    assert fold_events(FIRST + AGAIN[:2]).step == 2
+    assert History().follow(FIRST + AGAIN[:2]).step == 2
 
 
 def test_runs_are_found_by_their_journals(tmp_path: Path) -> None:
@@ -68,5 +68,7 @@ def test_runs_are_found_by_their_journals(tmp_path: Path) -> None:
 
 
 def test_the_mean_loss_of_an_older_journal_is_that_of_its_steps() -> None:
-    found = fold_events([*FIRST[:1], at(1, "train", step=1, loss=3.0), at(2, "train", step=2, loss=2.0, mean_loss=2.5)])
+    found = History().follow(
+        [*FIRST[:1], at(1, "train", step=1, loss=3.0), at(2, "train", step=2, loss=2.0, mean_loss=2.5)]
+    )
     assert [event["mean_loss"] for event in found.train.values()] == [3.0, 2.5]

@@ -2,29 +2,31 @@ from typing import Any
 
 import pytest
 
-from multigpu_cli.monitor.history import fold_events
+from multigpu_cli.monitor.history import History
 from multigpu_cli.monitor.pace import divide_step, forecast_checkpoint, forecast_step
 from tests.commands.runs import PLAN, event, lines
 
 
 def test_a_forecast_has_the_pace_of_the_newest_lines_and_their_scatter() -> None:
-    even = fold_events([event(0, "start", plan=PLAN), *lines(1, 20, 0)])
+    even = History().follow([event(0, "start", plan=PLAN), *lines(1, 20, 0)])
     assert forecast_step(even, 40, now=20.0) == pytest.approx((20, 20, 20))
     assert forecast_step(even, 40, now=25.0) == pytest.approx((15, 15, 15))
     times = [0, 1, 4, 5, 8, 9, 12, 13, 16]  # one and three seconds in turn
-    uneven = fold_events([event(0, "start"), *(event(at, "train", step=step + 1) for step, at in enumerate(times))])
+    uneven = History().follow(
+        [event(0, "start"), *(event(at, "train", step=step + 1) for step, at in enumerate(times))]
+    )
     found = forecast_step(uneven, 9 + 16, now=16.0)
     assert found
     assert found.seconds == pytest.approx(32)
     assert found.high - 32 == pytest.approx(32 - found.low)
     assert found.high - 32 == pytest.approx((1.645 + 1.524 / 7) * (8 / 7 * (16 + 16**2 / 8)) ** 0.5)
-    assert forecast_step(fold_events([event(0, "start", plan=PLAN)]), 40, now=1.0) is None
+    assert forecast_step(History().follow([event(0, "start", plan=PLAN)]), 40, now=1.0) is None
 
 
 @pytest.mark.parametrize(("every", "step", "seconds"), [(None, 24, 3), ("50", 40, 19), ("10", 30, 9), ("2m", None, 99)])
 def test_the_next_checkpoint(every: str | None, step: int | None, seconds: float) -> None:
     """At the end of an epoch, at a step, of which the last is one, or by the clock."""
-    history = fold_events([event(0, "start", plan=PLAN), *lines(1, 21, 0), event(-69, "checkpoint", step=12)])
+    history = History().follow([event(0, "start", plan=PLAN), *lines(1, 21, 0), event(-69, "checkpoint", step=12)])
     found, due = forecast_checkpoint(history, every, now=21.0)
     assert due
     assert found == step
@@ -39,17 +41,17 @@ def test_the_time_of_a_step_by_rank() -> None:
         "comm_share": 0.1,
         "data_wait_share": 0.3,
     }
-    found = divide_step(fold_events([event(0, "start"), *lines(1, 1, 0, **measured)]))
+    found = divide_step(History().follow([event(0, "start"), *lines(1, 1, 0, **measured)]))
     assert found
     assert found.parts == [pytest.approx(each) for each in ((30, 30, 10, 30), (30, 20, 10, 40), (30, 60, 10, 0))]
     assert all(sum(each) == pytest.approx(100) for each in found.parts)
     assert found.says.startswith("rank 2 is the slowest: 90.0 ms of its own work a step, the median is 60.0 ms; idle")
     many = measured | {"own_ms": {"min": 50.0, "mean": 60.0, "max": 90.0, "worst_rank": 77}}
-    found = divide_step(fold_events([event(0, "start"), *lines(1, 1, 0, **many)]))
+    found = divide_step(History().follow([event(0, "start"), *lines(1, 1, 0, **many)]))
     assert found
     assert (found.ranks[2], found.says[:7]) == ("greatest", "rank 77")
-    alone = divide_step(fold_events([event(0, "start"), *lines(1, 1, 0)]))
+    alone = divide_step(History().follow([event(0, "start"), *lines(1, 1, 0)]))
     assert alone
     assert (alone.says, alone.measured) == ("", False)
     assert sum(alone.parts[0]) == pytest.approx(30)
-    assert divide_step(fold_events([event(0, "start")])) is None
+    assert divide_step(History().follow([event(0, "start")])) is None
