@@ -199,11 +199,9 @@ class Mirror:
                     self._system.rm(self._path("checkpoints", name), recursive=True)
 
     def _read(self, *names: str) -> bytes | None:
-        with self._errors(f"reading {names[-1]}"):
-            try:
-                return bytes(self._system.cat_file(self._path(*names)))
-            except FileNotFoundError:
-                return None
+        with self._errors(f"reading {names[-1]}"), suppress(FileNotFoundError):
+            return bytes(self._system.cat_file(self._path(*names)))
+        return None
 
     def _write(self, content: bytes, *names: str) -> None:
         with self._errors(f"writing {names[-1]}"):
@@ -252,12 +250,10 @@ class Mirror:
 
     def _read_in_pieces(self, *names: str) -> Iterator[bytes] | None:
         """The content of a remote file; None where it is missing."""
-        with self._errors(f"reading {names[-1]}"):
-            try:
-                file = self._system.open(self._path(*names), "rb", block_size=PIECE, cache_type="readahead")
-            except FileNotFoundError:
-                return None
-        return self._iterate_pieces(file, names[-1])
+        with self._errors(f"reading {names[-1]}"), suppress(FileNotFoundError):
+            file = self._system.open(self._path(*names), "rb", block_size=PIECE, cache_type="readahead")
+            return self._iterate_pieces(file, names[-1])
+        return None
 
     def _iterate_pieces(self, file: Any, name: str) -> Iterator[bytes]:
         with self._errors(f"reading {name}"), file:
@@ -265,8 +261,5 @@ class Mirror:
                 yield piece
 
     def _remove_file(self, *names: str) -> None:
-        with self._errors(f"removing {names[-1]}"):
-            try:
-                self._system.rm_file(self._path(*names))
-            except FileNotFoundError:
-                return
+        with self._errors(f"removing {names[-1]}"), suppress(FileNotFoundError):
+            self._system.rm_file(self._path(*names))
