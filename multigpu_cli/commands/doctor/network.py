@@ -11,11 +11,12 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib import metadata
 from ipaddress import IPv4Address
 from itertools import permutations
+from socketserver import BaseRequestHandler, TCPServer
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -89,67 +90,58 @@ def _is_loopback(address: str) -> bool:
     return IPv4Address(address).is_loopback
 
 
-class Listener:
+class Listener(TCPServer):
     """Answers probes on one address, at a port that the system chooses, as it does for a backend's sockets."""
 
     def __init__(self, address: str) -> None:
-        self._socket = socket.create_server((address, 0))
-        self.port = int(self._socket.getsockname()[1])
+        super().__init__((address, 0), _Answer)
+        self.port = int(self.server_address[1])
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._serve, name="listener", daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.05,), name="listener", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            with peer, suppress(OSError):  # the probing node may lose the connection
-                _answer(peer)
+        self.shutdown()
+        self.server_close()
 
 
-def _answer(peer: socket.socket) -> None:
-    while kind := peer.recv(1):
-        left = _BULK if kind == b"b" else 0
-        while left > 0 and (piece := peer.recv(min(left, 2**20))):
-            left -= len(piece)
-        peer.sendall(kind)
+class _Answer(BaseRequestHandler):
+    def handle(self) -> None:
+        with suppress(OSError):  # the probing node may lose the connection
+            while kind := self.request.recv(1):
+                left = _BULK if kind == b"b" else 0
+                while left > 0 and (piece := self.request.recv(min(left, 2**20))):
+                    left -= len(piece)
+                self.request.sendall(kind)
+
+
+def probe_port(
+    address: str, port: int, measure: Callable[[socket.socket], ConnectionResult] = lambda _: ConnectionResult("ok")
+) -> ConnectionResult:
+    """Connect to a port; to that of another program without sending anything."""
+    try:
+        with socket.create_connection((address, port), timeout=_PATIENCE) as wire:
+            return measure(wire)
+    except ConnectionRefusedError:
+        return ConnectionResult("refused")
+    except OSError as error:
+        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EACCES, errno.EPERM):
+            return ConnectionResult("unreachable")
+    alive = port != _CLOSED and probe_port(address, _CLOSED).outcome == "refused"
+    return ConnectionResult("alive" if alive else "dropped")
 
 
 def probe_connection(address: str, port: int, *, speed: bool = False) -> ConnectionResult:
     """Connect to a listener and measure the connection, its bytes per second only where asked for."""
-    try:
-        with socket.create_connection((address, port), timeout=_PATIENCE) as wire:
-            wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire.settimeout(60)
-            latency = statistics.median(_time_exchange(wire, b"p") for _ in range(_PINGS))
-            rate = _BULK / _time_exchange(wire, b"b" + bytes(_BULK)) if speed else None
-            return ConnectionResult("ok", latency, rate)
-    except OSError as error:
-        return _classify_failure(error, address, port)
 
+    def measure(wire: socket.socket) -> ConnectionResult:
+        wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire.settimeout(60)
+        latency = statistics.median(_time_exchange(wire, b"p") for _ in range(_PINGS))
+        return ConnectionResult("ok", latency, _BULK / _time_exchange(wire, b"b" + bytes(_BULK)) if speed else None)
 
-def probe_port(address: str, port: int) -> ConnectionResult:
-    """Connect to another program's port, without sending anything."""
-    try:
-        with socket.create_connection((address, port), timeout=_PATIENCE):
-            return ConnectionResult("ok")
-    except OSError as error:
-        return _classify_failure(error, address, port)
-
-
-def _classify_failure(error: OSError, address: str, port: int) -> ConnectionResult:
-    if isinstance(error, ConnectionRefusedError):
-        return ConnectionResult("refused")
-    if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EACCES, errno.EPERM):
-        return ConnectionResult("unreachable")
-    alive = port != _CLOSED and probe_port(address, _CLOSED).outcome == "refused"
-    return ConnectionResult("alive" if alive else "dropped")
+    return probe_port(address, port, measure)
 
 
 def _time_exchange(wire: socket.socket, message: bytes) -> float:
