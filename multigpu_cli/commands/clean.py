@@ -64,7 +64,7 @@ def _checkpoint(folder: Path, *, running: bool) -> CheckpointEntry:
     size = sum(path.stat().st_size for path in files)
     if folder.name.startswith(".draft_"):
         return CheckpointEntry(name, "draft", "being written" if running else "never finished", written, size)
-    damage = find_damage(folder) or next(_not_plain(folder / "state.pt"), None)
+    damage = find_damage(folder) or _find_fault(folder / "state.pt")
     if damage and not folder.exists():
         raise FileNotFoundError(folder)
     if not folder.name.startswith("step_"):
@@ -79,17 +79,16 @@ def _checkpoint(folder: Path, *, running: bool) -> CheckpointEntry:
 def _weights(path: Path) -> CheckpointEntry:
     """best.pt or last.pt: there is no manifest, but torch.save's archive has a checksum for each of its parts."""
     about = path.stat()
-    damage = next(_not_plain(path), None)
-    return CheckpointEntry(path.name, "damaged" if damage else "whole", damage or "", about.st_mtime, about.st_size)
+    damage = _find_fault(path)
+    return CheckpointEntry(path.name, "damaged" if damage else "whole", damage, about.st_mtime, about.st_size)
 
 
-def _not_plain(path: Path) -> Iterator[str]:
-    """What is wrong with a file of torch.save: truncated, modified, or naming more than tensors and plain values."""
+def _find_fault(path: Path) -> str:
+    """What is wrong with a file of torch.save: gone, truncated, modified, or more than tensors and plain values."""
     try:
         with ZipFile(path) as archive:
             if torn := archive.testzip():
-                yield f"{path.name} does not match its checksum ({torn})"
-                return
+                return f"{path.name} does not match its checksum ({torn})"
             pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
             wanted = [
                 str(arg or code.name)
@@ -97,12 +96,10 @@ def _not_plain(path: Path) -> Iterator[str]:
                 for code, arg, _ in pickletools.genops(text)
                 if code.name in _IMPORTS
             ]
-    except (BadZipFile, ValueError, EOFError, IndexError, RuntimeError) as error:
-        yield f"{path.name} is not a torch.save file ({type(error).__name__})"
-        return
-    yield from (
-        f"{path.name} would run {name.replace(' ', '.')} when loaded" for name in wanted if not _PLAIN.fullmatch(name)
-    )
+    except (BadZipFile, ValueError, EOFError, IndexError, OSError, RuntimeError) as error:
+        return f"{path.name} is not a torch.save file ({type(error).__name__})"
+    strange = (name.replace(" ", ".") for name in wanted if not _PLAIN.fullmatch(name))
+    return next((f"{path.name} would run {name} when loaded" for name in strange), "")
 
 
 def format_checkpoints(run: str, entries: list[CheckpointEntry]) -> Iterator[str]:
@@ -182,14 +179,8 @@ def _find_obstacle(run: Path) -> str:
     """Why the checkpoints of a run must stay; empty where they may go."""
     if load_summary(run).get("status") != "completed":
         return "not completed: its checkpoints are needed to resume"
-    try:
-        with ZipFile(run / "best.pt") as file:  # as torch.save writes them, with checksums
-            intact = file.testzip() is None
-    except (OSError, BadZipFile):
-        intact = False
-    if not intact:
-        return "best.pt is missing or damaged, and its checkpoints may hold the best weights"
-    return ""
+    lost = "best.pt is missing or damaged, and its checkpoints may hold the best weights"
+    return lost if _find_fault(run / "best.pt") else ""
 
 
 def _remove(found: Cleaning) -> Cleaning:
