@@ -81,7 +81,7 @@ def _run_worker(config: Config) -> tuple[float, float]:
 def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, float]:
     """Median seconds of the explicit reduction, and of its exposed part; odd steps are explicit ones."""
     wait = torch.get_device_module(components.world.device).synchronize
-    stream, state = iterate_micro_batches(components), components.state
+    stream, state, strategy = iterate_micro_batches(components), components.state, components.strategy
     overlapped: list[float] = []
     without_reduction: list[float] = []
     reductions: list[float] = []
@@ -91,17 +91,15 @@ def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, 
         dist.barrier()
         wait()
         began = time.perf_counter()
-        components.strategy.begin_step(components.world.size)
+        strategy.begin_step(components.world.size)
         forward_backward(components, batch, len(batch.sample_indices) * components.world.size, last=not explicit)
         wait()
         reduced = _reduce_gradients(components, wait) if explicit else (0.0, 0.0)
         ended = time.perf_counter()
-        components.strategy.after_backward(components.world.rank)
-        components.strategy.reduce_gradients(idle=False)
-        _, skipped = state.precision.clip_and_step(
-            state.optimizer, components.strategy.local_parameters, 1.0, components.strategy.total_norm
-        )
-        components.strategy.rollback_buffers(skipped)
+        strategy.after_backward(components.world.rank)
+        strategy.reduce_gradients(idle=False)
+        _, skipped = state.precision.clip_and_step(state.optimizer, strategy.local_parameters, 1.0, strategy.total_norm)
+        strategy.rollback_buffers(skipped)
         if number >= _WARM_UP:
             (without_reduction if explicit else overlapped).append(ended - began - reduced[0])
             reductions += [reduced[1]] if explicit else []

@@ -354,9 +354,7 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
             timer.mark()
         strategy.after_backward(batch.micro_batch_index)
         strategy.reduce_gradients(idle=False)
-        _, skipped = state.precision.clip_and_step(
-            state.optimizer, components.strategy.local_parameters, 1.0, components.strategy.total_norm
-        )
+        _, skipped = state.precision.clip_and_step(state.optimizer, strategy.local_parameters, 1.0, strategy.total_norm)
         strategy.rollback_buffers(skipped)
         timer.mark()
         data, forward, backward, *sent, commit = timer.read()
