@@ -40,6 +40,7 @@ from multigpu_cli.tasks.base import Task
 class LoadedRun:
     """A run's settings, without those that matter only in training, and its model: on the CPU, for evaluation."""
 
+    origin: str  # where its weights come from
     config: Config
     source: DataSource
     model: nn.Module
@@ -111,7 +112,7 @@ def _load_weights(config: Config, source: DataSource, weights: TrainedWeights, *
     weights.load_into(model)
     if warns and (names := name_changes(weights.settings.get("code", {}), describe_code(model))):
         Console("quiet", sys.stderr).warn(f"the model's {names} changed since {weights.origin} was written")
-    return LoadedRun(config, source, model.eval())
+    return LoadedRun(str(weights.origin), config, source, model.eval())
 
 
 @contextmanager
@@ -185,21 +186,14 @@ def run_distributed(
         amp = run.config.precision.amp
         amp = "off" if amp == "fp16" and world.device.type == "cpu" else amp  # of a run on GPUs
         precision = agree_on_precision(amp, world, [world.device])
-        part = run_on_all_ranks(
-            world, lambda: _prepare_pass(request, str(weights.origin), run, world, precision, needs_targets)
-        )
+        part = run_on_all_ranks(world, lambda: _prepare_pass(request, run, world, precision, needs_targets))
         with closing(part.loader):
             result = work(part)
         return result if world.is_main else None
 
 
 def _prepare_pass(
-    request: InferenceRequest,
-    origin: str,
-    run: LoadedRun,
-    world: World,
-    precision: PrecisionChoice,
-    needs_targets: bool,
+    request: InferenceRequest, run: LoadedRun, world: World, precision: PrecisionChoice, needs_targets: bool
 ) -> InferencePass:
     config, name = run.config, _choose_split(run.source, request.split, needs_targets=needs_targets)
     split: Dataset[Any] = getattr(run.source, name)
@@ -214,7 +208,7 @@ def _prepare_pass(
     if type(task).evaluate is Task.evaluate:  # PPO's check begins to play
         task.check_model(model, number_format)
     return InferencePass(
-        origin=origin,
+        origin=run.origin,
         split=name,
         world=world,
         model=model,

@@ -75,7 +75,7 @@ def write_model_folder(request: InferenceRequest, to: ExportTarget) -> WrittenFo
 def _write(request: InferenceRequest, to: ExportTarget, draft: Path) -> _Live:
     """Write everything; the network is gone when this returns."""
     target, kind, half = to
-    run, origin, template = _load_run(request, str(kind))
+    run, template = _load_run(request, str(kind))
     network: Any = run.model.network  # of transformers or peft, which logits alone come out of in training
     base = find_model_folder(run.config.model.dir)
     settings = {"dtype": "float32"} | run.config.model.args
@@ -85,7 +85,7 @@ def _write(request: InferenceRequest, to: ExportTarget, draft: Path) -> _Live:
     samples, length = _TOKENS
     shape = (samples, min(length, run.source.input_shape[-1]))
     tokens = torch.randint(run.source.num_classes, shape, generator=torch.Generator().manual_seed(0))
-    live = _Live(origin, base, settings, tokens, _compute_logits(network, tokens))
+    live = _Live(run.origin, base, settings, tokens, _compute_logits(network, tokens))
     whole: Any = merge_adapter(network) if kind == "merged" else network
     if half:
         live = _round(whole, half, live)
@@ -116,8 +116,8 @@ def _round(network: nn.Module, half: str, live: _Live) -> _Live:
     return live._replace(logits=logits, rounding=moved)
 
 
-def _load_run(request: InferenceRequest, kind: str) -> tuple[LoadedRun, str, str | None]:
-    """The run with its weights, where they come from, and the chat template of the training."""
+def _load_run(request: InferenceRequest, kind: str) -> tuple[LoadedRun, str | None]:
+    """The run with its weights, and the chat template of the training."""
     weights = load_trained_weights(request.run)
     _check_kind(weights, kind)
     if kind == "merged":  # with the base as it is in its folder, also where the adapter learned beside 4 bits of it
@@ -125,7 +125,7 @@ def _load_run(request: InferenceRequest, kind: str) -> tuple[LoadedRun, str, str
         request = replace(request, changes={**request.changes, "model.args": args})
     run = load_run_without_data(weights, request)
     load_text_model_of_run(weights, run)  # else another model's tokenizer might be copied
-    return run, str(weights.origin), weights.settings.get("base", {}).get("template")
+    return run, weights.settings.get("base", {}).get("template")
 
 
 def _check_kind(weights: TrainedWeights, kind: str) -> None:
