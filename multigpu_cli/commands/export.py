@@ -16,11 +16,11 @@ from safetensors import torch as safetensors
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from multigpu_cli.checkpoint.files import flush_folder, publish
+from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.checkpoint.pieces import deserialize, serialize
 from multigpu_cli.checkpoint.weights import TrainedWeights, extra_state, load_trained_weights, round_weights
 from multigpu_cli.commands.inference import LoadedRun, load_run
-from multigpu_cli.commands.options import writing_to
+from multigpu_cli.commands.options import draft_of, writing_to
 from multigpu_cli.commands.requests import ExportTarget, InferenceRequest
 from multigpu_cli.data.load import FROM_MODEL, check_has_samples
 from multigpu_cli.data.loader import Loader, first_batch
@@ -56,7 +56,7 @@ def export_weights(state: dict[str, Any], target: Path, half: str | None = None)
         for name, value in state.items()
         if name not in left_out
     }
-    with draft_file(target) as draft:
+    with draft_of("--to", target) as draft:
         if target.suffix == ".safetensors":
             publish(draft, safetensors.save(own, metadata={"format": "pt"}))
             found = safetensors.load(draft.read_bytes())
@@ -82,7 +82,7 @@ def export_network(model: nn.Module, inputs: Any, target: Path, raw: RawInputs |
     RequestError: the model can't be exported. TrainingError: the exported model's outputs differ.
     """
     pack, load = (_onnx, partial(_run_onnx, raw=raw)) if target.suffix == ".onnx" else (_pt2, _run_pt2)
-    with draft_file(target) as draft, torch.no_grad(), _silence():
+    with draft_of("--to", target) as draft, torch.no_grad(), _silence():
         try:
             content = pack(model, bind_arguments(model, _take(inputs, -1)))
             publish(draft, raw.add_before(content) if raw else content)
@@ -103,18 +103,6 @@ def export_network(model: nn.Module, inputs: Any, target: Path, raw: RawInputs |
         if not worst <= _TOLERANCE * max(1.0, *(float(one.abs().max()) for one, _ in pairs)):
             raise TrainingError(f"{target}: the exported model's outputs differ from the original's by {worst:.3g}")
     return worst
-
-
-@contextmanager
-def draft_file(target: Path) -> Iterator[Path]:
-    """A temporary name in the target's folder; renamed to the target on success, removed on failure."""
-    draft = target.with_name(f".{target.name}.unchecked")
-    try:
-        yield draft
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
-    flush_folder(target.parent)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import glob
 import inspect
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from multigpu_cli.capabilities import DATASETS, ENVIRONMENTS, LOGGERS, METRICS, MODELS, TASKS
+from multigpu_cli.checkpoint.files import flush_folder
 from multigpu_cli.commands.help import GENERAL, HelpPage, build_help_all_option, describe_setting
 from multigpu_cli.config.paths import find_recipes
 from multigpu_cli.config.schema import SETTINGS
@@ -204,6 +206,28 @@ def print_result(result: Any, lines: Iterable[str], *, as_json: bool) -> None:
 def format_size(count: int) -> str:
     """A number of bytes: '12.3 MB', '4.0 kB'."""
     return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
+def name_draft(target: Path) -> Path:
+    """Where a new file or folder is written until it is whole."""
+    return target.with_name(f".{target.name}.unchecked")
+
+
+@contextmanager
+def draft_of(flag: str, target: Path) -> Iterator[Path]:
+    """The draft of a new file or folder: on the disk, it gets the target's name; what fails inside leaves nothing."""
+    draft = name_draft(target)
+    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    try:
+        yield draft
+        with writing_to(flag, target):
+            for path in (*draft.rglob("*"), draft):
+                flush_folder(path)
+            draft.replace(target)
+            flush_folder(target.parent)
+    finally:
+        with writing_to(flag, target):
+            shutil.rmtree(draft) if draft.is_dir() else draft.unlink(missing_ok=True)
 
 
 @contextmanager

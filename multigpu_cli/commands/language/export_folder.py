@@ -1,11 +1,8 @@
 """A fine-tuned language model as a folder that transformers and peft load as it is."""
 
 import json
-import os
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint.files import flush_folder
 from multigpu_cli.checkpoint.weights import TrainedWeights, load_trained_weights, round_weights
 from multigpu_cli.commands.inference import LoadedRun, load_run_without_data, load_text_model_of_run
-from multigpu_cli.commands.options import writing_to
+from multigpu_cli.commands.options import draft_of, writing_to
 from multigpu_cli.commands.requests import ExportTarget, InferenceRequest
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.language import hugging_face
@@ -59,7 +55,9 @@ def write_model_folder(request: InferenceRequest, to: ExportTarget) -> WrittenFo
     float32); with a dtype, all weights are rounded to it. RequestError: the run is of another kind, or a weight is
     beyond that range; nothing was written. TrainingError: the folder computes something else; it was removed.
     """
-    with _draft_folder(to.path) as draft:
+    with draft_of("--to", to.path) as draft:
+        with writing_to("--to", to.path):
+            draft.mkdir()
         live = _write(request, to, draft)
         found = _compute_logits(_load_again(draft, str(to.format), live), live.tokens)
         difference = float((found - live.logits).abs().max() / live.logits.abs().max())
@@ -186,29 +184,3 @@ def _copy_text_files(base: Path, draft: Path, template: str | None) -> None:
             shutil.copyfile(source, draft / source.name)
     if template:
         (draft / "chat_template.jinja").write_text(template)
-
-
-@contextmanager
-def _draft_folder(target: Path) -> Iterator[Path]:
-    """A folder beside the target; renamed to it on success, removed on failure."""
-    draft = target.with_name(f".{target.name}.unchecked")
-    shutil.rmtree(draft, ignore_errors=True)  # of an export that was killed
-    with writing_to("--to", target):
-        draft.mkdir()
-    try:
-        yield draft
-        with writing_to("--to", target):
-            for file in draft.rglob("*"):
-                _flush(file)
-            draft.rename(target)
-            flush_folder(target.parent)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _flush(file: Path) -> None:
-    if file.is_dir():
-        flush_folder(file)
-        return
-    with file.open("rb+") as content:
-        os.fsync(content.fileno())

@@ -2,8 +2,8 @@
 
 import csv
 import io
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.commands.export import draft_file
 from multigpu_cli.commands.inference import InferencePass, run_distributed
-from multigpu_cli.commands.options import writing_to
+from multigpu_cli.commands.options import draft_of, name_draft, writing_to
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.world import broadcast_object, run_on_all_ranks
@@ -141,7 +140,7 @@ def _write_arrays(target: Path, part: InferencePass) -> None:
             remedy="--out ….csv; or a task of your own, whose outputs(model, batch) gives equal ones",
         ) from error
     arrays: dict[str, Any] = {name: each.numpy() for name, each in tensors.items()}
-    with draft_file(target) as draft, draft.open("wb") as file:
+    with draft_of("--out", target) as draft, draft.open("wb") as file:
         if target.suffix == ".npz":
             np.savez(file, **arrays)
             return
@@ -153,16 +152,11 @@ def _write_arrays(target: Path, part: InferencePass) -> None:
 
 def _write_images(target: Path, part: InferencePass) -> None:
     """A folder with a PNG for each sample and output that is an image; each rank writes its own."""
-    draft, world = target.with_name(f".{target.name}.unchecked"), part.world
-    run_on_all_ranks(world, lambda: draft.mkdir() if world.is_main else None)
-    try:
+    world = part.world
+    with draft_of("--out", target) if world.is_main else nullcontext(name_draft(target)) as draft:
+        run_on_all_ranks(world, lambda: draft.mkdir() if world.is_main else None)
         for _ in _gather(part, partial(_save_images, draft)):
             pass
-        if world.is_main:
-            draft.rename(target)
-    finally:
-        if world.is_main:
-            shutil.rmtree(draft, ignore_errors=True)  # it has the target's name by now, or is half of it
 
 
 def _save_images(folder: Path, part: InferencePass, batch: Batch) -> None:

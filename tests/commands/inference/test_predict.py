@@ -255,6 +255,7 @@ def test_images_of_a_task_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixt
     image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
     words = train_pictures("pictured:Squared")
     assert main_multi_gpu.run([*words, "all.npy"]) == 0
+    Path(".said.unchecked").mkdir()  # of a predict that was killed
     assert main_multi_gpu.run([*words, "said"]) == 0
     assert "said  24 samples of the test split" in capsys.readouterr().out
     outputs(2, [*words, "two"], tmp_path)
