@@ -130,33 +130,25 @@ def parse_prediction_target(out: str) -> Path:
 
 def parse_export_target(to: str, format: str | None = None, dtype: str | None = None) -> ExportTarget:
     """The new file, or with a format the folder, that export writes; what the format needs has to be installed."""
-    target, packages = Path(to), _find_export_packages(to, format)
-    if dtype:
-        parse_option(choice("bf16", "fp16"), "--dtype", dtype)
-        if format == "adapter" or (format is None and target.suffix not in (".pt", ".safetensors")):
-            what = f"--format {format}" if format else f"--to {to}"
-            remedy = "leave it out; it is for --format hf and merged, .safetensors and .pt"
-            raise RequestError(f"--dtype {dtype} can't be used with {what}", remedy=remedy)
-    if missing := [package for package in packages if find_spec(package) is None]:
-        what = f"--format {format}" if format else f"--to {to}"
-        raise RequestError(f"{what} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")
-    _check_new_file("--to", target)
-    return ExportTarget(target, format, dtype)
-
-
-def _find_export_packages(to: str, format: str | None) -> tuple[str, ...]:
-    suffix = Path(to).suffix
-    if format is None and suffix not in _EXPORT_PACKAGES:
+    target, what = Path(to), f"--format {format}" if format else f"--to {to}"
+    if format is None and target.suffix not in _EXPORT_PACKAGES:
         raise RequestError(
             f"--to {to}: must end in {', '.join(_EXPORT_PACKAGES)}",
             remedy=f"--to weights.safetensors; or --format {' or '.join(_FOLDER_PACKAGES)} for a folder",
         )
-    if format is None:
-        return _EXPORT_PACKAGES[suffix]
-    if suffix in _EXPORT_PACKAGES:
+    if format and target.suffix in _EXPORT_PACKAGES:
         raise RequestError(f"--to {to}: --format {format} writes a folder, not a file", remedy="--to FOLDER")
     parse_option(choice(*_FOLDER_PACKAGES), "--format", format)
-    return _FOLDER_PACKAGES[format]
+    packages = _FOLDER_PACKAGES[format] if format else _EXPORT_PACKAGES[target.suffix]
+    if dtype:
+        parse_option(choice("bf16", "fp16"), "--dtype", dtype)
+        if format == "adapter" or (format is None and target.suffix not in (".pt", ".safetensors")):
+            remedy = "leave it out; it is for --format hf and merged, .safetensors and .pt"
+            raise RequestError(f"--dtype {dtype} can't be used with {what}", remedy=remedy)
+    if missing := [package for package in packages if find_spec(package) is None]:
+        raise RequestError(f"{what} needs {', '.join(missing)}", remedy=f"pip install {' '.join(packages)}")
+    _check_new_file("--to", target)
+    return ExportTarget(target, format, dtype)
 
 
 def _check_new_file(flag: str, target: Path) -> None:
