@@ -14,6 +14,7 @@ from torch import Tensor
 
 from multigpu_cli.commands.selftest import process as checksums
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, is_close, relative_distance
+from multigpu_cli.config.schema import Config
 from multigpu_cli.data.order import EVAL_EPOCH
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.seeding import seed_micro_batch
@@ -43,10 +44,8 @@ class Measurements(NamedTuple):
 
     alone: Measured
     workers: list[Measured]
-    precision: str
-    drop_last: bool
-    finds_unused: bool
-    no_exact: str
+    config: Config  # whose --amp is resolved
+    no_exact: str = ""
 
     def of_workers(self, part: str) -> list[Measured]:
         """One part of all workers' measurements."""
@@ -144,7 +143,7 @@ def _check_unused(measurements: Measurements) -> CheckResult:
     if not names:
         return CheckResult("", True, f"{total} parameters")
     listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    if measurements.finds_unused:
+    if measurements.config.communication.find_unused_parameters:
         return CheckResult("", True, f"{len(names)} of {total} get none, as --find-unused-parameters allows: {listed}")
     remedy = "--find-unused-parameters, or take the branch out of the model"
     return CheckResult("", False, f"{len(names)} of {total} get none: {listed}", remedy)
@@ -157,13 +156,13 @@ def _gradient_distances(measurements: Measurements, which: str) -> list[float]:
 
 
 def _judge_distances(measurements: Measurements, differences: Sequence[float], more: str = "") -> CheckResult:
-    tolerance = TOLERANCE[measurements.precision]
+    tolerance = TOLERANCE[measurements.config.precision.amp]
     shown = f"max relative difference {max(differences):.1e} (tolerance {tolerance:.0e}){more}"
     return CheckResult("", all(each <= tolerance for each in differences), shown)
 
 
 def _check_last_window(measurements: Measurements) -> CheckResult:
-    if measurements.drop_last:
+    if measurements.config.batch.drop_last:
         return CheckResult("", None, "left out of training by --drop-last")
     measured = measurements.workers[0]["gradients"]
     shares = " + ".join(map(str, measured["shares"]))

@@ -77,14 +77,6 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
         process = replace(process, exact=not no_exact, batch=(batch := first_batch(process)))
         alone = measure_all(process, lambda measured: None)
         several = _measure_workers(fixed, placement, length, folder, batch, alone, start)
-    evidence = Measurements(
-        alone,
-        several,
-        precision,
-        drop_last=config.batch.drop_last,
-        finds_unused=config.communication.find_unused_parameters,
-        no_exact=no_exact,
-    )
     about = {
         "model": config.model.name or source.model,
         "data": config.data.name,
@@ -96,7 +88,7 @@ def run_selftest(config: Config, steps: str, start: Launcher = start_workers) ->
         "batch_size": config.batch.size,
         "global_batch_size": fixed.batch.global_size,
     }
-    return Report(about, run_checks(evidence))
+    return Report(about, run_checks(Measurements(alone, several, config, no_exact)))
 
 
 def _run_worker(config: Config, folder: Path) -> None:

@@ -306,7 +306,7 @@ def evidence(**changes: Any) -> Measurements:
     for part, change in changes.items():
         changed = side if part == "mixing" else workers[0]  # it is measured on one worker
         changed[part] = changed[part] | change
-    return Measurements(side, workers, "off", drop_last=False, finds_unused=False, no_exact="")
+    return Measurements(side, workers, resolve({"amp": "off"}, [], None))
 
 
 def take_step(*gradient: float) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def test_each_check_can_fail(changes: dict[str, Any], check: str, said: str) -> 
 
 def test_what_was_not_tried_is_no_fault_and_says_why() -> None:
     unlike = evidence(mixing={"refused": "its reason"})._replace(
-        drop_last=True, no_exact="--exact can't be used with --x"
+        config=resolve({"amp": "off", "drop_last": True}, [], None), no_exact="--exact can't be used with --x"
     )
     assert [verdict.figures for verdict in run_checks(unlike) if verdict.holds is None] == [
         "not possible here: its reason",
