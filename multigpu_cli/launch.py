@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import yaml
@@ -33,6 +33,7 @@ from multigpu_cli.faults.explain import describe_unexpected_error, is_peer_failu
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "multigpu"  # a spawned Python takes no multiprocessing.py of the user's folder
+Answer = TypeVar("Answer")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
@@ -103,8 +104,8 @@ def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def run_in_workers(
-    placement: Placement, function: Callable[..., Any], *arguments: Any, max_restarts: int = 0
-) -> dict[int, Any]:
+    placement: Placement, function: Callable[..., Answer], *arguments: Any, max_restarts: int = 0
+) -> dict[int, Answer]:
     """Call a function of a module in `placement.num_processes_to_launch` processes; returns each rank's result.
 
     RequestError: they could not import the user's script. WorkersFailed: a call raised, or its process ended; has the

@@ -56,7 +56,7 @@ def measure_overlap(config: Config, workers: int) -> Overlap | None:
     ):
         return None
     devices = cuda_devices(usable_gpus(config.device)[:workers]) or (torch.device("cpu"),) * workers
-    return Overlap(*run_in_workers(Placement("ddp", devices, workers, "bench"), _run_worker, config)[0])
+    return run_in_workers(Placement("ddp", devices, workers, "bench"), _run_worker, config)[0]
 
 
 def median_overlap(repetitions: list[Overlap | None]) -> Overlap | None:
@@ -65,8 +65,8 @@ def median_overlap(repetitions: list[Overlap | None]) -> Overlap | None:
     return Overlap(*map(statistics.median, zip(*pairs, strict=True))) if pairs else None
 
 
-def _run_worker(config: Config) -> tuple[float, float]:
-    """The work of one process: milliseconds of the reduction, and of its exposed part."""
+def _run_worker(config: Config) -> Overlap:
+    """The work of one process."""
     own = replace_settings(without_setting(config, "gpu_ids"), {"multi_gpu": "ddp", "nproc_per_node": None})
     with join_workers(own.device, _LONGEST_WAIT) as (placement, world), tempfile.TemporaryDirectory() as folder:
         components, _ = build_probed(own, placement, world, folder)
@@ -74,8 +74,7 @@ def _run_worker(config: Config) -> tuple[float, float]:
             seconds = compare_reductions(components, _STEPS)
         check_replicas(components.state.model, world, _STEPS)
         all_ranks = torch.stack(all_gather(world, torch.tensor(seconds, dtype=torch.float64, device=world.device)))
-        reduction, exposed = (1e3 * each for each in all_ranks.amin(0).tolist())
-        return reduction, exposed
+        return Overlap(*(1e3 * each for each in all_ranks.amin(0).tolist()))
 
 
 def compare_reductions(components: TrainComponents, steps: int) -> tuple[float, float]:

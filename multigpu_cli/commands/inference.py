@@ -176,8 +176,7 @@ def run_distributed(
     refuse_srun_copies()
     placement = place_on_machine(wanted, LaunchEnv.current())
     if placement.num_processes_to_launch > 1:
-        result: Result = run_in_workers(placement, run_distributed, request, work, needs_targets)[0]
-        return result
+        return run_in_workers(placement, run_distributed, request, work, needs_targets)[0]
     with join_workers(wanted, 600.0) as (_, world):
         set_threads_per_rank(world.local_size, count_cores(), exact=False)
         weights = run_on_all_ranks(world, lambda: load_trained_weights(request.run))

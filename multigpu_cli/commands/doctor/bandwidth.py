@@ -77,8 +77,7 @@ def measure_allreduce(world: World) -> dict[str, Any]:
 
 def measure_in_workers(placement: Placement) -> dict[str, Any]:
     """Have `placement.launch` real workers measure; WorkersFailed: they could not."""
-    measured: dict[str, Any] = run_in_workers(placement, _run_worker)[0]
-    return measured
+    return run_in_workers(placement, _run_worker)[0]
 
 
 def _run_worker() -> dict[str, Any]:
