@@ -295,12 +295,10 @@ def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         time.plot(names, [median(rung["step_ms"]) for rung in rungs], "-", color=color_of_run(0), label="measured")
         forecast = [rung["forecast_ms"] for rung in rungs]
         time.plot(names, forecast, "--s", color=color_of_run(1), label="forecast", markersize=4)
-        time.set_title("Time of an optimizer step")
-        time.set_ylabel("milliseconds")
+        time.set(title="Time of an optimizer step", ylabel="milliseconds")
         speed.plot(names, [rung["speedup"] for rung in rungs], "-o", color=color_of_run(0), label="measured")
         speed.plot(names, workers, ":", color="#9aa5ae", label="ideal")
-        speed.set_title("Speedup")
-        speed.set_ylabel("over one worker")
+        speed.set(title="Speedup", ylabel="over one worker")
         if of_dp:
             places = [str(rung["workers"]) for rung in of_dp]
             look: dict[str, Any] = {"color": color_of_run(2), "label": "DataParallel", "markersize": 4}
@@ -311,8 +309,7 @@ def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
         known = [(str(rung["workers"]), rung["utilisation"]) for rung in rungs if rung["utilisation"] is not None]
         if known:
             use.plot(*zip(*known, strict=True), "-D", color=color_of_run(1), label="utilisation of the devices")
-        use.set_title("Efficiency and utilisation")
-        use.set_ylabel("per cent")
+        use.set(title="Efficiency and utilisation", ylabel="per cent")
         below = [0.0] * len(rungs)
         for part, shade in _SHADES.items():
             if not any(part in rung["shares"] for rung in rungs):
@@ -320,12 +317,10 @@ def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
             heights = [100 * rung["shares"].get(part, 0.0) for rung in rungs]
             parts.bar(names, heights, bottom=below, color=shade, label=part, width=0.5)
             below = [low + height for low, height in zip(below, heights, strict=True)]
-        parts.set_title("Where the time goes")
-        parts.set_ylabel("per cent")
+        parts.set(title="Where the time goes", ylabel="per cent")
         parts.legend(loc="lower left", ncols=2, frameon=True)
         for axes in (time, speed, use, parts):
-            axes.set_xlabel("workers")
-            axes.set_ylim(bottom=0)
+            axes.set(xlabel="workers", ylim=(0, None))
             axes.grid(visible=False, axis="x")
         time.legend(loc="lower left")
         speed.legend(loc="lower right")

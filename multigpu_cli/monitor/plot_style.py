@@ -71,12 +71,9 @@ def draw_equity(dates: Sequence[str], values: Mapping[str, Sequence[float]], pri
             label = f"{name.replace('_', ' ')}: {gained[-1]:+.1%}, largest fall {abs(min(fallen)):.1%}"
             gains.plot(days, gained, _DASHES[at % len(_DASHES)], color=color_of_run(at), label=label)
             falls.plot(days, fallen, _DASHES[at % len(_DASHES)], color=color_of_run(at))
-        gains.set_title(f"Gain on the test dates, {dates[0]} to {dates[-1]}")
-        gains.set_ylabel("gain since the first day")
+        gains.set(title=f"Gain on the test dates, {dates[0]} to {dates[-1]}", ylabel="gain since the first day")
         gains.legend(*(found[::-1] for found in gains.get_legend_handles_labels()), loc="best", frameon=True)
-        falls.set_title("Below the highest value so far")
-        falls.set_ylabel("fall")
-        falls.set_xlabel("date")
+        falls.set(title="Below the highest value so far", xlabel="date", ylabel="fall")
         for axes in (gains, falls):
             axes.axhline(0, color=INK, linewidth=0.8, zorder=1)
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))

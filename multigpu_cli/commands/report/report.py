@@ -205,9 +205,7 @@ def _draw_timeline(runs: Sequence[RunData]) -> Iterator[Picture]:
                 times = [(event["time"] - zero) / size for event in events]
                 axes.plot(times, [row] * len(times), marker, color=color, label=label, markersize=8, linestyle="none")
     axes.set_yticks(range(len(started)), [escape_text(run.name) for run in started])
-    axes.set_ylim(len(started) - 0.5, -0.5)
-    axes.set_xlim(left=0)
-    axes.set_xlabel(f"{unit} since the first start")
+    axes.set(xlim=(0, None), ylim=(len(started) - 0.5, -0.5), xlabel=f"{unit} since the first start")
     axes.grid(visible=False, axis="y")
     handles, labels = axes.get_legend_handles_labels()
     if once := dict(zip(labels, handles, strict=True)):
@@ -233,8 +231,7 @@ def _draw_confusion(run: RunData, *, alone: bool) -> Iterator[Picture]:
     if len(counts) <= 40:
         axes.set_xticks(range(len(counts)), short, rotation=90 if max(map(len, short)) > 2 else 0)
         axes.set_yticks(range(len(counts)), short)
-    axes.set_xlabel("predicted")
-    axes.set_ylabel("true")
+    axes.set(xlabel="predicted", ylabel="true")
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
     name = "confusion" if alone else f"confusion_{run.name.replace('/', '-')}"
