@@ -56,19 +56,13 @@ def forecast_checkpoint(history: History, every: str | None, now: float) -> tupl
 
 
 class StepShares(NamedTuple):
-    """Milliseconds of a step on each rank; of more than 64 ranks on the fastest, the mean and the slowest.
-
-    Attributes:
-        parts: waiting for data, compute, exposed communication, and waiting for slower ranks, of each rank.
-        says: which rank is the slowest, and whether it waits for data; "" where there is nothing to say.
-        measured: whether communication was told from compute.
-    """
+    """Milliseconds of a step on each rank; of more than 64 ranks on the fastest, the mean and the slowest."""
 
     step_ms: float
     ranks: list[str]
-    parts: list[tuple[float, float, float, float]]
-    says: str
-    measured: bool
+    parts: list[tuple[float, float, float, float]]  # of each rank: wait for data, compute, exposed wire, wait for ranks
+    says: str  # which rank is the slowest, and whether it waits for data; "" where there is nothing to say
+    measured: bool  # whether communication was told from compute
 
 
 def divide_step(history: History) -> StepShares | None:

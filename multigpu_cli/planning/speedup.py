@@ -83,25 +83,19 @@ class Interconnect:
 class StepTimes:
     """The times of a single worker, in seconds.
 
-    Attributes:
-        forward, backward: times of a micro-batch.
-        reduction: measured seconds of both, if the steps of that many workers were measured; else None.
-        gather: measured seconds of one gather of all weights, where such steps were sharded; `reduction` is then that
-            of one reduction of all gradients, and `commit` that of one worker's part.
-        sharding: with divided weights, whose groups are the messages: each is gathered in passes, and its
-            gradient scattered in the last one, or with --exact in each. Where this was not measured, gathering and
-            scattering take as long as one all-reduce.
+    With divided weights the messages are the groups: each is gathered in passes, and its gradient scattered in the last
+    one, or with --exact in each. Where that was not measured, gathering and scattering take as long as one all-reduce.
     """
 
-    data: float  # time to fetch a micro-batch
-    forward: float
-    backward: float
-    commit: float  # clipping and optimizer, once per step
+    data: float  # to fetch a micro-batch
+    forward: float  # of a micro-batch
+    backward: float  # of a micro-batch
+    commit: float  # clipping and optimizer, once per step; of one worker's part, where `gather` was measured
     messages: tuple[float, ...]  # sizes in bytes of the buckets that are reduced during backward
     after: float = 0.0  # bytes that are reduced after backward
-    reduction: float | None = None
-    gather: float | None = None
-    sharding: Sharding | None = None
+    reduction: float | None = None  # of both, measured in steps of as many workers; sharded ones: of all gradients once
+    gather: float | None = None  # of all weights once, measured in sharded steps
+    sharding: Sharding | None = None  # None: the weights are not divided
 
     @property
     def own_seconds(self) -> float:
@@ -231,8 +225,7 @@ def forecast(
 def find_disturbance(rows: Sequence[ForecastRow], probes: Sequence[float]) -> str:
     """Why the forecast cannot be trusted, or "": other work on the machine slowed the worker on which it rests.
 
-    Args:
-        probes: seconds of a step of one worker, measured before and after everything else.
+    The `probes` are seconds of a step of that worker, measured before and after everything else.
     """
     if probes and max(probes) > 4 / 3 * min(probes):
         return "a step of one worker took " + ", then ".join(f"{1e3 * seconds:.2f} ms" for seconds in probes)

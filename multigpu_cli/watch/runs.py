@@ -23,16 +23,12 @@ _LOOK = 3.0  # seconds between two looks for new runs
 
 
 class RunFollower:
-    """One run; of a long journal its end is there at once, and the rest when it has been read.
-
-    Attributes:
-        share: how much of the journal has been read, from its beginning: 0 to 1; None before its end was.
-        looked: when that was, by the monotonic clock.
-    """
+    """One run; of a long journal its end is there at once, and the rest when it has been read."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.looked = folder, name, 0.0
-        self.share: float | None = None
+        self.folder, self.name = folder, name
+        self.share: float | None = None  # of the journal that was read, from its beginning; None before its end was
+        self.looked = 0.0  # when that was, by the monotonic clock
         self._head: bytes | None = None
 
     def _begin(self, size: int) -> None:
