@@ -71,12 +71,13 @@ def choose_address(
         matching = [address for name, address in addresses.items() if _matches_interface(variable, wanted, name)]
         if not matching:
             return "", f"{variable}={wanted} is no interface with an address here; there are {known}"
-        loopback = f"{variable}={wanted} is the loopback, which no other node reaches"
-        return matching[0], loopback if _is_loopback(matching[0]) and not alone else ""
-    if resolved is None:
+        address, loopback = matching[0], f"{variable}={wanted} is the loopback"
+    elif resolved is None:
         return "", f"this machine's host name has no address, and {variable} names no interface; there are {known}"
-    loopback = f"this machine's host name resolves to {resolved}, which no other node reaches; there are {known}"
-    return resolved, loopback if _is_loopback(resolved) and not alone else ""
+    else:
+        address, loopback = resolved, f"this machine's host name resolves to {resolved}"
+    cut_off = IPv4Address(address).is_loopback and not alone
+    return address, f"{loopback}, which no other node reaches; there are {known}" if cut_off else ""
 
 
 def _matches_interface(variable: str, wanted: str, name: str) -> bool:
@@ -84,10 +85,6 @@ def _matches_interface(variable: str, wanted: str, name: str) -> bool:
     if variable.startswith("GLOO") or wanted.startswith("="):
         return name in names
     return any(name.startswith(word) for word in names) != wanted.startswith("^")
-
-
-def _is_loopback(address: str) -> bool:
-    return IPv4Address(address).is_loopback
 
 
 class Listener(TCPServer):
