@@ -13,7 +13,7 @@ from typing import Any
 from multigpu_cli.checkpoint.files import is_locked, read_owner
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
-from multigpu_cli.loggers.sender import count_unsent_lines, explain_unsent, list_positions
+from multigpu_cli.loggers.sender import explain_unsent, list_unsent
 from multigpu_cli.mirror.follower import explain_missing, read_state
 from multigpu_cli.monitor.format import format_duration, format_metric, format_number
 from multigpu_cli.monitor.history import (
@@ -259,9 +259,8 @@ def _judge_state(
 
 def _list_companion_alarms(run: Path, state: str) -> Iterator[str]:
     """Loggers that fail now, and what loggers and mirror lack of a run that has ended."""
-    for position in list_positions(run):
-        lines = count_unsent_lines(run, position)
-        if lines and (position.error or state not in _RUNNING):
+    for position, lines in list_unsent(run):
+        if position.error or state not in _RUNNING:
             yield explain_unsent(run, position, lines)
     mirror = read_state(run)
     if mirror.url and not mirror.complete and state not in _RUNNING:

@@ -230,7 +230,7 @@ def write_position(run: Path, position: Position) -> None:
     publish(_file(run, position.logger), json.dumps(asdict(position)).encode() + b"\n")
 
 
-def count_unsent_lines(run: Path, position: Position) -> int:
+def _count_unsent_lines(run: Path, position: Position) -> int:
     """The lines of the journal that have not arrived."""
     try:
         with open(run / JOURNAL, "rb") as file:
@@ -238,12 +238,6 @@ def count_unsent_lines(run: Path, position: Position) -> int:
             return sum(1 for line in file if line.endswith(b"\n"))
     except OSError:
         return 0
-
-
-def list_positions(run: Path) -> list[Position]:
-    """The positions of all loggers that a run folder knows."""
-    names = [str(read_json(file).get("logger", "")) for file in sorted((run / FOLDER).glob("*.json"))]
-    return [read_position(run, name) for name in names if name]
 
 
 def explain_unsent(run: Path, position: Position, lines: int) -> str:
@@ -322,10 +316,11 @@ class LoggerProcess:
                 self._warn(explain_unsent(self._run, position, lines))
 
 
-def list_unsent(run: Path, loggers: Sequence[str]) -> list[tuple[Position, int]]:
-    """The loggers that have not got all of a run's journal, each with the number of lines that it lacks."""
-    positions = [read_position(run, name) for name in loggers]
-    return [(each, lines) for each in positions if (lines := count_unsent_lines(run, each))]
+def list_unsent(run: Path, loggers: Sequence[str] | None = None) -> list[tuple[Position, int]]:
+    """The loggers, None for all that the folder knows, that lack lines of a run's journal, each with their number."""
+    known = (str(read_json(file).get("logger", "")) for file in sorted((run / FOLDER).glob("*.json")))
+    positions = [read_position(run, name) for name in (filter(None, known) if loggers is None else loggers)]
+    return [(each, lines) for each in positions if (lines := _count_unsent_lines(run, each))]
 
 
 def follow(request: dict[str, Any], ended: threading.Event, note: Callable[[str], None]) -> None:
