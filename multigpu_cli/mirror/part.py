@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from math import inf
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from multigpu_cli.checkpoint.files import is_locked
@@ -121,7 +120,7 @@ class Mirroring(Part):
         def is_stopped() -> bool:
             return not run.finished or run.control.stop.signal is not None
 
-        def finish(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        def finish(kind: object, error: object, trace: object) -> None:
             mark, wait = run.observer.watchdog.mark_progress, error is None
             if missing := process.finish(is_stopped, mark, console.note, wait=wait):
                 console.warn(missing)
@@ -156,19 +155,14 @@ def mirror_run(run: str, url: str) -> dict[str, Any]:
     ended.set()
     try:
         with lock_mirror(folder, lambda busy: True):
-            complete = Follower(folder, _open(url), _KEEP).follow(ended, _PATIENCE)
+            complete = Follower(folder, Mirror(url), _KEEP).follow(ended, _PATIENCE)
+    except MirrorError as error:
+        raise RequestError(error.problem, remedy="check the URL and the credentials") from error
     except BlockingIOError as error:
         raise RequestError(f"{run}: {error}", remedy="wait for its end, or end it if it hangs") from error
     if not complete:
         raise TrainingError(read_state(folder).error, remedy="the same command once the remote folder is back")
     return {"url": read_state(folder).url, "step": read_state(folder).step}
-
-
-def _open(url: str) -> Mirror:
-    try:
-        return Mirror(url)
-    except MirrorError as error:
-        raise RequestError(error.problem, remedy="check the URL and the credentials") from error
 
 
 def format_mirrored(found: dict[str, Any]) -> Iterator[str]:

@@ -54,8 +54,9 @@ def restore_from_mirror(
             raise _unusable(error) from error
         return "", []  # the process beside the run will report it
     _check_owner(config, mirror, folder, owner if steps else "")
-    if config.checkpoint.resume in ("auto", "never") and steps and steps[0] > (-1 if own is None else own):
-        return _download_newest(mirror, steps, folder, own, config, moved, note)
+    newer = [step for step in steps if own is None or step > own]
+    if config.checkpoint.resume in ("auto", "never") and newer:
+        return _download_newest(mirror, newer, folder, own, config, moved, note)
     return "", []
 
 
@@ -112,14 +113,12 @@ def _download_newest(
     moved: Moved,
     note: Callable[[str], None],
 ) -> tuple[str, list[str]]:
-    """Download the newest checkpoint that is intact and newer than the run folder's own, with the run's other files.
+    """Download the newest intact one of these checkpoints, with the run's other files; the folder's `own` is older.
 
-    Returns the run folder, "" if none was newer; and what was skipped.
+    Returns the run folder, "" if none was intact; and what was skipped.
     """
     damages: list[str] = []
     for step in steps:
-        if own is not None and step <= own:
-            return "", damages
         try:
             if own is None:
                 _check_settings(config, mirror, step)
