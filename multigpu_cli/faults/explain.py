@@ -102,17 +102,8 @@ def describe_innermost_line(stack: Sequence[traceback.FrameSummary]) -> str:
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
-def describe_main_thread_line() -> str:
-    """The same for what the main thread executes right now."""
-    return describe_innermost_line(_extract_main_thread_stack())
-
-
-def format_main_thread_stack() -> str:
-    """What the main thread executes right now, in the words of a traceback."""
-    return "".join(["Stack of the main thread:\n", *_extract_main_thread_stack().format()])
-
-
-def _extract_main_thread_stack() -> traceback.StackSummary:
+def extract_main_thread_stack() -> traceback.StackSummary:
+    """What the main thread executes right now."""
     return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
 
 

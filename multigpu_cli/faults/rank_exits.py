@@ -188,12 +188,9 @@ class RankExits:
 
     def add_progress(self, own: int) -> int | None:
         """Add this rank's progress since the last call; returns the total of all ranks, None without a store."""
-        if self.store is None:
-            return None
-        try:
-            return self.store.add("moves", own)
-        except RuntimeError:
-            return None
+        with suppress(RuntimeError):  # the rank or agent that held the store may be gone
+            return self.store.add("moves", own) if self.store is not None else None
+        return None
 
     def is_hang(self) -> bool:
         """Whether a rank has flagged a hang."""

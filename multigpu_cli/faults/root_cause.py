@@ -12,7 +12,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import STALLED, RequestError, TrainingError
 from multigpu_cli.faults.explain import (
     describe_innermost_line,
-    format_main_thread_stack,
+    extract_main_thread_stack,
     is_peer_failure,
     name_small_embedding,
     remedy_for,
@@ -42,7 +42,8 @@ class RootCauseFinder:
 
     def publish_lost_peer(self) -> None:
         """Another rank has ended, and the main thread may wait for it: tell the others that this rank is alive."""
-        self._exits.publish(self._describe_exit(_WAITED, format_main_thread_stack(), caused_by_peer=True))
+        stack = "".join(["Stack of the main thread:\n", *extract_main_thread_stack().format()])
+        self._exits.publish(self._describe_exit(_WAITED, stack, caused_by_peer=True))
 
     def keep_main_thread_from_reporting(self) -> bool:
         """Whether the calling thread may report, and then end the process; not if the main thread has, or does so."""

@@ -10,14 +10,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import GRACE, TrainingError
-from multigpu_cli.faults.explain import describe_main_thread_line
+from multigpu_cli.faults.explain import describe_innermost_line, extract_main_thread_stack
 from multigpu_cli.faults.rank_exits import OwnProgress, RankExits, RankPosition
 from multigpu_cli.faults.root_cause import PATIENCE, RootCauseFinder, hang_error
 
@@ -91,9 +90,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._closed.set()
         self._thread.join(timeout=_ANSWER)  # it may wait for a store that is gone
         if error is not None and (cause := self.publish_and_find_root_cause(error)) is not error:
@@ -160,7 +157,8 @@ class Watchdog:
     def _collect_positions(self) -> list[RankPosition]:
         """The positions of all ranks that still answer, in rank order."""
         here = self._own
-        own = RankPosition(self._world.rank, here.steps, here.phase, describe_main_thread_line(), here.arrivals)
+        line = describe_innermost_line(extract_main_thread_stack())
+        own = RankPosition(self._world.rank, here.steps, here.phase, line, here.arrivals)
         if (store := self._exits.store) is None:
             return [own]
         deadline, names = time.monotonic() + _ANSWER, [f"place-{rank}" for rank in range(self._world.size)]
