@@ -85,10 +85,8 @@ def estimate_training(config: Config) -> ConfigEstimate | None:
     model, tokens = _build_on_meta(config), config.data.max_length or find_places(load_config(folder))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    memory, activations = (
-        forecast_state(model, config, FromConfig()),
-        "the model states no context length, and there is no --max-length",
-    )
+    memory = forecast_state(model, config, FromConfig())
+    activations = "the model states no context length, and there is no --max-length"
     if tokens:
         dtype = DTYPES.get(choose_precision(config.precision.amp, place).name)
         memory, activations = _add_activations(memory, model, tokens, dtype, pairs=config.task.name == "dpo")
