@@ -26,7 +26,8 @@ def check_replicas(
     """Compare all ranks by one checksum per tensor; costs one pass over the state, and one small collective.
 
     The optimizer's state per parameter affects the weights only later. `num_shards` and `find_parameter` are as in
-    `Strategy`: each shard of weights and of the optimizer's state is compared. TrainingError, on all ranks: where.
+    `Strategy`: each shard of weights and of the optimizer's state is compared. TrainingError, the same on every rank:
+    names the ranks and the tensors that differ.
     """
     if world.size == 1:
         return

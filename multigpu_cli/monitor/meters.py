@@ -102,7 +102,8 @@ class StepTimer:
     """Steps, samples and seconds of training: over the run, and over the window since the last `read`.
 
     If the `device_runs_ahead`, the host only queues work (CUDA), so single steps cannot be timed without making it
-    wait; each step then counts with the mean of its window, waits are those of the device, and `read` comes after it.
+    wait; each step then counts with the mean of its window, waits are those of the device, and `read` is for a moment
+    at which the device is done.
     """
 
     def __init__(

@@ -4,7 +4,8 @@ With --multi-gpu fsdp weights, gradients and optimizer state are divided. Each p
 the other, a block and the one ahead of it at a time; the group of what is in no block stays for the whole pass, and so
 does its gradient. Blocks are gathered again for the backward pass, for which that group is there still. A gradient is
 reduced, and so divided, in the last pass of a step: before that, the whole of it is there. With --exact each pass
-reduces: what a worker receives for its rows of a group is as large as the group; its sums wait as a tree's nodes do.
+reduces: what a worker receives for its rows of a group is as large as the group, and its sums wait for each other as
+the nodes of a binary tree do.
 """
 
 from collections.abc import Sequence
@@ -88,8 +89,8 @@ class ShardedRow:
     workers: int
     passes: int  # micro-batches of a step on each worker
     memory: Memory  # on each of them
-    sent: float  # bytes that each worker sends in a step. sent_by_ddp: the same with --multi-gpu ddp
-    sent_by_ddp: float
+    sent: float  # bytes that each worker sends in a step
+    sent_by_ddp: float  # the same with --multi-gpu ddp
 
 
 def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: int) -> ShardedRow:

@@ -160,14 +160,14 @@ class ForecastRow:
     workers: int
     global_batch: int
     passes: int  # micro-batches of a step on each worker
-    step: float  # seconds of an optimizer step. waiting: its exposed communication in seconds
-    waiting: float
+    step: float  # seconds of an optimizer step
+    waiting: float  # seconds of its exposed communication
     samples_per_second: float
     speedup: float | None  # samples per second relative to one worker; None where the measurement was disturbed
     efficiency: float | None  # speedup / workers
     steps: int  # optimizer steps of the run; if the global batch grows, each has more samples
-    seconds: float  # duration of the run. cost: cost of the run, if a price is given
-    cost: float | None
+    seconds: float  # duration of the run
+    cost: float | None  # of the run, if a price is given
 
 
 def forecast(
