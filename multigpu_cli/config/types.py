@@ -357,16 +357,7 @@ class SettingEntry(NamedTuple):
     label: str
 
 
-PARTS = {
-    "data": "name",
-    "model": "name",
-    "adapter": "kind",
-    "task": "name",
-    "optimizer": "name",
-    "schedule": "name",
-    "metric": "name",
-    "hook": "name",
-    "strategy": "name",
-    "logger": "name",
-}
+PARTS = {"adapter": "kind"} | dict.fromkeys(
+    ("data", "model", "task", "optimizer", "schedule", "metric", "hook", "strategy", "logger"), "name"
+)
 """Sections of a YAML file, with the word for what the flag of that name gives."""
