@@ -67,11 +67,8 @@ class RootCauseFinder:
             self._report(error, exits)
         return error
 
-    def record(self, error: BaseException) -> None:
+    def record(self, text: str) -> None:
         """Leave the cause for the next attempt."""
-        self.record_text(summary_line(error))
-
-    def record_text(self, text: str) -> None:
         done, moved = self._progress.steps_done(), self._progress.last_move
         record_end(self._world.agent_dir, self._world.attempt, PreviousAttempt(text, done, moved))
 
@@ -115,7 +112,7 @@ class RootCauseFinder:
 
     def _report(self, error: BaseException, exits: list[RankExit]) -> None:
         """Record the error for the next attempt, and write the crash report."""
-        self.record(error)
+        self.record(summary_line(error))
         name = f"crash_{self._world.attempt}.txt"
         with suppress(OSError), self._progress.open_report(name) as file:  # the disk itself may have failed
             file.write(full_report(error, exits))

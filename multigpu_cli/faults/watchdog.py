@@ -18,7 +18,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import GRACE, TrainingError
 from multigpu_cli.faults.explain import describe_innermost_line, extract_main_thread_stack
 from multigpu_cli.faults.rank_exits import OwnProgress, RankExits, RankPosition
-from multigpu_cli.faults.root_cause import PATIENCE, RootCauseFinder, hang_error
+from multigpu_cli.faults.root_cause import PATIENCE, RootCauseFinder, hang_error, summary_line
 
 STARTUP_TIMEOUT = 1800.0  # seconds; loading, compiling and the first step may take long
 _ANSWER = 2.0  # seconds for every rank to publish its position
@@ -84,7 +84,7 @@ class Watchdog:
 
     def record_stop(self) -> None:
         """Record for the next attempt, if there is one, that all ranks stopped together."""
-        self._cause.record_text(f"stopped in good order at step {self._own.steps}")
+        self._cause.record(f"stopped in good order at step {self._own.steps}")
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -151,7 +151,7 @@ class Watchdog:
         error.failed_at = self._own.steps_done()
         error.shared = min(position.rank for position in positions) != self._world.rank
         if not error.shared:
-            self._cause.record(error)
+            self._cause.record(summary_line(error))
         return error
 
     def _collect_positions(self) -> list[RankPosition]:

@@ -86,8 +86,7 @@ class History:
     @property
     def steps_taken(self) -> int:
         """Optimizer steps done up to that position, where the task reports the skipped ones."""
-        taken: int = (self.last_train or {}).get("steps_taken", self.step)
-        return taken
+        return int((self.last_train or {}).get("steps_taken", self.step))
 
     def follow(self, events: Iterable[Event | None]) -> Self:
         """Add the next events of the journal, of which a line may have none; returns this history."""

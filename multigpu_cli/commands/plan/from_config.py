@@ -177,5 +177,4 @@ def _count(model: nn.Module, rows: int, tokens: int, dtype: torch.dtype | None) 
 
 
 def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return int(tensor.untyped_storage()._cdata)
