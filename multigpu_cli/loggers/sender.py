@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,7 +56,7 @@ class RowFilter:
 
 
 _LOOK = 0.5  # seconds between two looks at the journal
-_ROWS = 200  # sent at once
+_LINES = 200  # of the journal, whose rows are sent at once
 _LONGEST_PAUSE = 60.0  # seconds between two tries
 _LONGEST_ERROR = 300  # characters
 
@@ -130,27 +131,16 @@ class Sender(threading.Thread):
 
     def _send_new(self, destination: Destination, tail: JournalTail, rows: RowFilter, begin: int) -> Event | None:
         """Send what was added to the journal beyond `begin`, which has arrived; returns its last `end` or `start`."""
-        batch: list[Row] = []
+        new = tail.read()
         last: Event | None = None
-
-        def send(line: Line) -> None:
-            if batch:
+        while lines := list(islice(new, _LINES)):
+            selected = [(line, rows.select(line)) for line in lines]
+            if batch := [row for line, row in selected if row and line.end > begin]:
                 destination.send(batch)
-                batch.clear()
-            if destination.confirms_each:
-                self._confirm(line.end)
-
-        line = None
-        for line in tail.read():
-            row = rows.select(line)
-            if line.event and line.event["event"] in ("start", "end"):
-                last = line.event
-            if row and line.end > begin:
-                batch.append(row)
-            if len(batch) == _ROWS:
-                send(line)
-        if line and line.end > begin:
-            send(line)
+            if destination.confirms_each and lines[-1].end > begin:
+                self._confirm(lines[-1].end)
+            events = [line.event for line in lines if line.event and line.event["event"] in ("start", "end")]
+            last = events[-1] if events else last
         return last
 
     def _confirm(self, sent: int, *, final: bool = False) -> None:
@@ -228,16 +218,6 @@ def read_position(run: Path, logger: str) -> Position:
 
 def write_position(run: Path, position: Position) -> None:
     publish(_file(run, position.logger), json.dumps(asdict(position)).encode() + b"\n")
-
-
-def _count_unsent_lines(run: Path, position: Position) -> int:
-    """The lines of the journal that have not arrived."""
-    try:
-        with open(run / JOURNAL, "rb") as file:
-            file.seek(position.sent)
-            return sum(1 for line in file if line.endswith(b"\n"))
-    except OSError:
-        return 0
 
 
 def explain_unsent(run: Path, position: Position, lines: int) -> str:
@@ -320,7 +300,8 @@ def list_unsent(run: Path, loggers: Sequence[str] | None = None) -> list[tuple[P
     """The loggers, None for all that the folder knows, that lack lines of a run's journal, each with their number."""
     known = (str(read_json(file).get("logger", "")) for file in sorted((run / FOLDER).glob("*.json")))
     positions = [read_position(run, name) for name in (filter(None, known) if loggers is None else loggers)]
-    return [(each, lines) for each in positions if (lines := _count_unsent_lines(run, each))]
+    unsent = ((each, sum(1 for _ in JournalTail(run / JOURNAL, each.sent).read())) for each in positions)
+    return [(each, lines) for each, lines in unsent if lines]
 
 
 def follow(request: dict[str, Any], ended: threading.Event, note: Callable[[str], None]) -> None:
