@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 
 import torch
 import torch.distributed as dist
@@ -154,20 +154,15 @@ def measure_loading(config: Config, repetitions: int) -> LoadingRates:
 def _measure_rate(loader: Loader, size: int) -> float:
     """Samples per second after the first batch, which starts the processes; of two epochs where one has one batch."""
     plan = plan_batches(samples=loader.size, micro_batch=min(size, loader.size), workers=1)
-    samples, began, last = 0, 0.0, 0.0
+    batches = (batch for epoch in count() for _, work in loader.epoch(plan, epoch, 0, 0, 1) for batch in work)
     synchronize = torch.get_device_module(loader.device).synchronize
-    for epoch in count():
-        for _, work in loader.epoch(plan, epoch, 0, 0, 1):
-            for batch in work:
-                synchronize()
-                last = time.perf_counter()
-                if began:
-                    samples += len(batch.sample_indices)
-                else:
-                    began = last
-            if last - began > _SECONDS:
-                break
-        if last > began:
+    samples, began, last = 0, 0.0, 0.0
+    for batch in islice(batches, max(2, plan.steps_per_epoch)):
+        synchronize()
+        last = time.perf_counter()
+        samples += len(batch.sample_indices) if began else 0
+        began = began or last
+        if last - began > _SECONDS:
             break
     return samples / (last - began)
 
