@@ -1,6 +1,5 @@
 """The functions of the API for a training loop of the user's own: wrapping a model, and keeping its metrics."""
 
-import hashlib
 import time
 from collections import defaultdict
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from multigpu_cli.api import monitoring, training
 from multigpu_cli.api.settings import TrainingMode
+from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.distributed.launch_env import LaunchEnv, refuse_srun_copies
 from multigpu_cli.distributed.placement import check_gpus_exist, count_visible_gpus
 from multigpu_cli.errors import RequestError
@@ -198,7 +198,9 @@ def check_inputs_differ(model: nn.Module) -> None:
             return
         handle.remove()
         digests: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(digests, _hash_tensors((args, kwargs)))
+        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.numel())
+        tensors = {str(number): leaf for number, leaf in enumerate(leaves)}
+        dist.all_gather_object(digests, fingerprint(tensors) if tensors else None)
         if None not in digests and len(set(digests)) < len(digests):
             raise RequestError(
                 "the model's first batch is the same on several ranks: each rank trains on all samples, not on its "
@@ -208,14 +210,3 @@ def check_inputs_differ(model: nn.Module) -> None:
             )
 
     handle = model.register_forward_pre_hook(compare_inputs, with_kwargs=True)
-
-
-def _hash_tensors(inputs: Any) -> str | None:
-    """SHA-256 of all tensors' types, shapes and bytes; None without one."""
-    digest, found = hashlib.sha256(), False
-    for leaf in tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.numel():
-            found = True
-            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest() if found else None
