@@ -206,7 +206,7 @@ def export_run(request: InferenceRequest, to: ExportTarget) -> Export:
         run, inputs = _rebuild_run(weights, request)
         with writing_to("--to", target):
             difference, takes = _export_run(run, inputs, target)
-        checked = f"run on {_count(inputs)} samples and on one: greatest difference {difference:.2g}"
+        checked = f"run on {len(tree_leaves(inputs)[0])} samples and on one: greatest difference {difference:.2g}"
     return Export(str(target), target.stat().st_size, str(weights.origin), difference, checked, takes)
 
 
@@ -264,11 +264,7 @@ def _rebuild_run(weights: TrainedWeights, request: InferenceRequest) -> tuple[Lo
     loader = Loader(run.source.train, run.source, run.config.data, device=device, seed=seed, workers_here=1)
     with closing(loader):
         inputs = first_batch(loader, min(_SAMPLES, loader.size)).inputs
-    if not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == _count(inputs) for leaf in tree_leaves(inputs)):
+    leaves = tree_leaves(inputs)
+    if not all(isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == len(leaves[0]) for leaf in leaves):
         raise RequestError("the model's input is not a batch of tensors", remedy=weights_alone)
     return run, inputs
-
-
-def _count(inputs: Any) -> int:
-    """Samples: the first dimension of the first tensor."""
-    return next((len(leaf) for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim), 0)
