@@ -101,12 +101,7 @@ def parse_sampling(length: str, temperature: str, top_k: str | None, seed: str) 
 
 def parse_option(kind: ValueType, flag: str, value: str | None) -> Any:
     """The value of an option, None where it was not given."""
-    if value is None:
-        return None
-    try:
-        return kind.parse(value)
-    except ValueError as error:
-        raise RequestError(f"{flag} {error}") from error
+    return None if value is None else kind.read(value, flag)
 
 
 def parse_worker_counts(text: str) -> list[int]:

@@ -162,10 +162,7 @@ def is_path(data: str) -> bool:
 
 def parse_data_path(given: Mapping[str, Any], label: str) -> dict[str, Any]:
     """The settings that `--data PATH` means: the dataset recognized there, and PATH as --data-dir."""
-    try:
-        place = types.path.parse(given["data"])
-    except ValueError as error:
-        raise RequestError(f"{label} {error}") from error
+    place = types.path.read(given["data"], label)
     if "data_dir" in given:
         raise RequestError(f"{label} {place} can't be used with --data-dir {given['data_dir']}", remedy="one of them")
     if not os.access(place, os.F_OK):

@@ -64,11 +64,9 @@ def replace_settings(config: Config, values: Mapping[str, Any]) -> Config:
     A value that is invalid, as in a manifest that was edited by hand, is a RequestError.
     """
     for key, value in values.items():
-        entry = SETTINGS[key]
-        try:
-            parsed = entry.default if value is None or value == _plain(entry.default) else entry.kind.parse(value)
-        except ValueError as error:
-            raise RequestError(f"{key}: {error}", remedy="use a checkpoint that was not edited by hand") from error
+        entry, remedy = SETTINGS[key], "use a checkpoint that was not edited by hand"
+        usual = value is None or value == _plain(entry.default)
+        parsed = entry.default if usual else entry.kind.read(value, f"{key}:", remedy)
         section = replace(getattr(config, entry.section), **{entry.attribute: parsed})
         config = replace(config, **{entry.section: section})
     return config

@@ -120,10 +120,7 @@ def _parse_entry(entry: SettingEntry) -> tuple[str, Any]:
         if setting.default is not None:
             raise RequestError(f"{label} has no value", remedy=f"the default is {quote_value(setting.default)}")
         return key, None
-    try:
-        return key, setting.kind.parse(value)
-    except ValueError as error:
-        raise RequestError(f"{label} {error}") from error
+    return key, setting.kind.read(value, label)
 
 
 def _suggestion(key: str) -> str:

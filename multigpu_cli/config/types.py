@@ -36,12 +36,12 @@ class ValueType(NamedTuple):
     metavar: str
     parse: Callable[[Any], Any]
 
-    def read(self, value: Any, label: str) -> Any:
+    def read(self, value: Any, label: str, remedy: str = "") -> Any:
         """The parsed value; a RequestError that begins with the label where it is not of this type."""
         try:
             return self.parse(value)
         except ValueError as error:
-            raise RequestError(f"{label} {error}") from error
+            raise RequestError(f"{label} {error}", remedy=remedy) from error
 
 
 def integer(low: int, high: int = 2**63 - 1, *, word: str | None = None) -> ValueType:

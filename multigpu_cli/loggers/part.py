@@ -85,10 +85,7 @@ def format_sent(sent: dict[str, Any]) -> list[str]:
 
 def _parse_names(to: Sequence[str]) -> tuple[str, ...]:
     """The loggers of --to, each known and fit for use."""
-    try:
-        names = logger_names.parse(list(to))
-    except ValueError as error:
-        raise RequestError(f"--to {error}") from error
+    names = logger_names.read(list(to), "--to")
     if not names:
         raise RequestError("--to names no logger", remedy="--to mlflow, wandb or module:Class")
     check_loggers(replace(Config(), log=LogConfig(loggers=names)))
