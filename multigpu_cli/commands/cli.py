@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from multigpu_cli.commands import requests
 from multigpu_cli.commands.help import CONTEXT, format_topic
 from multigpu_cli.commands.options import (
     CHANGES,
@@ -19,8 +20,10 @@ from multigpu_cli.commands.options import (
     with_inference_options,
     with_train_options,
 )
+from multigpu_cli.config.paths import format_recipes, list_recipes
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.types import integer
+from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.errors import FAILED, RequestError
 
 _LOOK: dict[str, Any] = {"cls": Group, "rich_markup_mode": None, "context_settings": CONTEXT}
@@ -50,8 +53,6 @@ def show_help(
 @app.command(cls=Command)
 def recipes(as_json: _Json = False) -> None:
     """List the recipes that --config takes by name."""
-    from multigpu_cli.config.paths import format_recipes, list_recipes
-
     found = list_recipes()
     print_result(found, format_recipes(found), as_json=as_json)
 
@@ -116,10 +117,8 @@ def export(
     **given: Any,
 ) -> None:
     """Export the weights or the whole network. The written file is loaded and checked."""
-    from multigpu_cli.commands.requests import parse_export_target, parse_inference_request
-
-    target = parse_export_target(to, kind, dtype)
-    request = parse_inference_request(checkpoint, given, own_code=own_code)
+    target = requests.parse_export_target(to, kind, dtype)
+    request = requests.parse_inference_request(checkpoint, given, own_code=own_code)
     from multigpu_cli.commands.export import export_run, format_export  # torch loads here
 
     written = export_run(request, target)
@@ -178,14 +177,12 @@ def bench(
     **values: Any,
 ) -> None:
     """Measure the training speed on 1, 2, … workers. Also where the time goes, and how far the forecast is off."""
-    from multigpu_cli.commands.requests import parse_option
-
     config = _read_config(context, values)
     from multigpu_cli.commands import bench as benchmark
     from multigpu_cli.commands.bench_overlap import format_loading, measure_loading
 
-    length = parse_option(integer(1), "--steps", steps)
-    times = parse_option(integer(1), "--repetitions", repetitions)
+    length = requests.parse_option(integer(1), "--steps", steps)
+    times = requests.parse_option(integer(1), "--repetitions", repetitions)
     if data_only:
         loading = measure_loading(config, times)
         print_result(loading, format_loading(loading), as_json=values["json"])
@@ -205,9 +202,7 @@ def preview(
     **values: Any,
 ) -> None:
     """Show the tokens of a few samples. Those that are trained on are marked."""
-    from multigpu_cli.commands.requests import parse_option
-
-    config, count = _read_config(context, values), parse_option(integer(1), "--samples", samples)
+    config, count = _read_config(context, values), requests.parse_option(integer(1), "--samples", samples)
     from multigpu_cli.commands.language.samples import choose_marks, format_preview, preview_data  # torch loads here
 
     found = preview_data(config, count)
@@ -229,12 +224,8 @@ def convert(
 
 def _read_config(context: typer.Context, values: Mapping[str, Any], *, allow_launcher: bool = False) -> Config:
     """The settings of a command that takes the options of a training, checked as far as that goes without torch."""
-    from multigpu_cli.commands.requests import build_config
-
     command = str(context.info_name)
-    config = build_config(reject_idle_flags(command, values), context.obj)
-    from multigpu_cli.distributed.launch_env import LaunchEnv
-
+    config = requests.build_config(reject_idle_flags(command, values), context.obj)
     if not allow_launcher and LaunchEnv.from_environment(context.obj):
         raise RequestError(f"{command} under torchrun", remedy=f"{command} without torchrun: it starts its own workers")
     return config
@@ -302,10 +293,9 @@ def profile(
     as_json: _Json = False,
 ) -> None:
     """Profile some steps of a run while it trains. Prints the top operators, and writes a Chrome trace."""
-    from multigpu_cli.commands.requests import parse_option
     from multigpu_cli.profiling.command import MOST_STEPS, format_profile, profile_run
 
-    found = profile_run(run, parse_option(integer(1, MOST_STEPS), "--steps", steps))
+    found = profile_run(run, requests.parse_option(integer(1, MOST_STEPS), "--steps", steps))
     print_result(found, format_profile(found), as_json=as_json)
 
 
@@ -326,9 +316,7 @@ def clean(
 @with_inference_options
 def evaluate(run: _Weights, *, own_code: _OwnCode = False, as_json: _Json = False, **given: Any) -> None:
     """Evaluate the best weights of a run. Any number of workers gives the same result."""
-    from multigpu_cli.commands.requests import parse_inference_request
-
-    request = parse_inference_request(run, given, own_code=own_code)
+    request = requests.parse_inference_request(run, given, own_code=own_code)
     from multigpu_cli.commands.inference import evaluate_run, format_metrics  # torch loads here
 
     if metrics := evaluate_run(request):
@@ -345,9 +333,8 @@ def predict(
     **given: Any,
 ) -> None:
     """Write the predictions for each sample. The result is a table, arrays or images."""
-    from multigpu_cli.commands.requests import parse_inference_request, parse_prediction_target
-
-    request, target = parse_inference_request(run, given, own_code=own_code), parse_prediction_target(out)
+    request = requests.parse_inference_request(run, given, own_code=own_code)
+    target = requests.parse_prediction_target(out)
     from multigpu_cli.commands.predict.predict import predict_run  # torch loads here
 
     if written := predict_run(request, target):
@@ -368,10 +355,8 @@ def sample(
     own_code: _OwnCode = False,
 ) -> None:
     """Generate text with a language model. A model with a chat template answers the prompt."""
-    from multigpu_cli.commands.requests import parse_inference_request, parse_sampling
-
-    request = parse_inference_request(run, {"model": model, "model_dir": model_dir}, own_code=own_code)
-    sampling = parse_sampling(length, temperature, top_k, seed)
+    request = requests.parse_inference_request(run, {"model": model, "model_dir": model_dir}, own_code=own_code)
+    sampling = requests.parse_sampling(length, temperature, top_k, seed)
     from multigpu_cli.commands.language.samples import Sampling, generate_text  # torch loads here
 
     print(generate_text(request, prompt, Sampling(**sampling, raw=raw)))

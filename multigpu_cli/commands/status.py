@@ -12,6 +12,7 @@ from typing import Any
 
 from multigpu_cli.checkpoint.files import is_locked, read_owner
 from multigpu_cli.config.sources import resolve
+from multigpu_cli.config.yaml_text import list_arguments
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
 from multigpu_cli.loggers.sender import explain_unsent, list_unsent
 from multigpu_cli.mirror.follower import explain_missing, read_state
@@ -169,8 +170,6 @@ def _read_command(run: Path) -> str | None:
     file = run / "config.yaml"
     if not file.is_file():
         return None
-    from multigpu_cli.config.yaml_text import list_arguments  # late: only a sorted list needs it
-
     words = shlex.join(["python", "main_multi_gpu.py", *list_arguments(resolve({}, [], str(file)))])
     more = "  # and what Python brought, see config.yaml" if file.read_text().startswith("# with live objects") else ""
     return words + more

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from textwrap import wrap
+from threading import RLock
 from typing import Any, Literal, TextIO
 
 from multigpu_cli.distributed.processes import RankOutput
@@ -44,8 +45,6 @@ class TqdmDisplay(ProgressDisplay):
     ) -> None:
         super().__init__(total_steps)
         self._stream = stream
-        from threading import RLock
-
         from tqdm import tqdm
 
         self._fields: Mapping[str, Any] = {}
