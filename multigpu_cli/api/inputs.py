@@ -229,11 +229,11 @@ class CollatedDataset(Dataset[Any]):
         return self.dataset[index]
 
 
+@dataclass
 class SequentialOrder:
     """Samples in the order of their indices, in every epoch (shuffle=False)."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    count: int
 
     def __len__(self) -> int:
         return self.count
