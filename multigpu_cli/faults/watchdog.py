@@ -38,8 +38,8 @@ class Watchdog:
 
     def __init__(self, world: World, timeout: float, on_fatal_error: Callable[[TrainingError], None]) -> None:
         self._world, self._timeout, self._on_fatal_error = world, timeout, on_fatal_error
-        self._exits, self._own = RankExits(world), OwnProgress()
-        self._cause = RootCauseFinder(world, self._exits, self._own)
+        self._exits, self.own = RankExits(world), OwnProgress()
+        self._cause = RootCauseFinder(world, self._exits, self.own)
         self.paused = False
         self.before_fatal_exit: Callable[[TrainingError], None] = lambda error: None
         self._closed = threading.Event()
@@ -47,7 +47,7 @@ class Watchdog:
 
     def set_position(self, steps: int, phase: str, samples: Tensor | None = None) -> None:
         """Update the position of this rank, which is progress."""
-        own = self._own
+        own = self.own
         if steps != own.steps:
             own.arrivals = 0
         own.steps, own.phase, own.samples = steps, phase, samples
@@ -55,26 +55,16 @@ class Watchdog:
 
     def count_arrival(self) -> None:
         """This rank comes to where it waits for all others in the middle of a phase, which is progress."""
-        self._own.arrivals += 1
-        self._own.mark()
-
-    @property
-    def phase(self) -> str:
-        """The phase of this rank: one of PHASES."""
-        return self._own.phase
-
-    @property
-    def steps(self) -> int:
-        """The optimizer steps that this rank has done."""
-        return self._own.steps
+        self.own.arrivals += 1
+        self.own.mark()
 
     def mark_progress(self) -> None:
         """Progress within a phase; any thread may call it."""
-        self._own.mark()
+        self.own.mark()
 
     def start(self, steps: int, logs: Path) -> None:
         """Training begins, after so many steps; reports are written to this folder."""
-        self._own.first_step, self._own.steps, self._own.logs = steps, steps, logs
+        self.own.first_step, self.own.steps, self.own.logs = steps, steps, logs
         with suppress(OSError):  # the run folder may be on another machine, where it is made
             logs.mkdir(exist_ok=True)
 
@@ -84,7 +74,7 @@ class Watchdog:
 
     def record_stop(self) -> None:
         """Record for the next attempt, if there is one, that all ranks stopped together."""
-        self._cause.record(f"stopped in good order at step {self._own.steps}")
+        self._cause.record(f"stopped in good order at step {self.own.steps}")
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -104,11 +94,11 @@ class Watchdog:
         while not self._closed.wait(interval):
             now = time.monotonic()
             suspended = now - last > interval + 0.5 * self._timeout  # the whole process was
-            elsewhere = peers.poll(self._own.moves, now)  # in any case: it also tells the others of this rank's
-            if self._own.moves != seen or self.paused or suspended or elsewhere:
-                seen, since = self._own.moves, now
+            elsewhere = peers.poll(self.own.moves, now)  # in any case: it also tells the others of this rank's
+            if self.own.moves != seen or self.paused or suspended or elsewhere:
+                seen, since = self.own.moves, now
             last = now
-            if self._own.steps_done() is not None and limit != self._timeout:
+            if self.own.steps_done() is not None and limit != self._timeout:
                 limit, since = self._timeout, now
             if now - since > limit or self._exits.is_hang():
                 self._terminate_process(partial(self._report_hang, max(now - since, self._timeout)))
@@ -135,7 +125,7 @@ class Watchdog:
         """A file system that does not answer may be the cause of the hang, and writing reports to it would hang too."""
         time.sleep(_WRITING)
         try:
-            problem = f"the run can't continue, and no report could be written to {self._own.logs} in {_WRITING:.0f} s"
+            problem = f"the run can't continue, and no report could be written to {self.own.logs} in {_WRITING:.0f} s"
             self._on_fatal_error(TrainingError(problem, remedy="check whether that file system answers"))
         finally:
             os._exit(TrainingError.exit_code)
@@ -144,11 +134,11 @@ class Watchdog:
         """Write the stacks of all threads to a file; the error names the rank that did not arrive."""
         self._exits.flag_hang()
         name = f"stacks_{self._world.attempt}_rank_{self._world.rank}.txt"
-        with suppress(OSError), self._own.open_report(name) as file:
+        with suppress(OSError), self.own.open_report(name) as file:
             faulthandler.dump_traceback(file, all_threads=True)
         positions = self._collect_positions()
-        error = hang_error(positions, self._world.size, seconds, self._own.logs)
-        error.failed_at = self._own.steps_done()
+        error = hang_error(positions, self._world.size, seconds, self.own.logs)
+        error.failed_at = self.own.steps_done()
         error.shared = min(position.rank for position in positions) != self._world.rank
         if not error.shared:
             self._cause.record(summary_line(error))
@@ -156,7 +146,7 @@ class Watchdog:
 
     def _collect_positions(self) -> list[RankPosition]:
         """The positions of all ranks that still answer, in rank order."""
-        here = self._own
+        here = self.own
         line = describe_innermost_line(extract_main_thread_stack())
         own = RankPosition(self._world.rank, here.steps, here.phase, line, here.arrivals)
         if (store := self._exits.store) is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from multigpu_cli.capabilities import REQUESTS
 
 if TYPE_CHECKING:
-    from multigpu_cli.faults.watchdog import Watchdog
+    from multigpu_cli.faults.rank_exits import OwnProgress
 
 STATE, REQUEST = "logs/state.json", "logs/request"
 _INTERVAL = 1.0  # seconds between two looks
@@ -31,10 +31,10 @@ class RunState:
     finished. On ranks above 0, where `run` is None, there is no thread. While `check_owner` raises, nothing is written.
     """
 
-    def __init__(self, run: Path | None, watchdog: "Watchdog", check_owner: Callable[[], None], restarts: int) -> None:
+    def __init__(self, run: Path | None, own: "OwnProgress", check_owner: Callable[[], None], restarts: int) -> None:
         self.ending = False  # the last step is done, and what ends the run is at work
         self.asked = self._taken = False  # a request waits; is at work
-        self._watchdog, self._check_owner = watchdog, check_owner
+        self._own, self._check_owner = own, check_owner
         self._closed, self._written = Event(), ("", -1)
         self._thread: Thread | None = None
         pid, launcher = os.getpid(), os.getppid() if restarts > 0 else 0
@@ -83,7 +83,7 @@ class RunState:
             closed = self._closed.wait(_INTERVAL)
 
     def _write_if_changed(self) -> None:
-        step, phase = self._watchdog.steps, self._watchdog.phase
+        step, phase = self._own.steps, self._own.phase
         phase = "ending" if self.ending else phase if phase in _PHASES else "training"
         if (phase, step) != self._written:
             self._check_owner()

@@ -294,7 +294,7 @@ def recover_from_out_of_memory(run: Run, error: RuntimeError) -> None:
     have moved already. Then the run has to start again: the next attempt reads the note that is left in the folder.
     TrainingError: it has to start again, or the micro-batch can't be halved.
     """
-    moved = run.observer.watchdog.phase == "optimizer"
+    moved = run.observer.watchdog.own.phase == "optimizer"
     run.strategy.abort_step()
     run.state.optimizer.zero_grad(set_to_none=True)
     traceback.clear_frames(error.__traceback__)  # which hold the step's tensors

@@ -203,7 +203,7 @@ def assemble_run(
     folder = Path(components.spec.resume_point.folder)
     board = None
     home = folder if world.is_main else None
-    state = stack.enter_context(closing(RunState(home, watchdog, lambda: check_owner(folder), world.restarts_left)))
+    state = stack.enter_context(closing(RunState(home, watchdog.own, lambda: check_owner(folder), world.restarts_left)))
     if world.is_main:
         from multigpu_cli.monitor.tensorboard import TensorBoard  # late: rank 0 alone has one
 

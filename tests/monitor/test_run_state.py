@@ -39,7 +39,7 @@ def test_it_follows_what_the_watchdog_is_told(
     tmp_path: Path, watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_state, "_INTERVAL", 0.01)
-    with closing(RunState(tmp_path, watchdog, lambda: None, 0)) as state:
+    with closing(RunState(tmp_path, watchdog.own, lambda: None, 0)) as state:
         wait_until(says(tmp_path, "starting", 0), "starting")
         for phase, name in [("forward", "training"), ("evaluating", "evaluating"), ("saving", "saving")]:
             watchdog.set_position(3, phase)
@@ -58,7 +58,7 @@ def test_ten_thousand_steps_within_one_interval_are_one_write(
     tmp_path: Path, watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_state, "_INTERVAL", 600)
-    with closing(RunState(tmp_path, watchdog, lambda: None, 0)):
+    with closing(RunState(tmp_path, watchdog.own, lambda: None, 0)):
         wait_until(says(tmp_path, "starting", 0), "the first state")
         first = (tmp_path / STATE).stat().st_ino
         for step in range(10_000):
@@ -83,7 +83,7 @@ def test_a_disk_that_refuses_is_tried_again_and_a_folder_of_another_run_is_left_
         before = len(tries)
         wait_until(lambda: len(tries) >= before + 2, "one that began and ended")
 
-    with closing(RunState(tmp_path, watchdog, check_owner, 0)):
+    with closing(RunState(tmp_path, watchdog.own, check_owner, 0)):
         wait_for_tries()
         owners[0] = False
         wait_for_tries()
