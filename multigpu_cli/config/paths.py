@@ -272,12 +272,8 @@ def find_recipes() -> dict[str, Path]:
 
 def find_recipe(recipe: str) -> Path:
     """The file that `--config` means: a path, or the name of a recipe (fashion-mnist and fashion_mnist are one)."""
-    try:
-        path, known = types.parse_path(recipe), find_recipes()
-    except ValueError as error:
-        raise RequestError(
-            f"--config {error}", remedy="name a file or a recipe; the command recipes lists them"
-        ) from error
+    wanted = types.path.read(recipe, "--config", "name a file or a recipe; the command recipes lists them")
+    path, known = Path(wanted), find_recipes()
     if "/" not in recipe and path.suffix not in (".yaml", ".yml"):
         for name in (recipe, recipe.replace("-", "_"), recipe.replace("_", "-")):
             if name in known:

@@ -65,9 +65,8 @@ def preview_data(config: Config, count: int) -> Preview:
     source = open_data(config)
     train: Any = source.train
     vocabulary = source.codec
-    chats: SFTDataset = getattr(
-        train, "chats", getattr(train, "answers", train)
-    )  # by themselves, of packs or pairs too
+    # by themselves, of packs or pairs too
+    chats: SFTDataset = getattr(train, "chats", getattr(train, "answers", train))
     assert isinstance(vocabulary, Vocabulary)
     shown = range(min(count * chats.width, len(chats)))
     samples = [_show(chats, index, vocabulary) for index in shown]

@@ -209,9 +209,7 @@ def format_plan(forecast: Forecast) -> Iterator[str]:
     """Memory, measured times and the table of the forecast."""
     about, memory, size = forecast.about, forecast.memory, forecast.micro_batch
     frozen = about["parameters"] - about["trained"]
-    count = f"{about['parameters']:,} parameters" + (
-        f" ({about['trained']:,} trained, {frozen:,} frozen)" * bool(frozen)
-    )
+    count = f"{about['parameters']:,} parameters" + f" ({about['trained']:,} trained, {frozen:,} frozen)" * bool(frozen)
     yield f"{about['model']} on {about['data']}, {count}, {about['device']}"
     parts = {"weights": memory.weights, "gradients": memory.gradients, "optimizer": memory.optimizer}
     listed = ", ".join(f"{format_bytes(value)} {name}" for name, value in parts.items())
