@@ -436,6 +436,7 @@ def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> 
     seen = Path("seen.txt").read_text().splitlines()
     first = seen.index("0 forward") - 1
     second = seen.index("1 fetching data")
+    assert seen[first - 1] == "0 fetching data", "also while the loader begins its epoch"
     assert seen[first : first + len(told)] == [f"0 {phase}" for phase in told]
     assert "1 agreeing" in seen[first + len(told) : second]
     assert seen[second : second + len(told)] == [f"1 {phase}" for phase in told]

@@ -78,7 +78,7 @@ def measure_rank(run: Run, peak: int) -> Tensor:
     if run.world.device.type == "cuda":
         values.append(float(torch.cuda.memory_reserved(run.world.device)))
         values += run.log.gpu_monitor.read() if run.log.gpu_monitor else [math.nan] * len(_GPU_FIELDS)
-        values.append(float(torch.cuda.memory_stats(run.world.device).get("num_alloc_retries", 0)))
+        values.append(float(torch.cuda.memory_stats(run.world.device)["num_alloc_retries"]))
     return torch.tensor(values, dtype=torch.float64, device=run.world.device)
 
 

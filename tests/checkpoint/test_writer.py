@@ -1,11 +1,15 @@
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from multigpu_cli.checkpoint.snapshot import Snapshot, Writer
+from multigpu_cli.run.run import use_published_weights
 from tests.support.run_training import run_training
 
 
@@ -35,6 +39,28 @@ def test_the_copy_comes_first_and_can_be_waited_for_while_writing_goes_on() -> N
         writer.submit(nothing, nothing)
         assert writer.waited == 0.0, "each job is waited for by itself"
     assert order == ["copied", "the weights move", "written"]
+
+
+def test_weights_for_use_take_the_place_of_others_only_once_a_checkpoint_has_copied_these() -> None:
+    """The case of a schedule-free optimizer, whose two kinds of weights lie in the same tensors."""
+    order, may_copy = [], threading.Event()
+
+    def copy() -> None:
+        may_copy.wait(10)
+        order.append("copied")
+
+    @contextmanager
+    def turn_weights() -> Iterator[None]:
+        order.append("turned")
+        yield
+
+    with Writer() as writer:
+        state = SimpleNamespace(optimizer=SimpleNamespace(train=nothing, eval=nothing), eval_weights=turn_weights)
+        run: Any = SimpleNamespace(state=state, checkpointer=SimpleNamespace(writer=writer))
+        writer.submit(copy, nothing)
+        threading.Timer(0.1, may_copy.set).start()
+        with use_published_weights(run):
+            assert order == ["copied", "turned"]
 
 
 def test_waiting_costs_nothing_where_nothing_is_being_copied() -> None:

@@ -17,6 +17,7 @@ from multigpu_cli.data.loader import Loader
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.metrics import load
 from multigpu_cli.metrics.builtin import AUROC, R2, MacroAccuracy, MacroF1, compute_top5
 from multigpu_cli.metrics.load import load_metrics
 from multigpu_cli.runtime.precision import Precision
@@ -279,6 +280,21 @@ class Twice(Classification):
     def measure(self, model: nn.Module, batch: Any) -> Any:
         super().measure(model, batch)
         return super().measure(model, batch)
+
+
+@pytest.mark.parametrize(("size", "messages"), [(2**10, [1, 2, 4, 8, 5]), (2**22, [1] * 20)])
+def test_small_batches_travel_together_and_large_ones_alone(
+    size: int, messages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(load, "send_object", lambda world, batches: sent.append(len(batches)) or size)
+    monkeypatch.setattr(load.OrderedMetric, "compute_on_main_rank", lambda metric, world, work: nan)
+    metric, second, moves = load.OrderedMetric("order", "order", Order), World(CPU, 1, 2), list[int]()
+    metric.begin(40, second)
+    for number in range(20, 40):
+        metric.add(number, *make_samples(1), 1)
+    metric.reduce(second, lambda: moves.append(0))
+    assert (sent, len(moves)) == (messages, len(messages))
 
 
 def test_a_task_with_two_passes_has_no_outputs_to_compare() -> None:

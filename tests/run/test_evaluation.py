@@ -64,8 +64,10 @@ def test_a_long_evaluation_shows_its_progress_on_a_terminal() -> None:
     assert "evaluating val: batch 2/2, " in drawn
     assert "evaluating test: batch 1/2, " in drawn
     assert drawn.rindex("step 6/6") > drawn.index("evaluating val")
-    assert run_training(**flags | {"save_dir": "short"}, prepare=partial(watch_evaluations, 60.0)).error == ""
-    assert "evaluating" not in Path("screen").read_text()
+    short = flags | {"save_dir": "short", "epochs": 2, "max_steps": 8}
+    assert run_training(**short, prepare=partial(watch_evaluations, 60.0)).error == ""
+    assert "evaluating" not in (drawn := Path("screen").read_text())
+    assert re.findall(r"epoch +(\S+/\S+)", drawn)[-1] == "2/2", "the second one is cut short"
 
 
 def faults() -> list[dict[str, Any]]:

@@ -64,6 +64,19 @@ def test_the_plan_says_how_the_network_is_compiled() -> None:
     assert "torch.compile" not in dict(spec().plan.rows())
 
 
+def slanted(step: int, total: int, peak_at: float, floor: float = 0.0) -> float:
+    return max(floor, 1 - abs(step / total - peak_at))
+
+
+def test_a_schedule_of_ones_own_says_which_arguments_it_has() -> None:
+    own = f"{__name__}:slanted"
+    schedule = spec(schedule=own, **{"schedule.args": {"peak_at": 0.5}}).plan.schedule
+    assert schedule.rate_at(0) == pytest.approx(schedule.peak / 2)
+    told = "can't be called with step, total and schedule.args: .*\n  try: .*; schedule.args has peak_at, floor$"
+    with pytest.raises(RequestError, match=told):
+        spec(schedule=own, **{"schedule.args": {"peak": 0.5}})
+
+
 def test_a_fixed_global_batch_does_not() -> None:
     plans = [spec(workers, batch_size=5, global_batch_size=20).plan for workers in (1, 2, 4)]
     assert {plan.batches.global_batch for plan in plans} == {20}

@@ -1,5 +1,7 @@
 """The size of DDP's buckets by measurement, agreed on by all ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,18 @@ def test_all_ranks_take_what_the_first_has_measured(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ddp, "_seconds", lambda size, world: size + 2 * world.rank / size)
     found = run_on_each_rank(2, lambda world: measure_cap(nn.Linear(1024, 1600), world))
     assert found == [1, 1]
+
+
+def test_the_fastest_of_a_few_counts_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, took = 0.0, iter([1.0, 5.0, 3.0, 4.0])
+
+    def pass_time(message: torch.Tensor) -> None:
+        nonlocal now
+        now += next(took)
+
+    monkeypatch.setattr(ddp, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(ddp, "dist", SimpleNamespace(all_reduce=pass_time))
+    assert ddp._seconds(1, World(torch.device("cpu"))) == 3.0
 
 
 def test_a_real_all_reduce_is_timed() -> None:

@@ -274,9 +274,9 @@ class RunSpec(RunRequest):
     @property
     def is_complete(self) -> bool:
         """Whether the folder holds this very run, completed."""
-        manifest, ended = self.resume_point.manifest or {}, self.resume_point.summary or {}
-        long_enough = self.same_length or manifest.get("step", 0) >= self.plan.schedule.total_steps
-        return ended.get("status") == "completed" and long_enough
+        manifest, summary = self.resume_point.manifest or {}, self.resume_point.summary or {}
+        ended = bool(manifest) and summary.get("status") == "completed"
+        return ended and (self.same_length or int(manifest["step"]) >= self.plan.schedule.total_steps)
 
     @property
     def same_length(self) -> bool:
