@@ -40,8 +40,9 @@ class Silent(StepTimer):
     def step(self, samples: int) -> None:
         pass
 
-    def measure_wait(self, reason: str) -> Any:
-        return nullcontext()
+    def start(self) -> None:
+        super().start()
+        self.data_wait: Any = nullcontext()
 
 
 def measure(tiny: bool = False) -> list[Row]:

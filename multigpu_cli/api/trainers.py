@@ -61,7 +61,7 @@ class TrainLoader:
         ):
             if run.finished or layout.step >= run.plan.schedule.total_steps:
                 return
-            with run.observer.timer.measure_wait("data_wait"):
+            with run.observer.timer.data_wait:
                 fetched = list(work)
             yield Step(layout.step, fetched, layout)
 

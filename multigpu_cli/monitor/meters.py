@@ -102,8 +102,8 @@ class StepTimer:
     """Steps, samples and seconds of training: over the run, and over the window since the last `read`.
 
     If the `device_runs_ahead`, the host only queues work (CUDA), so single steps cannot be timed without making it
-    wait; each step then counts with the mean of its window, waits are those of the device, and `read` is for a moment
-    at which the device is done.
+    wait; each step then counts with the mean of its window, `data_wait` is the device's, and `read` is for a moment at
+    which the device is done.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class StepTimer:
         if not self.steps:
             self._last, self.seconds = self._clock(), 0.0
             self._step_so_far = 0.0  # of a step that a pause or a read interrupts
-            self._waits: dict[str, Stopwatch] = {}
+            self.data_wait = Stopwatch(of_gpu=self._runs_ahead, clock=self._clock)
             self._window = _Window(self._cpu())
 
     def step(self, samples: int) -> None:
@@ -136,16 +136,6 @@ class StepTimer:
         self._window.samples += samples
         self.steps += 1
         self.samples += samples
-
-    def measure_wait(self, reason: str) -> Stopwatch:
-        """Time inside counts as training, and also as a wait for this reason."""
-        if reason not in self._waits:
-            self._waits[reason] = Stopwatch(of_gpu=self._runs_ahead, clock=self._clock)
-        return self._waits[reason]
-
-    def read_wait(self, reason: str) -> float:
-        """Seconds waited for this reason since the last call."""
-        return self.measure_wait(reason).read()[0]
 
     @property
     def steps_so_far(self) -> int:

@@ -3,9 +3,11 @@
 import errno
 import os
 import platform
+import struct
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,15 +47,19 @@ _CHARTS = {  # of the page "Custom Scalars": the tags of the curves of each char
         "GPU power, watts, one curve a rank": ["system/gpu_power/.*"],
     },
 }
-_LAYOUT = {page: {name: ["Multiline", tags] for name, tags in charts.items()} for page, charts in _CHARTS.items()}
+_LAYOUT = [
+    {"title": page, "chart": [{"title": name, "multiline": {"tag": tags}} for name, tags in charts.items()]}
+    for page, charts in _CHARTS.items()
+]
 _POSITION = {"event", "time", "step", "samples", "split"}
+_CRC32C = [reduce(lambda crc, _: crc >> 1 ^ 0x82F63B78 * (crc & 1), range(8), byte) for byte in range(256)]
 
 
 class TensorBoard:
     """A listener of the journal: numbers of `train` go to train/ and system/, those of `eval` to val/ or test/.
 
-    tensorboard is imported when the first event is written. After a `resume`, events of an earlier attempt beyond that
-    step are marked as replaced, so that a curve never runs backwards.
+    Of tensorboard its messages alone are imported, with the first event: its writers load cloud clients, 13 MiB. After
+    a `resume`, events of an earlier attempt beyond that step are marked as replaced: a curve never runs backwards.
 
     torch's own SummaryWriter writes in a thread, so that a full disk shows a traceback and raises in the training loop.
     Here a file that can't be written is closed with a warning, and the next event tries another one.
@@ -73,9 +79,7 @@ class TensorBoard:
             self._step = event.get("step", self._step)
         match event["event"]:
             case "train" | "eval":
-                from torch.utils.tensorboard.summary import scalar  # late: over a second
-
-                self._add([scalar(tag, value) for tag, value in list_scalars(event)], event["time"])
+                self._add(_scalars(list_scalars(event)), event["time"])
             case "samples":
                 texts = (_quote_sample(sample) for sample in event["samples"])
                 self._add([_text(f"samples/{at}", text) for at, text in enumerate(texts, 1)], event["time"])
@@ -91,16 +95,26 @@ class TensorBoard:
 
     def hyperparameters(self, settings: Mapping[str, Any], final: Mapping[str, float | None]) -> None:
         """Write the settings, which may be nested, with the final metrics, under the HParams tab."""
-        from torch.utils.tensorboard.summary import hparams, scalar
+        from google.protobuf.struct_pb2 import Value
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-        metrics = {f"final/{name}": value for name, value in final.items() if value is not None}
-        plain = {
-            name: value if isinstance(value, bool | int | float | str) else str(value)
-            for name, value in flatten(settings)
-            if value != {}
+        kinds, values = [], {}
+        for name, value in flatten(settings):
+            if value != {}:
+                number = isinstance(value, int | float)
+                kinds.append({"name": name, "type": "DATA_TYPE_FLOAT64" if number else "DATA_TYPE_STRING"})
+                values[name] = Value(number_value=value) if number else Value(string_value=str(value))
+        metrics = _scalars((f"final/{name}", value) for name, value in final.items() if value is not None)
+        shown = {
+            "experiment": {"hparam_infos": kinds, "metric_infos": [{"name": {"tag": each["tag"]}} for each in metrics]},
+            "session_start_info": {"hparams": values},
+            "session_end_info": {"status": "STATUS_SUCCESS"},
         }
-        shown = hparams(plain, metrics, None)
-        self._add([*shown, *(scalar(name, value) for name, value in metrics.items())], time.time())
+        pages = [
+            _page(f"_hparams_/{name}", "hparams", content=HParamsPluginData(**{name: part}).SerializeToString())
+            for name, part in shown.items()
+        ]
+        self._add([*pages, *metrics], time.time())
 
     def close(self) -> None:
         """Close the event file; the next event opens another."""
@@ -111,10 +125,9 @@ class TensorBoard:
             except OSError as error:
                 self._complain(error)
 
-    def _add(self, summaries: Sequence[Any], seconds: float) -> None:
-        """Write summaries at the current step, or warn that they are lost."""
+    def _add(self, values: Sequence[Mapping[str, Any]], seconds: float) -> None:
+        """Write values of a summary at the current step, or warn that they are lost."""
         from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
 
         try:
             if self._file and os.fstat(self._file.fileno()).st_nlink == 0:
@@ -125,10 +138,8 @@ class TensorBoard:
                 name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
                 self._file = open(self._folder / name, "xb")  # noqa: SIM115 - `close` does
                 for event in self._head():
-                    RecordWriter(self._file).write(event.SerializeToString())
-            for summary in summaries:
-                event = Event(wall_time=seconds, step=self._step, summary=summary)
-                RecordWriter(self._file).write(event.SerializeToString())
+                    self._file.write(_record(event))
+            self._file.write(_record(Event(wall_time=seconds, step=self._step, summary={"value": values})))
             self._file.flush()
             self._in_trouble = False
         except FileNotFoundError as error:  # a new file in its place would be another program's
@@ -139,15 +150,16 @@ class TensorBoard:
 
     def _head(self) -> Iterator[Any]:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from torch.utils.tensorboard.summary import custom_scalars
+        from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
         yield Event(wall_time=time.time(), file_version="brain.Event:2")
         if self._replaced_from is not None:
             again, self._replaced_from = self._replaced_from, None
             yield Event(wall_time=time.time(), step=again, session_log=SessionLog(status=SessionLog.START))
-        yield Event(wall_time=time.time(), step=self._step, summary=custom_scalars(_LAYOUT))
+        values = [_page("custom_scalars__config__", "custom_scalars", Layout(category=_LAYOUT).SerializeToString())]
         if self._plan:
-            yield Event(wall_time=time.time(), step=self._step, summary=_text("plan", self._plan))
+            values.append(_text("plan", self._plan))
+        yield Event(wall_time=time.time(), step=self._step, summary={"value": values})
 
     def _complain(self, error: OSError) -> None:
         if not self._in_trouble:
@@ -155,10 +167,33 @@ class TensorBoard:
             self._warn(f"TensorBoard's curves have a gap ({error}); the journal has all values")
 
 
-def _text(tag: str, content: str) -> Any:
-    from torch.utils.tensorboard.summary import text
+def _record(event: Any) -> bytes:
+    """An event as a file has it: its length and itself, each followed by a checksum."""
+    content = event.SerializeToString()
+    return b"".join(part + _checksum(part) for part in (struct.pack("<Q", len(content)), content))
 
-    return text(tag, content)
+
+def _checksum(data: bytes) -> bytes:
+    """CRC-32C (RFC 3720, B.4), turned and shifted as TensorFlow has it."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _CRC32C[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _scalars(values: Iterable[tuple[str, float]]) -> list[dict[str, Any]]:
+    return [{"tag": tag, "simple_value": value} for tag, value in values]
+
+
+def _text(tag: str, text: str) -> dict[str, Any]:
+    return _page(f"{tag}/text_summary", "text", text.encode())
+
+
+def _page(tag: str, plugin: str, text: bytes = b"", content: bytes = b"") -> dict[str, Any]:
+    """What the page of a plugin shows, in the tensor or, of hyperparameters, beside it."""
+    about = {"plugin_data": {"plugin_name": plugin, "content": content}}
+    return {"tag": tag, "metadata": about, "tensor": {"dtype": "DT_STRING", "string_val": [text]}}
 
 
 def _quote_sample(sample: Mapping[str, Any]) -> str:

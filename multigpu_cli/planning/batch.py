@@ -80,8 +80,7 @@ class BatchPlan:
 
     def num_samples(self, step: int) -> int:
         """Samples in a step of an epoch, counted from 0."""
-        left = self.samples - step * self.global_batch
-        return min(self.global_batch, left)
+        return min(self.global_batch, self.samples - step * self.global_batch)
 
     def samples_after(self, steps: int) -> int:
         """Samples trained on in the first `steps` optimizer steps of a run."""
@@ -106,7 +105,7 @@ class BatchPlan:
 
     def _pieces(self, step: int, numbers: range) -> list[MicroBatch]:
         first, size = step * self.global_batch, self.micro_batch
-        end = first + self.num_samples(step)
+        end = min(first + self.global_batch, self.samples)
         return [MicroBatch(n, first + n * size, min(first + (n + 1) * size, end)) for n in numbers]
 
     def local_forward_passes(self, step: int, rank: int, replicas_per_process: int) -> list[MicroBatch]:

@@ -157,7 +157,7 @@ class StepObserver:
         self.phase = partial(self.watchdog.set_position, layout.step)
         for left in range(len(layout.passes) - 1, -1, -1):
             self.phase("fetching data")
-            with self.timer.measure_wait("data_wait") if self.waits_for_data else _NOTHING:
+            with self.timer.data_wait if self.waits_for_data else _NOTHING:
                 batch = next(work)
             self._indices.append(batch.sample_indices)
             if batch.tokens:

@@ -69,7 +69,7 @@ def measure_rank(run: Run, peak: int) -> Tensor:
     wait, small, timer = run.strategy.read_comm_wait(), run.observer.noise.take_small_norm(), run.observer.timer
     values = [
         float(peak),
-        timer.read_wait("data_wait"),
+        timer.data_wait.read()[0],
         math.nan if wait is None else wait,
         math.nan if small is None else small,
         timer.cpu_seconds() / run.plan.threads,

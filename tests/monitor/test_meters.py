@@ -108,16 +108,16 @@ def test_a_read_within_a_step_cuts_no_time_off_it() -> None:
     assert meters.step_ms()["p50"] == pytest.approx(400, rel=0.006)
 
 
-def test_waits_count_as_training_and_by_their_reason() -> None:
+def test_waits_for_data_count_as_training_too() -> None:
     clock = Clock()
     meters = StepTimer(clock=clock)
     for _ in range(2):
-        with meters.measure_wait("data_wait"):
+        with meters.data_wait:
             clock.pass_by(0.25)
     clock.pass_by(0.5)
     meters.step(8)
-    assert meters.read_wait("data_wait") == pytest.approx(0.5)
-    assert meters.read_wait("data_wait") == meters.read_wait("another") == 0
+    assert meters.data_wait.read() == pytest.approx((0.5, 2))
+    assert meters.data_wait.read() == (0, 0)
     assert meters.seconds == pytest.approx(1)
 
 

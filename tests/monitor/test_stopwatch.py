@@ -50,7 +50,7 @@ def test_what_the_host_waits_for_the_gpu_is_no_wait_of_the_gpu(device: Device) -
     """Steps of 100 ms on the device; the host needs 1 ms for a step, and 20 ms for the samples of each fifth one."""
     meters = StepTimer(device_runs_ahead=True, clock=device.host)
     for number in range(10):
-        with meters.measure_wait("data_wait"):
+        with meters.data_wait:
             device.host.pass_by(0.02 if number % 5 == 0 else 0.0)
             device.wait()  # a blocking copy
         device.host.pass_by(0.001)
@@ -58,7 +58,7 @@ def test_what_the_host_waits_for_the_gpu_is_no_wait_of_the_gpu(device: Device) -
         meters.step(1)
     device.wait()
     assert meters.seconds < 1.1, "the host was in there for most of the time"
-    assert meters.read_wait("data_wait") == pytest.approx(0.02), "that of the first step, when the queue was empty"
+    assert meters.data_wait.read()[0] == pytest.approx(0.02), "that of the first step, when the queue was empty"
 
 
 def test_what_the_gpu_waits_for_samples_counts(device: Device) -> None:

@@ -59,7 +59,7 @@ def test_a_worker_tells_what_it_measured_of_itself() -> None:
     run: Any = SimpleNamespace(
         strategy=SimpleNamespace(read_comm_wait=lambda: None),
         observer=SimpleNamespace(
-            timer=SimpleNamespace(read_wait=lambda reason: {"data_wait": 0.5}[reason], cpu_seconds=lambda: 6.0),
+            timer=SimpleNamespace(data_wait=SimpleNamespace(read=lambda: (0.5, 3)), cpu_seconds=lambda: 6.0),
             noise=SimpleNamespace(take_small_norm=lambda: 2.5),
             take_tokens=lambda: (30, 40),
         ),

@@ -13,9 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch._dynamo  # seconds; DDP and TensorBoard import these, and here they do so once
+import torch._dynamo  # noqa: F401 - seconds; DDP imports it, and here it does so once
 import torch.distributed as dist
-import torch.utils.tensorboard  # noqa: F401
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import TrainingError
