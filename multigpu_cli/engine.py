@@ -35,22 +35,22 @@ def run(request: ResolvedRequest) -> dict[str, Any]:
         spec.factories.adopt_weights(spec.resume_point.folder, request.world)
         return spec.resume_point.summary or {}
     with open_run(request) as run:
-        gc.freeze()  # exempts all that exists now, such as modules, from collections
+        frozen = gc.get_freeze_count()  # by a caller, who wants it to stay so
+        if not frozen:
+            gc.freeze()  # exempts all that exists now, such as modules, from collections
         gc.enable()
         try:
             status = fit(run)
         finally:
-            gc.unfreeze()
+            if not frozen:
+                gc.unfreeze()
         summary = finish_run(run, status)
         console.report(summary, spec.source.class_names)
         return summary
 
 
 def fit(run: Run, *, until: int | None = None) -> str:
-    """Train to the end of the plan, early stopping, or an agreed stop; "completed" or "stopped".
-
-    A caller that drives the epochs has it return after each, at step `until`.
-    """
+    """Train to the end of the plan, to step `until`, to early stopping or an agreed stop; "completed" or "stopped"."""
     progress, train = run.progress, run.loaders.train
     run.observer.timer.start()
     while not run.finished and (until is None or progress.step < until):

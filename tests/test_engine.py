@@ -20,6 +20,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.open import open_run, resolve_request
 from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.run import Run
@@ -355,6 +356,14 @@ def test_a_dry_run_writes_nothing() -> None:
 # -- settings that change the weights as they say
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The fingerprint without any of them, by global batch."""
+    folder = str(tmp_path_factory.mktemp("plain"))
+    sizes = {size: RUN | {"global_batch_size": size, "save_dir": f"{folder}/{size}"} for size in (20, 25)}
+    return {size: run_training(**flags).summary["fingerprint"] for size, flags in sizes.items()}
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -371,11 +380,10 @@ def test_a_dry_run_writes_nothing() -> None:
     ],
     ids=lambda flags: next(iter(flags)),
 )
-def test_it_takes_effect_alike_on_two_workers(flags: dict[str, Any]) -> None:
-    plain = run_training(**RUN | ({"global_batch_size": 25} if "drop_last" in flags else {})).summary
+def test_it_takes_effect_alike_on_two_workers(flags: dict[str, Any], plain: dict[int, str]) -> None:
     one = run_training(**RUN | flags | {"save_dir": "one"}).summary
     two = run_training(2, **RUN | flags | {"save_dir": "two"}).summary
-    assert one["fingerprint"] != plain["fingerprint"]
+    assert one["fingerprint"] != plain[20 + 5 * ("drop_last" in flags)]
     assert curve("two") == pytest.approx(curve("one"), rel=2e-2 if "amp" in flags else 1e-4)
     assert two["final"]["val_loss"] == pytest.approx(one["final"]["val_loss"], rel=2e-2 if "amp" in flags else 1e-4)
 
@@ -414,12 +422,23 @@ def test_garbage_is_collected_in_the_loop_but_not_among_what_stays(monkeypatch: 
         return fit(run)
 
     monkeypatch.setattr(engine, "fit", watched)
-    gc.disable()  # as the front door does
-    try:
-        assert run_training(**RUN | {"epochs": 1}).summary["status"] == "completed"
-    finally:
-        gc.enable()
+
+    def begin() -> None:
+        gc.unfreeze()  # as in a process that is not forked
+        gc.disable()  # as the front door does
+
+    assert run_training(**RUN | {"epochs": 1}, prepare=begin).summary["status"] == "completed"
     assert json.loads(Path("seen.json").read_text()) == [True, True]
+
+
+def test_what_a_caller_froze_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(run: Run, status: str) -> dict[str, Any]:
+        Path("left").write_text(str(gc.get_freeze_count() > 10_000))
+        return finish_run(run, status)
+
+    monkeypatch.setattr(engine, "finish_run", watched)
+    assert run_training(**RUN | {"epochs": 1}).summary["status"] == "completed", "in a fork, which freezes what it has"
+    assert Path("left").read_text() == "True"
 
 
 def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,21 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch._dynamo  # noqa: F401 - seconds; DDP imports it, and here it does so once
+import tensorboard.compat.proto.event_pb2
+import tensorboard.plugins.custom_scalar.layout_pb2
+import tensorboard.plugins.hparams.plugin_data_pb2  # noqa: F401
+import torch._dynamo  # seconds; runs import these at their start, and here they do so once for all
 import torch.distributed as dist
+import torch.distributed.algorithms.ddp_comm_hooks  # noqa: F401
 
+import multigpu_cli.config.yaml_text
+import multigpu_cli.data.fetcher
+import multigpu_cli.distributed.rendezvous
+import multigpu_cli.monitor.tensorboard
+import multigpu_cli.strategies.ddp
+import multigpu_cli.strategies.exact
+import multigpu_cli.strategies.fsdp.fsdp
+import multigpu_cli.tasks.supervised  # noqa: F401
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import TrainingError
 from train_multi_gpu import train
