@@ -126,7 +126,7 @@ def test_what_only_a_file_names_is_refused_by_name(
     told, called = KINDS[kind]
     plant(run, told)
     before = everything()
-    code = run_apart(words)
+    code = main_multi_gpu.run(words)  # here, as one that is refused goes no further
     assert not Path("ran").exists()
     assert code == 2
     said = capfd.readouterr().err

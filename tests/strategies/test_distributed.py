@@ -64,13 +64,26 @@ def alone(plan: BatchPlan, *, norm: bool) -> list[dict[str, list[float]]]:
     return steps(one, norm=norm)(World(torch.device("cpu")))
 
 
+Together = list[dict[tuple[str, bool], list[dict[str, list[float]]]]]
+
+
+@pytest.fixture(scope="module")
+def together() -> Together:
+    """What each of three workers has after its steps, by share and whether there is BatchNorm; one launch."""
+    return run_on_each_rank(
+        3,
+        lambda world: {
+            (share, norm): steps(plan, norm=norm)(world) for share, plan in SHARES.items() for norm in (False, True)
+        },
+    )
+
+
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batchnorm"])
 @pytest.mark.parametrize("share", SHARES)
-def test_workers_together_do_what_one_does(share: str, norm: bool) -> None:
-    plan = SHARES[share]
-    expected = alone(plan, norm=norm)
-    for rank, found in enumerate(run_on_each_rank(3, steps(plan, norm=norm))):
-        for one, other in zip(found, expected, strict=True):
+def test_workers_together_do_what_one_does(share: str, norm: bool, together: Together) -> None:
+    expected = alone(SHARES[share], norm=norm)
+    for rank, found in enumerate(together):
+        for one, other in zip(found[share, norm], expected, strict=True):
             for name, value in other.items():
                 assert one[name] == pytest.approx(value, rel=1e-12, abs=1e-14), f"rank {rank}: {name}"
 

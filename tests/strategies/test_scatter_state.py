@@ -60,7 +60,7 @@ def test_every_value_arrives_in_its_place_and_layout() -> None:
 
     def work(world: World) -> list[Any]:
         torch.manual_seed(world.rank)
-        model = ConvNet((1, 8, 8), 10)
+        model = ConvNet((1, 8, 8), 10, width=8)
         use_channels_last(model)
         average, strategy = EMAModel(model, 0.9), DDP(model, world, CommunicationConfig())
         optimizer = build_optimizer(model, OptimizerConfig())

@@ -140,13 +140,29 @@ def assert_alike(found: Any, expected: Any, where: str = "") -> None:
         assert found == expected, where
 
 
+@pytest.fixture(scope="module")
+def together() -> list[dict[tuple[str, bool], dict[str, Any]]]:
+    """What each of three workers has at the end, by share and whether weights are kept for a step; one launch."""
+
+    def each(world: World) -> dict[tuple[str, bool], dict[str, Any]]:
+        return {
+            (share, keeps): train(world, SHARES[share], Tied, keeps_weights=keeps)
+            for share in SHARES
+            for keeps in (False, True)
+        }
+
+    return run_on_each_rank(3, each)
+
+
 @pytest.mark.parametrize("keeps_weights", [False, True], ids=["forward", "step"])
 @pytest.mark.parametrize("share", SHARES)
-def test_workers_together_do_what_one_does(share: str, keeps_weights: bool) -> None:
+def test_workers_together_do_what_one_does(
+    share: str, keeps_weights: bool, together: list[dict[tuple[str, bool], dict[str, Any]]]
+) -> None:
     """Weights, statistics, average and both moments, from uneven and idle shares, with clipping and a tied weight."""
     one = BatchPlan(**vars(SHARES[share]) | {"workers": 1})
     expected = train(World(CPU), one, Tied)
-    first, *others = run_on_each_rank(3, lambda world: train(world, SHARES[share], Tied, keeps_weights=keeps_weights))
+    first, *others = [found[share, keeps_weights] for found in together]
     assert first["norms"] == pytest.approx(expected["norms"], rel=1e-9)
     assert expected["norms"][0] > 0.05, "and it was clipped"
     assert_alike(first["state"], expected["state"])
