@@ -56,12 +56,12 @@ def test_the_first_gradient_is_that_of_one_worker(found: Found, name: str, worke
 
 @pytest.mark.parametrize("workers", MANY)
 @pytest.mark.parametrize("name", DOUBLE)
-def test_fifty_steps_are_those_of_one_worker(found: Found, name: str, workers: int) -> None:
+def test_all_steps_are_those_of_one_worker(found: Found, name: str, workers: int) -> None:
     alone, mine = found[name, 1, 0], found[name, workers, 0]
-    assert len(alone["losses"]) == STEPS
+    assert len(alone["losses"]) == CASES[name].steps > 1
     assert mine["losses"] == pytest.approx(alone["losses"], rel=1e-9)
     assert furthest(mine["state"], alone["state"]) < 1e-9
-    assert len(set(alone["losses"])) == STEPS, "and something moved"
+    assert len(set(alone["losses"])) == CASES[name].steps, "and something moved"
 
 
 @pytest.mark.parametrize("workers", MANY)
