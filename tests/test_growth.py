@@ -337,7 +337,7 @@ def test_a_metric_sends_its_batches_to_rank_0_alone_and_several_at_once() -> Non
             metric.add(at, numbers, numbers, 3)
         with patch("torch.distributed.broadcast") as broadcast, patch("torch.distributed.send", wraps=send) as sent:
             moves = Mock()
-            with patch("multigpu_cli.metrics.load.run_on_main_rank", lambda world, work: world.is_main and work()):
+            with patch("multigpu_cli.tasks.metric.run_on_main_rank", lambda world, work: world.is_main and work()):
                 value = metric.reduce(world, moves)
         return float(value), broadcast.call_count + sent.call_count, moves.call_count
 

@@ -47,17 +47,24 @@ def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Move
 
     They are a hard link to those of one of the others, newest first, or a copy: writing into best.pt changes none.
     """
+    others = list(others)
+    if _link_best(others[:1], best, draft):
+        return True
+    if best.file.is_file():  # new ones, which older checkpoints do not have either
+        if _copy_file(best.file, draft / BEST, moved) == best.sha256:
+            return True
+        (draft / BEST).unlink()
+    return _link_best(others[1:], best, draft)
+
+
+def _link_best(others: Sequence[Path], best: BestWeights, draft: Path) -> bool:
     for other in others:
         # its manifest may be unreadable or of an older form, and the file system may have no hard links
         with suppress(OSError, ValueError, TypeError, KeyError):
             if read_manifest(other)["best"]["sha256"] == best.sha256:
                 os.link(other / BEST, draft / BEST)
                 return True
-    if not best.file.is_file():
-        return False
-    if (copied := _copy_file(best.file, draft / BEST, moved)) != best.sha256:
-        (draft / BEST).unlink()
-    return copied == best.sha256
+    return False
 
 
 def find_file(files: Iterable[Path], sha256_wanted: str) -> Path | None:
