@@ -105,7 +105,7 @@ class BatchPlan:
 
     def _pieces(self, step: int, numbers: range) -> list[MicroBatch]:
         first, size = step * self.global_batch, self.micro_batch
-        end = min(first + self.global_batch, self.samples)
+        end = first + self.num_samples(step)
         return [MicroBatch(n, first + n * size, min(first + (n + 1) * size, end)) for n in numbers]
 
     def local_forward_passes(self, step: int, rank: int, replicas_per_process: int) -> list[MicroBatch]:

@@ -28,5 +28,5 @@ def test_whose_code_it_is() -> None:
     assert names_environments(resolve({"data": "gym:CartPole-v1"}, (), None))
     assert not names_environments(resolve(WORLD, (), None))
     assert find_data_factory(resolve(WORLD, (), None)).__name__ == "corridor"
-    assert find_data_factory(resolve({"data": "gym:CartPole-v1"}, (), None)).__name__ == "group"
+    assert find_data_factory(resolve({"data": "gym:CartPole-v1"}, (), None)).__name__ == "GymGroup"
     assert find_data_factory(resolve({}, (), None)).__name__ == "digits"

@@ -131,7 +131,7 @@ PLANTS = {
     ),
     "an epoch's last step runs on into the next epoch": plant(
         "each epoch has each sample once, in its own order",
-        ("planning/batch.py", "return min(self.global_batch, left)", "return self.global_batch"),
+        ("planning/batch.py", "min(self.global_batch, self.samples - step * self.global_batch)", "self.global_batch"),
         (
             "data/loader.py",
             "        order = self._keyed_order(epoch)\n",
