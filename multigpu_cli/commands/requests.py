@@ -70,23 +70,18 @@ def parse_inference_request(run: str, given: Mapping[str, Any], *, own_code: boo
     """Read the options of evaluate, predict, sample and export; None where one was not given."""
     if not Path(run).exists():
         raise RequestError(f"{run}: there is no such file or folder", remedy="the --save-dir of a run")
+    flags = {name: given.get(name) for name in ("data", "data_dir", "model", "model_dir", "task")}
+    config = resolve(flags, list(given.get("set") or ()), None)
+    if others := sorted(config.explicit - _CHANGED):
+        raise RequestError(f"--set {others[0]}: only data, model and task can differ", remedy="data.args.NAME=…")
     return InferenceRequest(
         run=Path(run),
-        changes=_parse_changes(given),
+        changes={key: config.get(key) for key in config.explicit},
         split=parse_option(choice("train", "val", "test"), "--split", given.get("split")),
         batch_size=parse_option(integer(1, 2**31), "--batch-size", given.get("batch_size")),
         workers=parse_option(integer(1, 1024), "--nproc-per-node", given.get("nproc_per_node")),
         own_code=own_code,
     )
-
-
-def _parse_changes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that differ from the run's, and those that name its own code in this command."""
-    flags = {name: given.get(name) for name in ("data", "data_dir", "model", "model_dir", "task")}
-    config = resolve(flags, list(given.get("set") or ()), None)
-    if others := sorted(config.explicit - _CHANGED):
-        raise RequestError(f"--set {others[0]}: only data, model and task can differ", remedy="data.args.NAME=…")
-    return {key: config.get(key) for key in config.explicit}
 
 
 def parse_sampling(length: str, temperature: str, top_k: str | None, seed: str) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def test_a_process_that_is_gone_has_no_start() -> None:
 @pytest.mark.slow
 def test_a_run_that_its_launcher_starts_again_is_not_dead(tmp_path: Path) -> None:
     """From the end of rank 0 until another takes the lock, by the launcher, as long as that lives."""
-    flags = "--multi-gpu ddp --nproc-per-node 2 --max-restarts 1 --max-steps 40 --checkpoint-every 5 --log-interval 1"
+    flags = "--multi-gpu ddp --nproc-per-node 2 --max-restarts 1 --max-steps 200 --checkpoint-every 5 --log-interval 1"
     command = [sys.executable, "main_multi_gpu.py", *flags.split(), "--batch-size", "16", "--save-dir", str(tmp_path)]
     phases, killed = list[str](), False
     with subprocess.Popen([*command, "--quiet"], env=os.environ | {"OMP_NUM_THREADS": "1"}) as launcher:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from importlib import metadata
 from ipaddress import IPv4Address
 from itertools import permutations
-from socketserver import BaseRequestHandler, TCPServer
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -87,11 +87,12 @@ def _matches_interface(variable: str, wanted: str, name: str) -> bool:
     return any(name.startswith(word) for word in names) != wanted.startswith("^")
 
 
-class Listener(TCPServer):
+class Listener(ThreadingTCPServer):
     """Answers probes on one address, at a port that the system chooses, as it does for a backend's sockets."""
 
     def __init__(self, address: str) -> None:
         super().__init__((address, 0), _Answer)
+        self.daemon_threads = True  # a peer that falls silent holds up neither the others nor the end
         self.port = int(self.server_address[1])
 
     def __enter__(self) -> Self:

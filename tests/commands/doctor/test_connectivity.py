@@ -79,6 +79,23 @@ def test_a_listener_is_reached_and_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert threading.active_count() < 10
 
 
+def test_a_peer_that_falls_silent_holds_up_neither_others_nor_the_end() -> None:
+    """As one does whose packets a firewall drops once it is connected."""
+    found = []
+
+    def listen(silent: socket.socket) -> None:
+        with Listener("127.0.0.1") as listener:
+            silent.connect(("127.0.0.1", listener.port))
+            found.append(probe_connection("127.0.0.1", listener.port).outcome)
+        found.append("ended")
+
+    with socket.socket() as silent:
+        thread = threading.Thread(target=listen, args=(silent,), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert found == ["ok", "ended"]
+
+
 @pytest.mark.parametrize(
     ("error", "closed", "outcome"),
     [
