@@ -119,7 +119,8 @@ def test_a_run_that_its_launcher_starts_again_is_not_dead(tmp_path: Path) -> Non
             time.sleep(0.02)
     assert launcher.returncode == 0
     again = phases.index("restarting")
-    assert phases[again + 1 : again + 3] == ["starting", "training"]
+    assert phases[again + 1] == "starting"
+    assert phases[again + 2] in ("training", "saving")  # it saves every tenth of a second
     assert set(phases[:again]) <= {"starting", "training", "saving"}
     assert read_status(tmp_path, time.time()).phase == "completed"
 
