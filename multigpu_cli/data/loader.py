@@ -28,14 +28,10 @@ _SHARE_OF_GPU = 0.25  # of its free memory, which a dataset may use with --data-
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on its device.
+    """One micro-batch on its device."""
 
-    Attributes:
-        inputs, targets: of n rows each; several inputs are a tuple or a dict, and targets None if samples have none.
-    """
-
-    inputs: Any
-    targets: Any
+    inputs: Any  # of n rows; several inputs are a tuple or a dict
+    targets: Any  # of n rows; None if samples have none
     sample_indices: Tensor  # (n,) int64 on the CPU, the samples' indices in their dataset
     micro_batch_index: int  # index of the micro-batch in its step (or evaluation), counted over all workers
     tokens: TokenCounts | None = None  # how many there are, where samples are texts that were fetched one by one

@@ -60,18 +60,6 @@ class DataSource:
 
     A split is a map-style `torch.utils.data.Dataset` of (input, target), or as `form` says. A `TensorDataset` (inputs
     (n, …), targets (n,)) is kept in memory and indexed by whole batches; loader processes fetch any other by sample.
-
-    Attributes:
-        train, val, test: the splits, or None.
-        prepare: a stored batch on its device → the model's input (normalization, channel mode).
-        augment: a stored batch and its random numbers → augmented batch; before `prepare`, in training only.
-        noun: what the plan calls samples; packs hold several texts side by side, told apart by their position ids, and
-            pairs a chosen and a rejected answer, in rows of their own.
-        order_has_repeats: that order numbers a sample that comes again beyond the dataset's end, by its length.
-        shuffle_block: neighbours that are shuffled as a block, where data.shuffle_block says nothing; see BlockOrder.
-        fixed_batch_sizes, epochs: samples of a micro-batch and of a global batch, and epochs, if the data defines them.
-        transform_signature: identifies transforms that were fitted to the training split and applied to the samples.
-        model, task: the defaults for this dataset.
     """
 
     train: Dataset[Any]
@@ -81,25 +69,25 @@ class DataSource:
     num_classes: int  # 0 if targets are not classes
     num_outputs: int = 1  # number of values in a target that is not a class
     class_names: tuple[str, ...] = ()
-    prepare: Callable[[Tensor], Tensor] = to_float
-    augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None
+    prepare: Callable[[Tensor], Tensor] = to_float  # a stored batch on its device → the model's input
+    augment: Callable[[Tensor, KeyedRandom], Tensor] | None = None  # a stored batch, before `prepare`; in training only
     target_scale: tuple[float, float] | None = None  # mean and deviation of the training targets of a regression
     codec: Codec = Codec()  # made the samples: a vocabulary of texts, a tokenizer, or the features of a table
-    noun: str = "samples"
+    noun: str = "samples"  # or packs, of texts told apart by their position ids; or pairs: a chosen, a rejected answer
     note: str = ""  # a property of the samples that the plan shows
     warnings: tuple[str, ...] = ()  # what looks wrong in the data but may be intended
-    transform_signature: str = ""
+    transform_signature: str = ""  # of transforms that were fitted to the training split and applied to the samples
     new: Dataset[Any] | None = None  # unlabeled samples, for predictions only; their targets are placeholders
     order: SampleOrder | None = None  # the user's own order of training samples; None shuffles them by seed and epoch
-    order_has_repeats: bool = False
-    shuffle_block: int | None = None
+    order_has_repeats: bool = False  # it numbers a sample that comes again beyond the dataset's end, by its length
+    shuffle_block: int | None = None  # neighbours shuffled as a block, where data.shuffle_block is not set; BlockOrder
     loader_options: LoaderOptions = LoaderOptions()
     form: SampleForm = PAIR  # which parts of a sample are inputs, and which are targets
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments that a model's factory may name
-    fixed_batch_sizes: tuple[int, int] | None = None
-    epochs: int | None = None
-    model: str = "mlp"
-    task: str = "classification"
+    fixed_batch_sizes: tuple[int, int] | None = None  # of a micro-batch and a global batch, if the data defines them
+    epochs: int | None = None  # if the data defines them
+    model: str = "mlp"  # the default for this dataset
+    task: str = "classification"  # likewise
 
     @property
     def num_train_samples(self) -> int:

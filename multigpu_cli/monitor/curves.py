@@ -33,19 +33,14 @@ _WAITS = (("data_wait_share", "for data"), ("comm_share", "for the wire"), ("str
 
 
 class Curves:
-    """The numbers of `train` lines that plots show: a column for each, of 8 bytes a line; NaN where a line has none.
-
-    Attributes:
-        steps: the optimizer step of each line, ascending.
-        workers: by field, the number of values in the newest line that has one for each worker.
-        summarized: whether the newest line has the least, mean and greatest value in place of each worker's.
-        before: lines of earlier steps, where these are the end of a long journal.
-    """
+    """The numbers of `train` lines that plots show: a column for each, of 8 bytes a line; NaN where a line has none."""
 
     def __init__(self) -> None:
-        self.steps, self.workers, self.summarized = array("d"), dict[str, int](), False
+        self.steps = array("d")  # the optimizer step of each line, ascending
+        self.workers: dict[str, int] = {}  # by field, the values in the newest line that has one for each worker
+        self.summarized = False  # whether the newest line has least, mean and greatest in place of each worker's value
         self._columns: dict[str, array[float]] = {}
-        self.before: Curves | None = None
+        self.before: Curves | None = None  # lines of earlier steps, where these are the end of a long journal
 
     def add(self, event: Event) -> None:
         """Add a line; it replaces those of its step and of later ones."""

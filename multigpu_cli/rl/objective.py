@@ -57,27 +57,21 @@ _Switch = Annotated[bool, switch]
 
 @dataclass(frozen=True, kw_only=True)
 class PPOSettings:
-    """The numbers of PPO (Schulman et al. 2017, arXiv 1707.06347; defaults as in CleanRL's ppo.py).
-
-    Attributes:
-        gamma, gae_lambda: discount, and the trade of bias for variance in advantages (Schulman et al. 2015).
-        value_weight, entropy_weight: of those terms in the loss.
-        normalize_observations, normalize_rewards: by running statistics over all environments of all workers.
-    """
+    """The numbers of PPO (Schulman et al. 2017, arXiv 1707.06347; defaults as in CleanRL's ppo.py)."""
 
     rollout: _Count = 128  # steps that each environment takes between two updates
     passes: _Count = 4  # of the optimizer over each rollout
     minibatches: _Count = 4  # optimizer steps in one pass; --batch-size gives the same in samples
-    gamma: _Share = 0.99
-    gae_lambda: _Share = 0.95
+    gamma: _Share = 0.99  # the discount
+    gae_lambda: _Share = 0.95  # the trade of bias for variance in advantages (Schulman et al. 2015)
     clip: _Share = 0.2  # limit of the change of a probability ratio
     value_clip: _Positive = 0.2  # limit of the change of a value in one update; 0: no limit
-    value_weight: _Positive = 0.5
-    entropy_weight: _Positive = 0.01
+    value_weight: _Positive = 0.5  # of that term in the loss
+    entropy_weight: _Positive = 0.01  # of that term in the loss
     target_kl: _Positive = 0.0  # an update ends after a pass that moved the policy further than this; 0: never
     normalize_advantages: _Switch = True  # over the global batch
-    normalize_observations: _Switch = False
-    normalize_rewards: _Switch = False
+    normalize_observations: _Switch = False  # by running statistics over all environments of all workers
+    normalize_rewards: _Switch = False  # by running statistics over all environments of all workers
     evaluate_every: _Count = 10  # updates between two evaluations; there is one at the end
     evaluate_episodes: _Count = 20  # of each evaluation
 

@@ -78,13 +78,8 @@ class Strategy(ABC):
     `after_backward`, then `reduce_gradients`. If each loss was multiplied by `loss_factor`, `.grad` then holds on every
     rank the sum of all workers' gradients: that of the global batch.
 
-    Attributes:
-        sharded: each process holds a part of weights, gradients and optimizer state; every pass of the model, also in
-            an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
-        num_shards: workers that share weights, gradients and optimizer state: rank r + num_shards has the same as r.
-        local_parameters: the tensors that the optimizer of this process moves.
-        on_gather: called where a pass is about to wait for all workers.
-        memory_remedy: the way out where weights, gradients and the optimizer's state do not fit one device.
+    Where it is `sharded`, each process holds a part of weights, gradients and optimizer state: every pass of the model,
+    also in an evaluation, communicates, and `.grad` is empty until `reduce_gradients`.
     """
 
     name: str
@@ -92,7 +87,7 @@ class Strategy(ABC):
     loss_factor: float = 1.0  # what each loss is multiplied by before backward, to undo an average over workers
     reduces_first: bool = False  # no backward pass without communication may come before `warm_up`
     sharded: bool = False
-    num_shards: int = 1
+    num_shards: int = 1  # workers that share weights, gradients and optimizer state: rank r + num_shards is like r
     groups: Sequence[dist.ProcessGroup] = ()  # process groups of its own, beside the one of all workers
     keeps_casts: bool = True  # see `Precision`
     cudnn_benchmark: bool = True  # cuDNN may time its kernels for each new shape; what it finds holds for one thread
@@ -100,11 +95,13 @@ class Strategy(ABC):
     interleaved: bool = False  # see `BatchPlan`
     compile_note: str = ""  # what the plan says of --compile
     memory_remedy: str = f"{SHARDING}, which divides weights, gradients and the optimizer's state over several GPUs"
+    on_gather: Callable[[], None]  # called where a pass is about to wait for all workers
+    local_parameters: list[Tensor]  # those that the optimizer of this process moves
 
     def __init__(self, model: nn.Module, world: World | None = None, *, always: bool = False) -> None:
         self.callable: Callable[..., Tensor] = model
-        self.local_parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self.on_gather: Callable[[], None] = lambda: None
+        self.local_parameters = [p for p in model.parameters() if p.requires_grad]
+        self.on_gather = lambda: None
         self._world = world or World(torch.device("cpu"))
         self._buffers = StepBuffers(model, self._world.size, partial(all_reduce_sum, self._world), always=always)
 

@@ -61,12 +61,6 @@ class Task(ABC):
     Args:
         source: the dataset, for class count and names.
         config: label smoothing and the like.
-
-    Attributes:
-        equal_passes: every worker runs the model equally often in an evaluation, because each pass communicates.
-        supports_equal_passes: a task with its own `evaluate` sees to that itself, or leaves it to `super().evaluate`.
-        moved: called during long work other than forward and backward, so that the watchdog sees progress.
-        batch_evaluated: called in an evaluation with the number of this worker's batches that are done.
     """
 
     logits_note: str = ""  # how many logits are in memory at a time, for the plan; `check_model` finds out
@@ -75,9 +69,11 @@ class Task(ABC):
     rows_per_sample: int = 1  # of what the model is called with
     sums: tuple[str, ...] = ()  # names of the sums of an evaluation beside the loss
     expected_shapes: str = "what its loss_sum and measure take"  # of targets and outputs, for messages
-    equal_passes: bool = False
-    supports_equal_passes: bool = False
+    equal_passes: bool = False  # every worker runs the model equally often in an evaluation: each pass communicates
+    supports_equal_passes: bool = False  # a task with its own `evaluate` sees to that, or `super().evaluate` does
     own_metrics: Sequence[Metric] = ()  # of --metric; an evaluation gives them beside the task's
+    moved: Callable[[], None]  # called in long work other than forward and backward: the watchdog sees progress
+    batch_evaluated: Callable[[int], None]  # called in an evaluation with how many of this worker's batches are done
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -90,8 +86,7 @@ class Task(ABC):
 
     def __init__(self, source: DataSource, config: TaskConfig) -> None:
         self.source, self.config = source, config
-        self.moved: Callable[[], None] = lambda: None
-        self.batch_evaluated: Callable[[int], None] = lambda done: None
+        self.moved, self.batch_evaluated = lambda: None, lambda done: None
 
     def train_stream(self, config: DataConfig, world: World, seed: int) -> BatchStream:
         """This worker's training data; a task may return its own stream of micro-batches."""

@@ -25,19 +25,16 @@ _FEATURES = 5
 class Market:
     """Daily tables of n symbols on T dates.
 
-    Attributes:
-        close, fill: (T, n), the price of a share at the end of a day, and that at which an order of the day is
-            executed.
-        features: (T, 5 n + 1), the features of a day: for each symbol its log return over 0.02, its MACD over 0.02 of
-            its price, (RSI - 50) / 50, CCI / 100, ADX / 50; then the square root of turbulence / n. They depend only on
-            the day and the days before it, not on statistics of the whole period.
+    The features of a day are for each symbol its log return over 0.02, its MACD over 0.02 of its price, (RSI - 50) /
+    50, CCI / 100, ADX / 50; then the square root of turbulence / n. They depend only on the day and the days before it,
+    not on statistics of the whole period.
     """
 
     symbols: tuple[str, ...]
     dates: tuple[date, ...]
-    close: np.ndarray
-    fill: np.ndarray
-    features: np.ndarray
+    close: np.ndarray  # (T, n), the price of a share at the end of a day
+    fill: np.ndarray  # (T, n), the price at which an order of the day is executed
+    features: np.ndarray  # (T, 5 n + 1)
     stopped: np.ndarray  # (T,) bool, days of high turbulence, on which all shares are sold and none bought
     days: dict[str, tuple[int, int]]  # the first and the last day of each split
     remark: str  # a description of the prices

@@ -252,19 +252,26 @@ def describe(name: str, thing: Any, place: str = "") -> str:
     if not inspect.isroutine(thing) and not inspect.isclass(thing):
         kind = type(thing).__name__
         return f"### {name}\n\nA {kind}: the functions here that wrap a model or keep metrics are its methods."
-    node = _parse(thing)
+    source = textwrap.dedent(inspect.getsource(thing))
+    node = ast.parse(source).body[0]
+    assert isinstance(node, ast.ClassDef | ast.FunctionDef), thing
     parts = [f"### {name}", *([place] if place else []), _code(_signature(node)), format_docstring(node)]
     if isinstance(node, ast.ClassDef):
+        fields = "\n".join(f"- `{field}`: {meaning}" for field, meaning in _explain_fields(node, source.splitlines()))
+        parts += ["*Attributes*", fields] if fields else []
         for method in node.body:
             if isinstance(method, ast.FunctionDef) and not method.name.startswith("_") and ast.get_docstring(method):
                 parts += [f"#### {name}.{method.name}", _code(_signature(method)), format_docstring(method)]
     return "\n\n".join(part for part in parts if part)
 
 
-def _parse(thing: Any) -> ast.ClassDef | ast.FunctionDef:
-    node = ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
-    assert isinstance(node, ast.ClassDef | ast.FunctionDef), thing
-    return node
+def _explain_fields(node: ast.ClassDef, lines: list[str]) -> Iterator[tuple[str, str]]:
+    """What the comment beside a field, or the text below it, says of it."""
+    for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            below = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            if meaning := lines[field.lineno - 1].partition("  # ")[2] or str(below):
+                yield field.target.id, meaning.removesuffix(".") + "."
 
 
 def _code(text: str) -> str:

@@ -33,15 +33,9 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
         rows: which of the records are used.
         limit: tokens of a sample at most; what is beyond is cut off.
         padding: the token that fills up a batch. It is never a label, also where it is EOS.
-
-    Attributes:
-        lengths, learned, rows: (n,) int32 tokens of each sample, not cut; how many of them count in the loss; its
-            record.
-        noun, width: what a sample is called in messages, and how many stand in a record.
-        own_file_because: why the tokens are in a file of this process alone; empty where they are not.
     """
 
-    noun, width = "sample", 1
+    noun, width = "sample", 1  # what a sample is called in messages, and how many stand in a record
 
     def __init__(
         self, records: Records, tokens: TokenFile, rows: Sequence[int] | np.ndarray, limit: int, padding: int
@@ -49,10 +43,10 @@ class SFTDataset(Dataset[dict[str, Tensor]]):
         self.records, self.limit = records, limit
         self.collate_fn = partial(pad_samples, padding=padding)
         self._tokens, self.own_file_because = tokens, tokens.own_because
-        self.rows = np.repeat(np.asarray(rows, dtype=np.int32), self.width)
+        self.rows = np.repeat(np.asarray(rows, dtype=np.int32), self.width)  # (n,) int32, the record of each sample
         samples = self.rows * self.width + np.arange(len(self.rows)) % self.width
-        self.lengths = np.diff(tokens.starts)[samples].astype(np.int32)
-        self.learned = tokens.count_learned(limit)[samples]
+        self.lengths = np.diff(tokens.starts)[samples].astype(np.int32)  # (n,) tokens of each sample, not cut
+        self.learned = tokens.count_learned(limit)[samples]  # (n,) int32, how many of them count in the loss
 
     def _read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         ids, learned = self._tokens.read(self.rows[index] * self.width + index % self.width, self.limit)
