@@ -145,10 +145,7 @@ class GroupKey(NamedTuple):
 
 
 def group_parameters(
-    trained: Mapping[str, Tensor],
-    config: OptimizerConfig,
-    factors: Mapping[str, float],
-    hidden: Collection[str] | None,
+    trained: Mapping[str, Tensor], config: OptimizerConfig, factors: Mapping[str, float], hidden: Collection[str] | None
 ) -> list[dict[str, Any]]:
     """Parameter groups by share of the rate, the full rate first, and matrices before the others.
 

@@ -19,13 +19,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.eval_weights import EMAModel
-from multigpu_cli.runtime.module_state import (
-    TensorPath,
-    broadcast_outline,
-    broadcast_tensor,
-    map_tensors,
-    name_tensor,
-)
+from multigpu_cli.runtime.module_state import TensorPath, broadcast_outline, broadcast_tensor, map_tensors, name_tensor
 from multigpu_cli.strategies.buffers import StepBuffers
 
 

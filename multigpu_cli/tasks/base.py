@@ -196,13 +196,7 @@ class Task(ABC):
         return Evaluation({"loss": means["loss"]} | figures, loader.size, self.details(counts))
 
     def _pass(
-        self,
-        model: nn.Module,
-        loader: Loader,
-        world: World,
-        precision: Precision,
-        batch_size: int,
-        meter: MetricMeter,
+        self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int, meter: MetricMeter
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """This worker's part: (1 + sums, batches) float64 slots, (k,) counts, None without a batch, and () units."""
         slots = torch.zeros(1 + len(self.sums), -(-loader.size // batch_size), dtype=torch.float64, device=world.device)

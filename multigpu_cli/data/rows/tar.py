@@ -198,8 +198,7 @@ def _read_number(text: bytes, where: str) -> int:
         return number
     except ValueError as error:
         raise RequestError(
-            f"--data tar: {where} holds {text[:20]!r}, not a 64-bit integer",
-            remedy="the number of the class, as text",
+            f"--data tar: {where} holds {text[:20]!r}, not a 64-bit integer", remedy="the number of the class, as text"
         ) from error
 
 

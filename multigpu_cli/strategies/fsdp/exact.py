@@ -196,12 +196,7 @@ class RowSum:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: object,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> None:
         """Receive this worker's rows of all workers' gradients; the output is zero until `finish_step`."""
         self._stream = torch.cuda.current_stream() if input_tensor.is_cuda else None

@@ -25,13 +25,7 @@ from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState, Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.distributed.world import World, all_reduce_max, broadcast_object
 from multigpu_cli.faults.rank_exits import RankExits
-from multigpu_cli.runtime.module_state import (
-    TensorPath,
-    broadcast_outline,
-    broadcast_tensor,
-    map_tensors,
-    name_tensor,
-)
+from multigpu_cli.runtime.module_state import TensorPath, broadcast_outline, broadcast_tensor, map_tensors, name_tensor
 from multigpu_cli.strategies.base import ReadRows, Saver, Strategy
 
 
