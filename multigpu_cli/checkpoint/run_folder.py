@@ -25,6 +25,7 @@ from multigpu_cli.config.paths import BEGAN, read_rewind_checkpoint, refuse_link
 from multigpu_cli.config.resume_rules import is_same_run
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.monitor.journal import read_json
 
 _NOTE = "next_attempt.json"
 _PATIENCE = 20.0  # seconds for a process of the previous attempt to end, on a node that lost its network
@@ -118,13 +119,8 @@ def holds_run(folder: Path) -> bool:
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """summary.json of a run, or None if it can't be read; save_dir is the folder's present path, also of a copy."""
-    try:
-        found = json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(found, dict):
-        return None
-    return found | {"save_dir": str(folder)} if "save_dir" in found else found
+    found = read_json(folder / "summary.json")
+    return found | {"save_dir": str(folder)} if "save_dir" in found else found or None
 
 
 def _in_folder(folder: Path, attempt: int, find_damage: FindDamage) -> ResumePoint:

@@ -25,9 +25,8 @@ from multigpu_cli.monitor.history import (
     find_run_folders,
     load_history,
     load_summary,
-    read_json,
 )
-from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.monitor.journal import dump_json, read_json
 from multigpu_cli.monitor.pace import forecast_step
 from multigpu_cli.monitor.run_state import STATE, read_process
 

@@ -26,8 +26,8 @@ from multigpu_cli.distributed.launch_env import list_secrets
 from multigpu_cli.distributed.processes import Companion, serve
 from multigpu_cli.errors import pluralize
 from multigpu_cli.loggers.base import Destination, Ending, Row, RunIdentity, find_logger
-from multigpu_cli.monitor.history import JOURNAL, JournalTail, Line, read_json
-from multigpu_cli.monitor.journal import Event, Warn
+from multigpu_cli.monitor.history import JOURNAL, JournalTail, Line
+from multigpu_cli.monitor.journal import Event, Warn, read_json
 from multigpu_cli.monitor.tensorboard import flatten, list_scalars
 
 _COMPARED = ("loss", "mean_loss", "lr")

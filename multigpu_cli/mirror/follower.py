@@ -20,7 +20,7 @@ from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.checkpoint.manifest import find_damage, list_checkpoint_folders, parse_step, read_manifest
 from multigpu_cli.distributed.processes import serve
 from multigpu_cli.mirror.remote import FINAL_FILES, SMALL_FILES, Mirror, MirrorError
-from multigpu_cli.monitor.history import read_json
+from multigpu_cli.monitor.journal import read_json
 
 PATIENCE = 60.0  # seconds between the first failure after the end of the run and the last try
 _LOCK = ".mirror.lock"

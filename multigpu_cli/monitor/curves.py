@@ -19,8 +19,8 @@ import numpy.typing as npt
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor.format import format_label, list_values
-from multigpu_cli.monitor.history import JOURNAL, PLAN, History, load_summary, read_json
-from multigpu_cli.monitor.journal import Event, read_events
+from multigpu_cli.monitor.history import JOURNAL, PLAN, History, load_summary
+from multigpu_cli.monitor.journal import Event, read_events, read_json
 
 Series = tuple[list[float], list[float]]
 _MOST_POINTS = 1500

@@ -1,12 +1,11 @@
 """The history of a run from its journal: its attempts, and the events that count; without torch."""
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from multigpu_cli.monitor.journal import Event, parse_event, read_events
+from multigpu_cli.monitor.journal import Event, parse_event, read_events, read_json
 
 JOURNAL = "journal.jsonl"
 PLAN = "plan.json"  # written by `plan --save-dir`, for the report
@@ -140,15 +139,6 @@ def load_history(folder: Path) -> History:
 def load_summary(folder: Path) -> dict[str, Any]:
     """How the run in a folder ended: its summary.json, {} where there is none that can be read."""
     return read_json(folder / "summary.json")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A file of a run folder, {} where there is none that can be read."""
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def find_run_folders(folder: Path) -> list[Path]:

@@ -146,6 +146,15 @@ def read_events(path: Path | str) -> Iterator[Event]:
         yield from (event for line in lines if (event := parse_event(line)))
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """A file of a run folder, {} where there is none that can be read."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def parse_event(line: str | bytes) -> Event | None:
     """The event in a line of a journal; None if the line is cut off or is no event."""
     try:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.config.yaml_text import list_arguments
-from multigpu_cli.monitor.history import read_json
+from multigpu_cli.monitor.journal import read_json
 from multigpu_cli.monitor.plot_style import STYLE, color_of_run, save_png
 from multigpu_cli.tune.driver import BASE, list_sets, plan_batch
 from multigpu_cli.tune.sampler import measure_importance

@@ -27,8 +27,7 @@ from multigpu_cli.config.yaml_text import dump
 from multigpu_cli.errors import STOPPED, RequestError, TrainingError, combine_errors, pluralize
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.format import format_bytes, format_duration
-from multigpu_cli.monitor.history import read_json
-from multigpu_cli.monitor.journal import dump_json, read_events
+from multigpu_cli.monitor.journal import dump_json, read_events, read_json
 from multigpu_cli.tune.driver import BASE, FRONT_DOOR, JOURNAL, Driver, Slots, list_sets, parse_budget, read_error
 from multigpu_cli.tune.sampler import SAMPLERS, VERSIONS
 from multigpu_cli.tune.scheduler import list_front, measure_use, plan_epochs, rank_trials

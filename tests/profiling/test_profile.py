@@ -19,8 +19,7 @@ from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.faults import stop
 from multigpu_cli.monitor import run_state
-from multigpu_cli.monitor.history import read_json
-from multigpu_cli.monitor.journal import read_events
+from multigpu_cli.monitor.journal import read_events, read_json
 from multigpu_cli.monitor.run_state import REQUEST, STATE
 from multigpu_cli.profiling.command import format_profile, profile_run
 from multigpu_cli.profiling.profiler import list_operators
