@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import flush_folder
 from multigpu_cli.config.types import path
@@ -54,22 +54,16 @@ def convert_to_arrow(source: Path, target: Path) -> Converted:
     """
     if os.path.lexists(target):
         raise RequestError(f"--to {target} exists already", remedy="a new folder, or remove that one first")
-    files = _find_files(source)
-    draft = None
+    files, draft = _find_files(source), target.with_name(f".{target.name}.{uuid4().hex}.draft")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".draft", dir=target.parent))
+        draft.mkdir(parents=True)
         written = _write_folder(files, draft)
-        umask = os.umask(0o022)
-        os.umask(umask)
-        draft.chmod(0o777 & ~umask)
         draft.rename(target)
         flush_folder(target.parent)
     except OSError as error:
         raise RequestError(f"--to {target}: {error}", remedy="a folder with room that can be written") from error
     finally:
-        if draft is not None:
-            shutil.rmtree(draft, ignore_errors=True)  # it has its name by now, or it is half a folder
+        shutil.rmtree(draft, ignore_errors=True)  # it has its name by now, or it is half a folder
     return written
 
 
