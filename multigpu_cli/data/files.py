@@ -17,6 +17,7 @@ import numpy as np
 
 from multigpu_cli.capabilities import FILES
 from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.runtime.factories import import_extra
 
 _SPLITS = {  # as those who publish them call the parts of a dataset
     "train": ("train", "training"),
@@ -327,16 +328,19 @@ def open_records(paths: Sequence[Path]) -> Records:
     return ParquetRecords(paths) if paths[0].suffix.lower() == ".parquet" else JsonLines(paths[0])
 
 
+def load_pyarrow(what: str = "--data arrow") -> Any:
+    """The package pyarrow; RequestError where it is not installed, and `what` needs it."""
+    remedy = "pip install pyarrow, or this program with its extra [arrow]"
+    return import_extra("pyarrow", f"{what} needs pyarrow", remedy)
+
+
 def _open_parquet(path: Path) -> Any:
-    try:
-        from pyarrow import ArrowException, parquet  # an extra: few bring Parquet
-    except ImportError as missing:
-        raise RequestError(
-            f"{path} needs pyarrow", remedy="pip install pyarrow, or this program with its extra [arrow]"
-        ) from missing
+    pyarrow = load_pyarrow(str(path))
+    from pyarrow import parquet
+
     try:
         return parquet.ParquetFile(path)
-    except (ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise RequestError(f"{path}: no Parquet ({error})", remedy="a file that is whole") from error
 
 

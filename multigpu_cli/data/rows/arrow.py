@@ -12,18 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from multigpu_cli.data.files import find_part_files
+from multigpu_cli.data.files import find_part_files, load_pyarrow
 from multigpu_cli.data.rows.store import Column, RowStore
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.factories import import_extra
 
 _IMAGES = "Image"  # Hugging Face's name of the type
-
-
-def load_pyarrow() -> Any:
-    """The package pyarrow; RequestError where it is not installed."""
-    remedy = "pip install pyarrow, or this program with its extra [arrow]"
-    return import_extra("pyarrow", "--data arrow needs pyarrow", remedy)
 
 
 class _Chunk(NamedTuple):

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import flush_folder
 from multigpu_cli.config.types import path
-from multigpu_cli.data.rows.arrow import load_pyarrow
+from multigpu_cli.data.files import load_pyarrow
 from multigpu_cli.errors import RequestError, pluralize
 
 _KINDS = {
