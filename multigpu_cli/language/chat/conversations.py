@@ -1,7 +1,7 @@
 """The forms in which people keep conversations, as one."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from multigpu_cli.errors import RequestError
@@ -112,11 +112,15 @@ def _to_messages(answer: Any) -> Any:
 def _find_common_text(chosen: Any, rejected: Any) -> str:
     if not isinstance(chosen, str) or not isinstance(rejected, str):
         raise ValueError("chosen and rejected are neither texts nor lists of messages")
-    alike = zip(chosen, rejected, strict=False)
-    size = next((at for at, (one, other) in enumerate(alike) if one != other), min(len(chosen), len(rejected)))
-    if not size:
+    if not (size := count_same(chosen, rejected)):
         raise ValueError("chosen and rejected begin with nothing in common, and there is no prompt")
     return chosen[:size]
+
+
+def count_same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many characters, tokens or messages two sequences begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _read_answers(chosen: Any, rejected: Any, prompt: Any, tools: Any) -> Conversation:
@@ -149,9 +153,7 @@ def _to_prompt(prompt: Any, chosen: Any) -> Messages:
 
 def _count_given(chosen: Messages, rejected: Messages) -> int:
     """How many messages are the prompt: those that both begin with, before an answer of the assistant to each."""
-    shorter = min(len(chosen), len(rejected))
-    pairs = zip(chosen[: shorter - 1], rejected, strict=False)  # equal ones are answers too
-    shared = next((number for number, (one, other) in enumerate(pairs) if one != other), shorter - 1)
+    shared = count_same(chosen[:-1], rejected[:-1])  # equal last ones are answers too
     if not shared:
         raise ValueError("chosen and rejected begin with no message in common, and there is no prompt")
     if {chosen[shared]["role"], rejected[shared]["role"]} != {"assistant"}:

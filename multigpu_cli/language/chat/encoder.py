@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.language.chat.conversations import Conversation, is_learned
+from multigpu_cli.language.chat.conversations import Conversation, count_same, is_learned
 
 _FEW = 6  # answers, for which it is quicker to render all that is before each
 _SHOWN = 60  # characters of a rendered text in a message
@@ -203,8 +203,8 @@ class ChatEncoder:
         if not (inside and call and end):
             raise self._refuse(whole, shown, how, place)
         self.notes.setdefault("rewritten", f"{place}: the chat template {how}; what it renders is learned")
-        begun = inside[0] + _count_same(whole[inside[0] :], before[call[0] :])
-        return min(begun, inside[1]), inside[2] + _count_same(whole[inside[2] :], through[end[0] :])
+        begun = inside[0] + count_same(whole[inside[0] :], before[call[0] :])
+        return min(begun, inside[1]), inside[2] + count_same(whole[inside[2] :], through[end[0] :])
 
     def _find_marks(
         self,
@@ -238,7 +238,7 @@ class ChatEncoder:
             )
 
     def _refuse(self, whole: str, text: str, how: str, place: str) -> RequestError:
-        at = _count_same(whole, text)
+        at = count_same(whole, text)
         last = "" if self._loss_on == "completion" else "--set data.loss_on=completion, for the last message only, or "
         return RequestError(
             f"--data chat: {place}: the chat template {how}: {text[at : at + _SHOWN]!r} becomes "
@@ -305,9 +305,3 @@ def _check_said(message: dict[str, Any], rendered: str, number: int, place: str)
 def _squeeze(text: str) -> str:
     """A text without its white space."""
     return "".join(text.split())
-
-
-def _count_same(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

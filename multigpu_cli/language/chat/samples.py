@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from multigpu_cli.data.files import Records
 from multigpu_cli.data.order import shuffle_numbers
 from multigpu_cli.errors import RequestError, pluralize
-from multigpu_cli.language.chat.conversations import Conversation
+from multigpu_cli.language.chat.conversations import Conversation, count_same
 from multigpu_cli.language.chat.encoder import ChatEncoder, ChatTokens
 from multigpu_cli.language.chat.records import TokenFile
 from multigpu_cli.planning.batch import make_key
@@ -134,8 +134,7 @@ def encode_pair(encoder: ChatEncoder, conversation: Conversation, place: str) ->
     assert conversation.rejected is not None
     both = (conversation, conversation.rejected)
     chosen, rejected = (encoder.encode(each, f"{place}, {side}") for each, side in zip(both, _SIDES, strict=True))
-    alike = zip(chosen.ids, rejected.ids, strict=False)
-    first = next((at for at, (one, other) in enumerate(alike) if one != other), len(chosen.ids))
+    first = count_same(chosen.ids, rejected.ids)
     for tokens in (chosen, rejected):
         begun = tokens.learned.index(True) if True in tokens.learned else 0
         tokens.learned[first:begun] = [True] * max(0, begun - first)
