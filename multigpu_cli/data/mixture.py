@@ -1,8 +1,8 @@
 """--data mixture: several datasets with weights (data.mix) as one, the same on any number of workers."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ class MixtureOrder:
         self.of_period, self.of_rest = apportion(PERIOD, weights), apportion(rest, weights)
         self.counts = [self.periods * each + left for each, left in zip(self.of_period, self.of_rest, strict=True)]
         self.offsets = [0, *accumulate(sizes)]
-        self._orders: list[OrderedDict[int, OrderOfEpoch]] = [OrderedDict() for _ in sizes]
+        self._open_pass = [lru_cache(_ORDERS)(partial(self._shuffle_pass, source)) for source in range(len(sizes))]
 
     def __len__(self) -> int:
         return self.samples
@@ -64,19 +64,14 @@ class MixtureOrder:
         while count:
             number, at = divmod(first, size)
             taken = min(count, size - at)
-            rows = self._open_pass(source, number)[at : at + taken]
+            rows = self._open_pass[source](number)[at : at + taken]
             found.append(rows + (self.offsets[source] + (number - began) * total))
             first, count = first + taken, count - taken
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
-    def _open_pass(self, source: int, number: int) -> OrderOfEpoch:
-        kept = self._orders[source]
-        if number not in kept:
-            seed = make_key(self.seed, _MIX, source)
-            kept[number] = shuffle_epoch(self.sizes[source], seed, number, self.blocks[source], self.window)
-            if len(kept) > _ORDERS:
-                kept.popitem(last=False)
-        return kept[number]
+    def _shuffle_pass(self, source: int, number: int) -> OrderOfEpoch:
+        seed = make_key(self.seed, _MIX, source)
+        return shuffle_epoch(self.sizes[source], seed, number, self.blocks[source], self.window)
 
 
 class _MixtureEpoch(OrderByPieces):
