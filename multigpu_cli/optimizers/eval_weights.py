@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype  # as AveragedModel does
 
 
 class EMAModel(AveragedModel):
@@ -38,7 +40,9 @@ class EMAModel(AveragedModel):
             return
         weight = self._weigh_and_count(skipped)
         pairs = zip(_tensors(self.module), _tensors(model), strict=False)  # as torch does
-        for shadows, values in _by_format((shadow, value) for shadow, value in pairs if shadow is not value):
+        both = [list(side) for side in zip(*(pair for pair in pairs if pair[0] is not pair[1]), strict=True)]
+        grouped: Any = _group_tensors_by_device_and_dtype(both)  # a kernel takes tensors of one format
+        for (shadows, values), _ in grouped.values():
             if shadows[0].is_floating_point():
                 _lerp(shadows, values, weight)
             else:
@@ -75,16 +79,6 @@ def _other_buffers(model: nn.Module) -> Iterator[Tensor]:
     """Floating buffers but the statistics of BatchNorm, which are finite."""
     modules = (module for module in model.modules() if not isinstance(module, nn.modules.batchnorm._NormBase))
     return (buffer for module in modules for buffer in module.buffers(recurse=False) if buffer.is_floating_point())
-
-
-def _by_format(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-    """Both grouped by dtype, as one kernel takes them."""
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for shadow, value in pairs:
-        group = groups.setdefault(shadow.dtype, ([], []))
-        group[0].append(shadow)
-        group[1].append(value)
-    return groups.values()
 
 
 def list_unsaved_parameters(model: nn.Module) -> list[Tensor]:
