@@ -15,8 +15,7 @@ from multigpu_cli.errors import RequestError, TrainingError
 
 PIECE = 32 * 2**20  # bytes per read or write; each one counts as progress for the hang watchdog
 
-Moved = Callable[[], None]
-"""Called after each chunk that is read or written, so that the hang watchdog sees progress."""
+Moved = Callable[[], None]  # called after each chunk that is read or written, so that the hang watchdog sees progress
 
 
 def ignore_progress() -> None:

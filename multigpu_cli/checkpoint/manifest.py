@@ -12,8 +12,7 @@ from multigpu_cli.checkpoint.files import Moved, compute_sha256, ignore_progress
 MANIFEST = "manifest.json"
 BEST = "best_weights.pt"  # the best weights so far, in a checkpoint's folder; the manifest names their sum under "best"
 
-FindDamage = Callable[[Path], str | None]
-"""What is wrong with a checkpoint; None if nothing is."""
+FindDamage = Callable[[Path], str | None]  # what is wrong with a checkpoint; None if nothing is
 
 
 def parse_step(folder: Path) -> int:

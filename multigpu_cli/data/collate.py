@@ -32,8 +32,7 @@ class SampleForm:
 PAIR = SampleForm()
 _MOST_AT_ONCE, _BYTES_AT_ONCE = 32, 2**23  # batches that are fetched together
 
-VOID = 255
-"""The class that no pixel has, in the masks of most datasets for segmentation."""
+VOID = 255  # the class that no pixel has, in the masks of most datasets for segmentation
 
 
 def get_sample(dataset: Dataset[Any], index: int) -> Any:

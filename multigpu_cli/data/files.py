@@ -197,8 +197,7 @@ class OpenFiles:
 
 
 _REMEDY = "one JSON object per line, or all in an array: [{…}, {…}]"
-Extents = Iterator[tuple[int, int, int]]
-"""Of each record: its line from 1, its first byte, and its bytes."""
+Extents = Iterator[tuple[int, int, int]]  # of each record: its line from 1, its first byte, and its bytes
 
 
 class JsonLines:

@@ -313,8 +313,7 @@ def _dataset(found: Any, name: str, seed: int) -> Dataset[Any]:
     return found  # type: ignore[no-any-return]
 
 
-FROM_MODEL = "from-model"
-"""The task of networks that compute their own loss."""
+FROM_MODEL = "from-model"  # the task of networks that compute their own loss
 
 
 def uses_environments(config: Config) -> bool:
@@ -322,8 +321,7 @@ def uses_environments(config: Config) -> bool:
     return config.task.name in ACTORS or names_environments(config)
 
 
-SEGMENTATION = "segmentation"
-"""The task whose targets are masks."""
+SEGMENTATION = "segmentation"  # the task whose targets are masks
 
 
 def choose_form(inputs: int | None, task: str | None, args: Mapping[str, Any] = MappingProxyType({})) -> SampleForm:

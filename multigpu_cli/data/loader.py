@@ -40,8 +40,7 @@ class Batch:
         return len(self.sample_indices)
 
 
-StepWork = tuple[StepLayout, Iterator[Batch]]
-"""The layout of one optimizer step, and a worker's micro-batches in order."""
+StepWork = tuple[StepLayout, Iterator[Batch]]  # the layout of one optimizer step, and a worker's micro-batches in order
 
 
 class BatchStream(ABC):

@@ -21,11 +21,8 @@ from multigpu_cli.runtime.model_call import TARGETS
 from multigpu_cli.runtime.seeding import seed_everything
 
 SPLITS = ("train", "val", "test")
-FEW = 20
-"""Whole numbers with at most so many values are classes, where nothing says what a target is."""
-
-Kind = Annotated[str, choice("auto", "classification", "regression")]
-"""What data.kind says of the targets."""
+FEW = 20  # whole numbers with at most so many values are classes, where nothing says what a target is
+Kind = Annotated[str, choice("auto", "classification", "regression")]  # what data.kind says of the targets
 
 
 def to_float(inputs: Tensor) -> Tensor:

@@ -144,8 +144,7 @@ def _flip(images: Tensor, drawn: Tensor) -> Tensor:
     return found.bitwise_xor_(eights).bitwise_and_(-mirror.long()).bitwise_xor_(eights).view(images.dtype)
 
 
-IMAGENET = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)
-"""Mean and deviation of ImageNet's pixels, red green blue."""
+IMAGENET = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)  # mean and deviation of ImageNet's pixels, red green blue
 
 
 def check_pillow(name: str) -> None:

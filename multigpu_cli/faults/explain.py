@@ -108,7 +108,7 @@ def extract_main_thread_stack() -> traceback.StackSummary:
 
 
 _LONGEST = 15  # lines
-_ELSEWHERE = {
+_ELSEWHERE = {  # our names for flags of other programs, where the spelling is too different to guess
     "--learning-rate": "--lr",
     "--dataset": "--data",
     "--output-dir": "--save-dir",
@@ -124,7 +124,6 @@ _ELSEWHERE = {
     "--bf16": "--amp bf16",
     "--local-rank": "--nproc-per-node N, or torchrun in the place of torch.distributed.launch",
 }
-"""Our names for flags of other programs, where the spelling is too different to guess."""
 
 
 def describe_usage_error(error: Any) -> str:

@@ -24,8 +24,7 @@ from multigpu_cli.run.run import Run
 from multigpu_cli.runtime.factories import bind_call, call_factory, find_factory, name_own_code
 from multigpu_cli.runtime.module_state import TensorVersions
 
-TENSORS = ("after_backward", "step_end")
-"""Methods that also get named tensors."""
+TENSORS = ("after_backward", "step_end")  # methods that also get named tensors
 METHODS = ("start", *TENSORS, "evaluated", "epoch_end", "saved", "end", "failed")
 _STATE = ("state_dict", "load_state_dict")
 _LIKE = 0.8  # of a known name, above which another one is taken for a misspelling of it

@@ -122,8 +122,7 @@ def draw_tokens(
     return torch.multinomial((logits / temperature).softmax(1), 1, generator=generator)
 
 
-Draw = Callable[[Tensor], Tensor]
-"""Chooses the following tokens from logits, as `draw_tokens` does."""
+Draw = Callable[[Tensor], Tensor]  # chooses the following tokens from logits, as `draw_tokens` does
 
 
 @torch.no_grad()  # not inference_mode: training may continue with tensors that the model caches in these passes

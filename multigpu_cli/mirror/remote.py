@@ -32,9 +32,7 @@ from multigpu_cli.mirror.rules import make_absolute
 SMALL_FILES = ("config.yaml", "journal.jsonl", "summary.json")
 """Files of a run folder that are mirrored beside its checkpoints."""
 
-FINAL_FILES = ("best.pt", "last.pt")
-"""Weights for use, which are mirrored once the run has ended."""
-
+FINAL_FILES = ("best.pt", "last.pt")  # weights for use, which are mirrored once the run has ended
 OWNER = "run.json"  # which run the remote folder belongs to
 _S3_LIMITS = {"connect_timeout": 10, "read_timeout": 30, "retries": {"max_attempts": 2}}  # seconds, and tries
 

@@ -11,8 +11,7 @@ _LABELS = {"mean_loss": "loss since the last line"}  # not to be taken for an ep
 _RATES = {*(f"{unit}_per_second" for unit in UNITS), "all_tokens_per_second", "padding_share"}
 _SHORT = {"event", "time", "samples", "step", *_SHOWN, *_RATES}
 _WIDEST_NAME = 32  # letters
-Cells = list[tuple[str, str]]
-"""Label and text of each."""
+Cells = list[tuple[str, str]]  # label and text of each
 
 
 def format_train_line(fields: Mapping[str, Any], total_steps: int) -> str:

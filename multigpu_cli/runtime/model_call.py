@@ -13,9 +13,7 @@ from multigpu_cli.errors import RequestError
 TARGETS = ("target", "targets", "label", "labels", "y")
 """What the target of a sample is called, and the parameter of a network that is given it."""
 
-IGNORED = -100
-"""A target that does not count: torch's own default."""
-
+IGNORED = -100  # a target that does not count: torch's own default
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

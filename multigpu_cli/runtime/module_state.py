@@ -52,8 +52,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-TensorPath = tuple[Any, ...]
-"""The keys that lead to a tensor: "optimizer", "state", 3, "exp_avg"."""
+TensorPath = tuple[Any, ...]  # the keys that lead to a tensor: "optimizer", "state", 3, "exp_avg"
 
 
 def map_tensors(value: Any, work: Callable[[TensorPath, Tensor], Any], path: TensorPath = ()) -> Any:

@@ -21,10 +21,8 @@ from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.tasks.metric import Metric, MetricMeter
 
-Loss = Callable[[Any, Any], Tensor]
-"""A user's own loss: outputs and targets → a mean, or one loss for each sample."""
-
-RENAMED = {
+Loss = Callable[[Any, Any], Tensor]  # a user's own loss: outputs and targets → a mean, or one loss for each sample
+RENAMED = {  # earlier names of methods that a task may override: no longer called, so a task that has one is refused
     "feed": "train_stream",
     "begin": "check_model",
     "told": "log_fields",
@@ -33,7 +31,6 @@ RENAMED = {
     "pictures": "plots",
     "expects": "expected_shapes",
 }
-"""Earlier names of methods that a task may override: no longer called, so a task that has one is refused."""
 
 
 class BatchMetrics(NamedTuple):

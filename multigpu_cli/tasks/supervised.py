@@ -256,8 +256,7 @@ def _match_shapes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return logits, targets.to(logits.dtype)
 
 
-LARGEST_TABLE = 256
-"""Classes of which predictions are counted for each true class apart."""
+LARGEST_TABLE = 256  # classes of which predictions are counted for each true class apart
 
 
 def count_classes(outputs: Tensor, targets: Tensor, *, table: bool = False) -> Tensor:

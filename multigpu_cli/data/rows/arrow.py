@@ -215,11 +215,10 @@ def _open_chunk(chunk: Any) -> _Chunk:
     return _Chunk((ends,), np.frombuffer(data or b"", dtype=np.uint8))
 
 
-LAYOUT = (
+LAYOUT = (  # what --data arrow reads, as messages say it
     "a folder that datasets' save_to_disk(…) wrote, or .arrow files; "
     "multigpu data convert SOURCE --to DIR makes one of Parquet, CSV or JSON lines"
 )
-"""What --data arrow reads, as messages say it."""
 
 
 def find_arrow_files(data_dir: str | None) -> dict[str, list[Path]]:

@@ -27,14 +27,13 @@ _KINDS = {
 _PIECE = 2**23  # bytes of text that are parsed at once; the first piece decides the types
 _BATCH = 2**25  # bytes of a record batch
 _FILE = 2**29  # bytes of an Arrow file
-_AS_STORED: dict[str, Any] = {
+_AS_STORED: dict[str, Any] = {  # of what `datasets.load_from_disk` reads beside the files: all columns, as they are
     "_format_columns": None,
     "_format_kwargs": {},
     "_format_type": None,
     "_output_all_columns": False,
     "_split": None,
 }
-"""Of what `datasets.load_from_disk` reads beside the files: all columns, as they are."""
 _SUPPORTED = "a .parquet, .csv, .tsv or .jsonl file (text may be gzipped), or a folder with files of one of these kinds"
 
 

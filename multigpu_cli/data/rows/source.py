@@ -27,8 +27,7 @@ _SCALED_BY = 4096  # training rows that teach means and deviations
 _TOKENS = "input_ids"
 
 Parts = Mapping[str, tuple[RowStore, RowSelection]]
-Built = tuple[dict[str, Any], dict[str, Any]]
-"""The samples of each part, and arguments of their DataSource."""
+Built = tuple[dict[str, Any], dict[str, Any]]  # the samples of each part, and arguments of their DataSource
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,7 +162,7 @@ def _count_given(chosen: Messages, rejected: Messages) -> int:
 
 
 PREFERENCE = "preference"
-FORMS = {
+FORMS = {  # by their names in data.args.format, in the order in which they are tried
     PREFERENCE: RecordFormat(("chosen", "rejected"), _read_preference, "assistant"),
     "messages": RecordFormat(("messages",), _read_messages, "assistant"),
     "sharegpt": RecordFormat(("conversations",), _read_sharegpt, "assistant"),
@@ -170,7 +170,6 @@ FORMS = {
     "completion": RecordFormat(("prompt", "completion"), _read_completion, "completion"),
     "text": RecordFormat(("text",), _read_text, "all"),
 }
-"""By their names in data.args.format, in the order in which they are tried."""
 
 
 def detect_form(record: Record, place: str) -> str:

@@ -14,8 +14,7 @@ from multigpu_cli.language.chat.conversations import Conversation, count_same, i
 _FEW = 6  # answers, for which it is quicker to render all that is before each
 _SHOWN = 60  # characters of a rendered text in a message
 _OWN_VALUES = ("messages", "tools", "strftime_now", "bos_token", "eos_token")
-TODAY = date(2024, 7, 26)
-"""For templates that write the date: Llama 3.1's own. Samples may not change from day to day."""
+TODAY = date(2024, 7, 26)  # for templates that write the date: Llama 3.1's own. Samples may not change from day to day
 _SIGNS = ("a", "A", "b", "B", "d", "-d", "e", "m", "-m", "y", "Y", "j", "F", "D", "H", "I", "M", "S", "p", "T", "R")
 _THOUGHT = re.compile("<think>(.*)</think>", re.DOTALL)
 _MARK = "\ue000"  # a private character of Unicode, put into a message to find where it is rendered

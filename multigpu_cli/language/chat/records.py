@@ -23,8 +23,7 @@ _UNUSED = {".tokens": 30 * 24 * 3600.0, ".lock": 30 * 24 * 3600.0, ".draft": 24 
 _PIECE = 4096  # samples that are counted at once
 _PATIENCE = 5.0  # seconds of silent waiting for another process
 
-Encode = Callable[[int], Sequence[ChatTokens]]
-"""A record's number → the tokens of its samples."""
+Encode = Callable[[int], Sequence[ChatTokens]]  # a record's number → the tokens of its samples
 
 
 class TokenFile:

@@ -196,8 +196,7 @@ def check_differences(split: str, pairs: PreferenceDataset) -> list[str]:
     ]
 
 
-WINDOW = 1024
-"""Samples that are packed among themselves, so that an epoch's packs follow the epoch's order."""
+WINDOW = 1024  # samples that are packed among themselves, so that an epoch's packs follow the epoch's order
 _AT_ONCE = 128  # windows, whose packs fit into a processor's cache
 
 
