@@ -45,7 +45,6 @@ from multigpu_cli.runtime import factories
 if TYPE_CHECKING:
     from multigpu_cli.data.fetcher import SeededDataset
 
-
 _MOST_SCANNED = 100_000
 _MOMENT, _INTERVAL = 1.0, 10.0  # seconds of reading until the user is told, and told again
 

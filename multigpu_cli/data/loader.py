@@ -22,7 +22,6 @@ from multigpu_cli.planning.batch import BatchPlan, StepLayout
 if TYPE_CHECKING:
     from multigpu_cli.data.fetcher import ItemFetcher
 
-
 _SHARE_OF_GPU = 0.25  # of its free memory, which a dataset may use with --data-on-device auto
 
 

@@ -253,8 +253,6 @@ def _from_bytes(content: Tensor) -> Any:
 
 
 Result = TypeVar("Result")
-
-
 _KINDS = (TrainingError, RequestError, OutOfMemory)  # the types of errors that are raised on all ranks
 
 

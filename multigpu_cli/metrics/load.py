@@ -36,7 +36,6 @@ from multigpu_cli.tasks.base import BatchMetrics, Task
 from multigpu_cli.tasks.metric import Metric, MetricMeter, Moved, to_tensor
 
 _SAME_LENGTH = "a tensor (k,), with the same k for every batch, of sums over the samples of the batch"
-
 _MESSAGE = 2**22  # bytes; batches are sent together up to about twice that
 
 

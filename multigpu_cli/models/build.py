@@ -154,7 +154,6 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 _DOWNLOADS = ["pretrained", "weights", "weights_backbone"]  # how timm and torchvision call what they would download
 _OUTPUTS = re.compile("class|label|(^|_)out|action|vocab")  # in the name of a parameter that is a number of outputs
-
 _NO_DEFAULT = inspect.Parameter.empty
 
 

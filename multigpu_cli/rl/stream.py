@@ -20,8 +20,6 @@ from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.precision import Precision
 
 _CHOICES, _ORDER = 0xAC7, 0x08D  # keep these random streams apart
-
-
 _STATE = ("begun", "memory", "tally", "promised")
 
 

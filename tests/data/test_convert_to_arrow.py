@@ -34,7 +34,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     sources = [tmp_path / "many", write_csv(tmp_path / "a.csv"), write_jsonl(tmp_path / "a.jsonl")]
     for number, source in enumerate(sources):
         found = convert_to_arrow(source, tmp_path / "to" / str(number))
-        assert (found.rows, found.files) == (60, 1)
+        assert (found["rows"], found["files"]) == (60, 1)
         assert read(tmp_path / "to" / str(number)) == ROWS
     state = json.loads((tmp_path / "to" / "0" / "state.json").read_text())
     assert [each["filename"] for each in state["_data_files"]] == ["data-00000-of-00001.arrow"]
@@ -52,9 +52,9 @@ def test_large_tables_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(module, "_PIECE", 300)
     monkeypatch.setattr(module, "_FILE", 1000)
     found = convert_to_arrow(write_csv(tmp_path / "a.csv"), tmp_path / "to")
-    assert found.files > 1
+    assert found["files"] > 1
     assert read(tmp_path / "to") == ROWS
-    assert found.bytes == sum(file.stat().st_size for file in (tmp_path / "to").glob("*.arrow"))
+    assert found["bytes"] == sum(file.stat().st_size for file in (tmp_path / "to").glob("*.arrow"))
 
 
 def test_an_existing_target_is_not_touched(tmp_path: Path) -> None:

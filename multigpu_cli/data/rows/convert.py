@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import flush_folder
@@ -37,19 +37,11 @@ _AS_STORED: dict[str, Any] = {  # of what `datasets.load_from_disk` reads beside
 _SUPPORTED = "a .parquet, .csv, .tsv or .jsonl file (text may be gzipped), or a folder with files of one of these kinds"
 
 
-class Converted(NamedTuple):
-    """What was written: how many rows, bytes and files, and the type of each column in Arrow's words."""
-
-    rows: int
-    bytes: int
-    files: int
-    columns: dict[str, str]
-
-
-def convert_to_arrow(source: Path, target: Path) -> Converted:
+def convert_to_arrow(source: Path, target: Path) -> dict[str, Any]:
     """Write the rows of a file, or of the files of a folder in the order of their names, to a new folder.
 
     The folder appears whole or not at all. Memory holds about two record batches of 32 MB, and of Parquet a row group.
+    Returns what was written, for JSON: rows, bytes, files, and the type of each column in Arrow's words.
     """
     if os.path.lexists(target):
         raise RequestError(f"--to {target} exists already", remedy="a new folder, or remove that one first")
@@ -82,7 +74,7 @@ def _find_kind(file: Path) -> str:
     return next((kind for ending, kind in _KINDS.items() if file.name.lower().endswith(ending)), "")
 
 
-def _write_folder(files: list[Path], folder: Path) -> Converted:
+def _write_folder(files: list[Path], folder: Path) -> dict[str, Any]:
     pyarrow = load_pyarrow()
     written: list[Path] = []
     rows, schema, sink, writer = 0, None, None, None
@@ -110,7 +102,8 @@ def _write_folder(files: list[Path], folder: Path) -> Converted:
     (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     flush_folder(folder / "state.json")
     flush_folder(folder)
-    return Converted(rows, sum(sizes), len(names), {field.name: str(field.type) for field in schema})
+    columns = {field.name: str(field.type) for field in schema}
+    return {"rows": rows, "bytes": sum(sizes), "files": len(names), "columns": columns}
 
 
 def _join_batches(files: list[Path]) -> Iterator[Any]:
@@ -171,9 +164,9 @@ def _decode_dictionaries(table: Any) -> Any:
 
 
 def convert_data(source: str, to: str) -> dict[str, Any]:
-    """Convert a file or folder; returns what was written, for JSON."""
+    """The same of what the command is given, with the folder."""
     written = convert_to_arrow(Path(path.read(source, "SOURCE")), Path(path.read(to, "--to")))
-    return {"to": str(Path(to)), **written._asdict()}
+    return {"to": str(Path(to)), **written}
 
 
 def format_conversion(found: dict[str, Any]) -> list[str]:
