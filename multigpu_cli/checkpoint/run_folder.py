@@ -66,18 +66,12 @@ def resume_exists(resume: str) -> bool:
 def choose_resume_point(
     config: Config,
     *,
-    attempt: int,
-    begun: Sequence[str] = (),
-    elsewhere: bool = False,
-    find_damage: FindDamage = find_quick_damage,
+    attempt: int,  # how often the launcher has restarted this process
+    begun: Sequence[str] = (),  # run folders of earlier attempts of this launch; only these are continued
+    elsewhere: bool = False,  # another node has the checkpoint that --resume names
+    find_damage: FindDamage = find_quick_damage,  # what to look at; as it is, the content of pieces is not
 ) -> ResumePoint:
     """Choose the run folder and the checkpoint to resume from; nothing is written.
-
-    Args:
-        attempt: how often the launcher has restarted this process.
-        begun: run folders of earlier attempts of this launch; only these are continued.
-        elsewhere: another node has the checkpoint that --resume names.
-        find_damage: what to look at; as it is, the content of pieces is not.
 
     RequestError: --resume names no checkpoint, or is "never" for a folder that holds a run; another run is using the
     folder; or none of its checkpoints is intact. TrainingError: an earlier attempt of this run still uses the folder.

@@ -87,25 +87,19 @@ class BatchStream(ABC):
 
 
 class Loader(BatchStream):
-    """Loads the batches of one split for one worker.
-
-    Args:
-        split: a TensorDataset is indexed by whole batches; any other dataset is fetched sample by sample.
-        source: its `prepare` and `augment` are applied.
-        workers_here: workers on this machine, whose loaders share its cores.
-    """
+    """Loads the batches of one split for one worker."""
 
     _fetch: "_InMemoryFetcher | ItemFetcher"
 
     def __init__(
         self,
-        split: Dataset[Any],
-        source: DataSource,
+        split: Dataset[Any],  # a TensorDataset is indexed by whole batches; any other is fetched sample by sample
+        source: DataSource,  # its `prepare` and `augment` are applied
         config: DataConfig,
         *,
         device: torch.device,
         seed: int,
-        workers_here: int = 1,
+        workers_here: int = 1,  # workers on this machine, whose loaders share its cores
     ) -> None:
         self.source, self.device, self.seed = source, device, seed
         self.size = len(split)  # type: ignore[arg-type]

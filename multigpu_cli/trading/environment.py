@@ -40,13 +40,8 @@ class Trading(EnvironmentGroup):
     """Observations are the day's features (see Market), then the shares of the portfolio in cash and in each symbol.
 
     All episodes have the same length, so those of a group begin and end together. They are truncated at their last
-    date, whose state has a value. Observations are views of a buffer that is not written again.
-
-    Args:
-        span: first and last day of the split.
-        dtype: of observations and rewards; money is float64 throughout.
-        recording: store each day's value and count trades, for the metrics; else only the return is known. The
-            baselines' metrics are those of the first environment's dates.
+    date, whose state has a value. Observations are views of a buffer that is not written again. The baselines' metrics
+    are those of the first environment's dates.
     """
 
     _first: Tensor  # (E,) day on which the episode began
@@ -60,13 +55,13 @@ class Trading(EnvironmentGroup):
         self,
         market: Market,
         rules: TradingRules,
-        span: tuple[int, int],
+        span: tuple[int, int],  # first and last day of the split
         numbers: Sequence[int],
         seed: int,
         device: torch.device,
         *,
-        dtype: torch.dtype = torch.float32,
-        recording: bool = False,
+        dtype: torch.dtype = torch.float32,  # of observations and rewards; money is float64 throughout
+        recording: bool = False,  # store values and count trades, for the metrics; else only the return is known
     ) -> None:
         self.market, self._rules, self._span, self._numbers, self._seed = market, rules, span, tuple(numbers), seed
         self._device, self._dtype, self._recording = device, dtype, recording

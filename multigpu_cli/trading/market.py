@@ -54,24 +54,15 @@ class Market:
 def build(
     prices: Prices,
     *,
-    window: int = 1,
-    period: int = 30,
-    turbulence: float | None = 0.9,
-    turbulence_window: int = 252,
-    fill: str = "close",
-    val_from: Any = None,
-    test_from: Any = None,
+    window: int = 1,  # days in an observation; training begins where that many are available
+    period: int = 30,  # days of RSI, CCI and ADX, as in FinRL; the first 2 · period dates only warm them up
+    turbulence: float | None = 0.9,  # days above this quantile of the training dates' are stopped; None stops no day
+    turbulence_window: int = 252,  # days that a day's returns are compared with
+    fill: str = "close",  # an order of a day is executed at its close, or at the open of the next day
+    val_from: Any = None,  # first date of validation (default: 70 % of the dates are before it)
+    test_from: Any = None,  # first date of test (default: the last 15 %)
 ) -> Market:
-    """Compute indicators, splits and days of high turbulence.
-
-    Args:
-        window: days in an observation; training begins where that many are available.
-        period: days of RSI, CCI and ADX, as in FinRL; the first 2 · period dates only warm them up.
-        turbulence: days above this quantile of the training dates' turbulence are stopped; None stops no day.
-        turbulence_window: days that a day's returns are compared with.
-        fill: an order of a day is executed at its close, or at the open of the next day.
-        val_from, test_from: first date of validation and test (default: 70, 15 and 15 % of the dates).
-    """
+    """Compute indicators, splits and days of high turbulence."""
     unrest = turbulence_indicators(prices.close, turbulence_window)
     days = _split(prices.dates, max(window - 1, 2 * period), val_from, test_from)
     threshold = np.inf if turbulence is None else _threshold(unrest, days["train"], turbulence, turbulence_window)

@@ -67,18 +67,12 @@ def load(
     data_dir: str | None,
     mode: str,
     seed: int,
-    size: Annotated[int, integer(1)] = 64,
-    resize: Annotated[int | None, integer(1)] = None,
+    size: Annotated[int, integer(1)] = 64,  # the square that the model sees, in pixels
+    resize: Annotated[int | None, integer(1)] = None,  # what the shorter side becomes first (default: a seventh more)
     augment: bool = True,
-    new: str | None = None,
+    new: str | None = None,  # a folder of images whose classes nobody knows, for predictions
 ) -> DataSource:
-    """The images of a folder.
-
-    Args:
-        size: the square that the model sees, in pixels.
-        resize: what the shorter side becomes first (default: a seventh more than `size`).
-        new: a folder of images whose classes nobody knows, for predictions.
-    """
+    """The images of a folder."""
     larger = choose_shorter_side(size, resize)
     check_pillow("image-folder")
     if data_dir is None:

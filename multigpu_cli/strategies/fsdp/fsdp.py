@@ -35,20 +35,8 @@ _MARKS = 2**16  # their squares, summed over a thousand workers, are whole numbe
 class FSDP2(Strategy):
     """FSDP2 over the process group; gradients are summed, since losses are divided by the global count already.
 
-    The optimizer works on this rank's rows as ordinary tensors: fused kernels take no DTensors.
-
-    Args:
-        model: whole on the rank `source`, perhaps on the meta device on the others; it is sharded in place.
-        average: a copy of the model, such as its exponential moving average; sharded alike, and given its weights.
-        blocks: the names of modules whose weights are gathered as one, inner ones first; the rest is one more.
-        finds_unused: what no worker used in a step has no gradient, rather than zeros.
-        keeps_weights: gathered weights are kept until the step's last backward pass: less traffic, more memory.
-        source: the rank whose weights all get; None: nobody's, since a state is loaded before the first pass.
-        shard_size: workers of each group that has all rows; None: all workers are one.
-        param_dtype: in which weights are gathered; None: as they are.
-
-    Raises:
-        RequestError: the weights can't be divided.
+    The optimizer works on this rank's rows as ordinary tensors: fused kernels take no DTensors. RequestError: the
+    weights can't be divided.
     """
 
     name = "fsdp"
@@ -64,16 +52,16 @@ class FSDP2(Strategy):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module,  # whole on the rank `source`, perhaps on the meta device on the others; sharded in place
         world: World,
-        average: nn.Module | None = None,
+        average: nn.Module | None = None,  # a copy of the model, such as its EMA; sharded alike, given its weights
         *,
-        blocks: Sequence[str] = (),
-        keeps_weights: bool = False,
-        finds_unused: bool = False,
-        source: int | None = 0,
-        shard_size: int | None = None,
-        param_dtype: torch.dtype | None = None,
+        blocks: Sequence[str] = (),  # names of modules that are gathered as one, inner ones first; the rest is one more
+        keeps_weights: bool = False,  # gathered ones stay until the last backward pass: less traffic, more memory
+        finds_unused: bool = False,  # what no worker used in a step has no gradient, rather than zeros
+        source: int | None = 0,  # whose weights all get; None: nobody's, a state is loaded before the first pass
+        shard_size: int | None = None,  # workers of each group that has all rows; None: all workers are one
+        param_dtype: torch.dtype | None = None,  # in which weights are gathered; None: as they are
     ) -> None:
         probe.check_can_be_sharded(model)
         whole = dict(model.named_parameters())  # they are emptied, and tell which rows are in their place
