@@ -21,15 +21,11 @@ class Discrete:
 
 @dataclass(frozen=True)
 class Box:
-    """Continuous actions: (E, *shape) float32.
-
-    Attributes:
-        low, high: bounds of all elements, or one per element in row-major order; may be infinite.
-    """
+    """Continuous actions: (E, *shape) float32."""
 
     shape: tuple[int, ...]
-    low: float | tuple[float, ...]
-    high: float | tuple[float, ...]
+    low: float | tuple[float, ...]  # the bound of all elements, or one per element in row-major order; may be infinite
+    high: float | tuple[float, ...]  # likewise, from above
 
     def clip(self, actions: Tensor) -> Tensor:
         """The nearest actions within the bounds."""
@@ -39,21 +35,13 @@ class Box:
 
 
 class StepReturn(NamedTuple):
-    """The result of a step.
+    """The result of a step."""
 
-    Attributes:
-        observation: (E, *shape), the policy's next input: after the end of an episode, the first one of a new episode.
-        reward: (E,) float32.
-        terminated: (E,) bool; the episode reached a terminal state, whose value is 0.
-        truncated: (E,) bool; the episode was cut off (a time limit), and its last state has a value.
-        last_observation: (E, *shape), like `observation`, but the last one of its episode where one ended.
-    """
-
-    observation: Tensor
-    reward: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    last_observation: Tensor
+    observation: Tensor  # (E, *shape), the policy's next input: after an episode's end, the first one of a new episode
+    reward: Tensor  # (E,) float32
+    terminated: Tensor  # (E,) bool; the episode reached a terminal state, whose value is 0
+    truncated: Tensor  # (E,) bool; the episode was cut off (a time limit), and its last state has a value
+    last_observation: Tensor  # (E, *shape), like `observation`, but the last one of its episode where one ended
 
 
 class EnvironmentGroup(ABC):
@@ -65,16 +53,11 @@ class EnvironmentGroup(ABC):
     A factory (registry, or "module:factory") returns a group. It is called with those arguments that it names among
     `split` (train, val or test), `data_dir`, `numbers` (global numbers of the E environments, tuple[int, ...]), `seed`
     (of the split), `device` and the data.args.
-
-    Attributes:
-        observation_shape: of one environment; observations are float32.
-        action: the action space.
-        remark: a description of the environments, which the plan shows.
     """
 
-    observation_shape: tuple[int, ...]
-    action: Discrete | Box
-    remark: str = ""
+    observation_shape: tuple[int, ...]  # of one environment; observations are float32
+    action: Discrete | Box  # the action space
+    remark: str = ""  # a description of the environments, which the plan shows
 
     @abstractmethod
     def reset(self) -> Tensor:
