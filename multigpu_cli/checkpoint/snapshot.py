@@ -43,10 +43,7 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """The objects that a checkpoint covers.
-
-    `part_states` are those of the restored checkpoint that parts have not taken: state by name by entry.
-    """
+    """The objects that a checkpoint covers."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -57,6 +54,7 @@ class TrainState:
     restore_warning: str = ""  # a message that names what the checkpoint could not restore
     initial_weights: WeightMatch | None = None  # what --init-from loaded, on the rank that read it
     part_states: dict[str, dict[str, Any]] = field(default_factory=lambda: {entry: {} for entry in PART_STATES})
+    """Those of the restored checkpoint that parts have not taken: state by name by entry."""
 
     def capture(self, into: dict[str, Any] | None = None) -> dict[str, Any]:
         """Plain values and tensors in host memory; see `begin_capture`."""

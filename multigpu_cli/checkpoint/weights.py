@@ -177,13 +177,10 @@ def format_shape(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TrainedWeights:
-    """The trained weights of a run, the averaged ones if it used --ema, with the settings of that run.
-
-    The outline has names → tensors; those in pieces are on the meta device.
-    """
+    """The trained weights of a run, the averaged ones if it used --ema, with the settings of that run."""
 
     origin: Path  # the file that they are in, or the folder of a checkpoint where several files hold them
-    outline: dict[str, Any]
+    outline: dict[str, Any]  # names → tensors; those in pieces are on the meta device
     settings: dict[str, Any]  # of the run, by key
     model: str | None = None  # name of the model, None where it follows from the settings
     read_piece: Callable[[str, Tensor], Tensor] | None = None  # the tensor in pieces of a name and an outline

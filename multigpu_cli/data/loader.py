@@ -43,14 +43,11 @@ StepWork = tuple[StepLayout, Iterator[Batch]]  # the layout of one optimizer ste
 
 
 class BatchStream(ABC):
-    """The micro-batches of one worker: a Loader yields those of a dataset; a task may define its own stream.
-
-    Where it is `resumable_only_at_epoch`, a run can resume only at an epoch's end: checkpoints are written only there.
-    """
+    """The micro-batches of one worker: a Loader yields those of a dataset; a task may define its own stream."""
 
     size: int  # samples in an epoch
     data_location: str  # where the samples are, for the journal
-    resumable_only_at_epoch = False
+    resumable_only_at_epoch = False  # a run can resume only at an epoch's end: checkpoints are written only there
     ready = False  # the batches lie on the GPU as the model takes them: there is no wait for them
 
     @abstractmethod

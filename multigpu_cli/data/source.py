@@ -39,12 +39,11 @@ class LoaderOptions:
 
 
 class Codec:
-    """What makes samples of a dataset's own texts or rows; this one, of samples that are numbers already.
+    """What makes samples of a dataset's own texts or rows; this one, of samples that are numbers already."""
 
-    `record` is what checkpoints record of a pretrained model's tokenizer, where it makes the samples.
-    """
-
-    record: Mapping[str, str] = MappingProxyType({})
+    record: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # of a pretrained model's tokenizer that makes them, in checkpoints
 
     def serialize(self) -> str:
         """The codec as text, from which it can be built again; empty where that takes the data."""

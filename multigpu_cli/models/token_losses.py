@@ -48,12 +48,9 @@ class TokenLosses(NamedTuple):
 
 
 class ComputesTokenLosses(nn.Module):
-    """A network that is called with tokens for logits, and with `TokenTargets` for `TokenLosses`.
+    """A network that is called with tokens for logits, and with `TokenTargets` for `TokenLosses`."""
 
-    `limits` are how many tokens it has an embedding for, and how many places; None: it names no such number.
-    """
-
-    limits: tuple[int, int | None]
+    limits: tuple[int, int | None]  # tokens that it has an embedding for, and places; None: it names no such number
 
 
 def compute_token_losses(

@@ -10,14 +10,11 @@ from multigpu_cli.config.types import integer, number, switch
 
 
 class RunningMoments:
-    """Count, mean and squared deviations of k quantities, by Chan's parallel update (Chan et al. 1979).
-
-    `state` (1 + 2k,) float64 on the CPU has count, means and sums of squared deviations.
-    """
+    """Count, mean and squared deviations of k quantities, by Chan's parallel update (Chan et al. 1979)."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.state = torch.zeros(1 + 2 * size, dtype=torch.float64)
+        self.state = torch.zeros(1 + 2 * size, dtype=torch.float64)  # count, means, sums of squared deviations; on CPU
 
     def add(self, parts: Tensor) -> None:
         """Add results of `sum_moments`, (parts, 1 + 2k), row by row."""

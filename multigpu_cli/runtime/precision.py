@@ -23,10 +23,7 @@ class PrecisionChoice(NamedTuple):
 
 
 def choose_precision(wanted: str, device: torch.device) -> PrecisionChoice:
-    """The requested format; for "auto" bf16 on CUDA devices that support it, fp16 on older ones, fp32 on CPU.
-
-    No CPU takes fp16.
-    """
+    """The requested format; for "auto" bf16 on CUDA devices that support it, fp16 on older ones, fp32 on CPU."""
     if wanted == "fp16" and device.type == "cpu":
         raise RequestError("--amp fp16 needs a GPU: CPUs have no fast fp16", remedy="use --amp bf16 or --amp off")
     if wanted != "auto":
@@ -59,13 +56,11 @@ _threshold = torch.ops.aten.threshold_backward.default  # of value, compared and
 
 
 class Precision:
-    """Autocast, scaled backward, clipping and the optimizer step.
-
-    With `keeps_casts` autocast keeps weights that it has cast until the pass ends, for a layer that uses them again.
-    """
+    """Autocast, scaled backward, clipping and the optimizer step."""
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self.device, self.keeps_casts = name, device, True
+        self.name, self.device = name, device
+        self.keeps_casts = True  # autocast keeps weights that it has cast until the pass ends, for another use of them
         self._dtype = DTYPES.get(name)
         self._scaler, self._scales = torch.amp.GradScaler(device.type, enabled=name == "fp16"), name == "fp16"
         self._key: tuple[float, torch.dtype] | None = None
@@ -163,10 +158,7 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    """The total norm of the gradients, ().
-
-    get_total_norm groups them by device and dtype first, which for a small model takes longer than the arithmetic.
-    """
+    """The total norm (); get_total_norm groups them first, which for a small model takes longer than the arithmetic."""
     if len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:
         return torch.nn.utils.get_total_norm(gradients)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # type: ignore[no-any-return]

@@ -38,16 +38,13 @@ class Column:
 
 
 class RowStore(ABC):
-    """Rows on the disk; reading is safe in forked processes, and a pickled store opens its files anew.
+    """Rows on the disk; reading is safe in forked processes, and a pickled store opens its files anew."""
 
-    `label` names its files in messages; `columns` are in the files' order.
-    """
-
-    columns: dict[str, Column]
+    columns: dict[str, Column]  # in the files' order
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = [Path(file).absolute() for file in files]
-        self.label = str(files[0]) if len(files) == 1 else str(Path(files[0]).parent)
+        self.label = str(files[0]) if len(files) == 1 else str(Path(files[0]).parent)  # for messages
 
     def __reduce__(self) -> tuple[Callable[..., "RowStore"], tuple[list[Path]]]:
         return type(self), (self.files,)
