@@ -58,15 +58,12 @@ def publish_stream(
 
 
 class DraftFile:
-    """A file that is flushed to disk after each chunk, which counts as progress.
-
-    It counts and hashes what is written, and keeps the error of a failed write.
-    """
+    """A file that is flushed to disk after each chunk, which counts as progress."""
 
     def __init__(self, file: BinaryIO, moved: Moved) -> None:
         self._file, self._moved, self._since = file, moved, 0
-        self.size, self.sum = 0, sha256()
-        self.error: OSError | None = None
+        self.size, self.sum = 0, sha256()  # of what was written
+        self.error: OSError | None = None  # of a failed write
 
     def write(self, content: bytes | memoryview) -> int:
         view = memoryview(content).cast("B")
@@ -152,10 +149,7 @@ def check_unlocked(folder: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Create the folder and hold its lock for the duration of the context.
-
-    RequestError: the folder can't be created or has a link in it, or another run holds its lock.
-    """
+    """Create the folder, and hold its lock; RequestError: it can't be made, has a link in it, or another run holds it."""
     refuse_links(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

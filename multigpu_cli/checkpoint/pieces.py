@@ -73,10 +73,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Pieces:
-    """Reads tensors, or some rows of them, from these files of an intact checkpoint, as they are asked for.
-
-    RequestError: a file has no rows, although its checksum is right.
-    """
+    """Reads tensors, or rows of them, from these files of an intact checkpoint; RequestError: a file has no rows."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self._folder = folder

@@ -153,10 +153,7 @@ def check_pillow(name: str) -> None:
 
 
 def choose_shorter_side(size: int, resize: int | None) -> int:
-    """Pixels of the shorter side before a square of `size` is cut out: a seventh more, unless something else is asked.
-
-    RequestError: less than the square.
-    """
+    """Pixels of the shorter side before a square of `size` is cut out; RequestError where less than that is asked."""
     if resize is not None and resize < size:
         raise RequestError(f"data.args.resize: {resize} pixels", remedy=f"a whole number of at least {size}")
     return resize or size * 8 // 7

@@ -132,10 +132,7 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 
 def connect_collectives(world: World, groups: Sequence[dist.ProcessGroup], *, pairs: bool) -> None:
-    """Call collectives once in each group, since NCCL takes the memory for each kind when it first comes.
-
-    With `pairs` also those between any two ranks.
-    """
+    """Call collectives once in each group, with `pairs` all-to-all too: NCCL takes memory for each kind as it comes."""
     smallest = -all_reduce_max(world, [-torch.cuda.mem_get_info(world.device)[1]])[0]
     most = min(2**24, int(smallest) // 64)  # bytes: short messages take other ways
     for group in (None, *groups):

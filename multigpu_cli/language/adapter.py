@@ -257,10 +257,7 @@ class Adapter(Part):
 
 
 def fingerprint_base_model(config: Config, tokenizer: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 of the weights beside which an adapter learns, and of the tokenizer; and the chat template's text.
-
-    The weights are read once in a process, however often this is called.
-    """
+    """SHA-256 of the weights beside which an adapter learns, and of the tokenizer; and the chat template's text."""
     if config.adapter.kind == "none":
         return dict(tokenizer)
     return {"weights": hash_weights(find_model_folder(config.model.dir))} | dict(tokenizer)

@@ -104,10 +104,7 @@ class MirrorProcess:
 
 
 class Mirroring(Part):
-    """Mirrors the run folder from rank 0; a completed run waits at its end until all is sent.
-
-    It does not wait for a mirror that hangs, nor after a signal.
-    """
+    """Mirrors the run folder from rank 0; a completed run waits until all is sent, but not after a signal or a hang."""
 
     _process: MirrorProcess
 

@@ -207,10 +207,7 @@ class Sampler:
         self._thread.start()
 
     def read(self) -> list[float]:
-        """Means since the last call: utilisation in %, °C, watts, bytes of memory in use; NaN where unknown.
-
-        Without a sample since then, the values of the last one.
-        """
+        """Means since the last call: utilisation in %, °C, watts, bytes of memory in use; NaN where unknown."""
         with self._lock:
             samples, self._samples = self._samples or [self._last], []
             self._last = samples[-1]

@@ -114,10 +114,7 @@ def dump_json(value: Any, *, indent: int | None = None) -> str:
 
 
 class Journal:
-    """Appends events to a file, and then hands each of them to the listeners; without a file, as on ranks above 0, too.
-
-    It warns when no lines can be written.
-    """
+    """Appends events to a file, if it has one, and hands each to the listeners; it warns when none can be written."""
 
     def __init__(
         self, path: Path | str | None, listeners: Sequence[Callable[[Event], None]] = (), warn: Warn = warnings.warn

@@ -84,10 +84,7 @@ class StepBuffers:
             group.write(torch.where(skipped.bool(), group.start, group.read()))
 
     def apply_mean_change(self, summed: list[Tensor] | None = None) -> None:
-        """After the last micro-batch: apply the mean change of all micro-batches on all workers.
-
-        Changes in floating buffers may be `summed` over all workers already.
-        """
+        """Apply the mean change of all micro-batches on all workers; of floating buffers it may be `summed` already."""
         if not self._groups:
             return
         self._rebind()

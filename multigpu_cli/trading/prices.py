@@ -157,10 +157,7 @@ _FIRST = date(2000, 1, 3)
 
 
 def draw_prices(seed: int, symbols: int = 5, days: int = 1500) -> Prices:
-    """Geometric Brownian motion with one common factor: the past does not predict the future.
-
-    A policy's return on such prices beyond their drift is chance.
-    """
+    """Geometric Brownian motion with one common factor: a policy's return on it beyond the drift is chance."""
     random = np.random.default_rng([seed, symbols, days])
     market, own = _MARKET / sqrt(_TRADING_DAYS), _OWN / sqrt(_TRADING_DAYS)
     shocks = market * random.standard_normal((days, 1)) + own * random.standard_normal((days, symbols))

@@ -262,10 +262,7 @@ class RowSum:
 
 
 class ExactFSDP2(FSDP2):
-    """FSDP2 with gradients that are summed in a fixed order; see `FSDP2` for the arguments.
-
-    Parameters without a gradient count as zeros, as without sharding.
-    """
+    """FSDP2 with gradients summed in a fixed order; parameters without one count as zeros, as without sharding."""
 
     interleaved = True
     keeps_casts = True  # without sharding the gradient of a weight that is used twice is rounded once, in the cast
@@ -318,10 +315,7 @@ class ExactFSDP2(FSDP2):
             rows.grad = torch.zeros_like(rows) if rows.grad is None else rows.grad
 
     def total_norm(self, local: Tensor) -> Tensor:
-        """The norm () in the order of one process: that of the norms of whole tensors.
-
-        Each worker receives the rows of some gradients, one at a time.
-        """
+        """The norm () in the order of one process: each worker computes those of some whole gradients."""
         norms, workers, rank = local.new_zeros(len(self._pairs)), self._world.size, self._world.rank
         for first in range(0, len(norms), workers):
             gradient = self._exchange_gradients(range(first, min(first + workers, len(norms))))

@@ -65,10 +65,7 @@ def list_groups(roots: Iterable[nn.Module]) -> list[Any]:
 
 @contextmanager
 def without_collectives(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Within it, passes of these sharded models stay on this worker; one may fail in the middle, and none has a result.
-
-    Needs `can_probe`.
-    """
+    """Passes within it stay on this worker; one may fail in the middle, and none has a result. Needs `can_probe`."""
     groups = list_groups(roots)
     real = [(group._all_gather_comm, group._reduce_scatter_comm) for group in groups]
     for group, (gather, scatter) in zip(groups, real, strict=True):
