@@ -149,7 +149,7 @@ def check_unlocked(folder: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Create the folder, and hold its lock; RequestError: it can't be made, has a link in it, or another run holds it."""
+    """Create the folder, and hold its lock; RequestError: it can't be made, has a link in it, or another run has it."""
     refuse_links(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
