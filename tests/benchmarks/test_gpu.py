@@ -15,6 +15,7 @@ from benchmarks import gpu, gpu_side, gpu_workloads
 from benchmarks.gpu import Turn
 from benchmarks.gpu_side import Kernels, idle_share
 from benchmarks.gpu_workloads import CannotRun, data_dir, jobs, resnet50
+from benchmarks.paired_timing import ROOT
 from tests.monitor.test_meters import Clock
 
 Measure = Callable[..., dict[str, Any]]
@@ -179,6 +180,43 @@ def test_the_limit_has_what_ours_sets_and_warms_up_outside_of_its_clock(monkeypa
     timed = done[len(done) - done[::-1].index("clock") - 6 :][:6]
     assert (done[0], timed) == ("fast", ["clock", *["step"] * 4, "clock"])
     assert done.index("step") < len(done) - done[::-1].index("clock") - 6, "the first steps come before"
+
+
+def test_the_limit_of_a_compiled_job_has_its_loss_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, torch.Size]] = []
+
+    def compile(function: Callable[..., torch.Tensor], mode: str) -> Callable[..., torch.Tensor]:
+        def call(*given: Any) -> torch.Tensor:
+            found = function(*given)
+            compiled.append((mode, found.shape))
+            return found
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile)
+    for name in ("gpt2", "gpt2-compiled"):
+        gpu_side._plain_step(jobs(tiny=True)[name], torch.device("cpu"))()
+    assert compiled == [("default", torch.Size([]))]
+
+
+def test_the_data_is_copied_to_where_git_ignores_it(tmp_path: Path) -> None:
+    """For a machine that has this folder alone; also from files that nobody may write."""
+    (project := tmp_path / "project").mkdir()
+    for name in ("Makefile", ".gitignore"):
+        (project / name).write_text((ROOT / name).read_text())
+    for folder in ("har", "fashion-mnist"):
+        file = tmp_path / "shared" / "data" / folder / "file"
+        file.parent.mkdir(parents=True)
+        file.write_text(folder)
+        file.chmod(0o444)
+    for _ in range(2):
+        subprocess.run(["make", "--silent", "gpu-data"], cwd=project, check=True)
+    copied = [project / "shared" / "data" / folder / "file" for folder in ("har", "fashion-mnist")]
+    assert [(file.read_text(), file.stat().st_mode & 0o200) for file in copied] == [
+        ("har", 0o200),
+        ("fashion-mnist", 0o200),
+    ]
+    assert "/shared/" in (project / ".gitignore").read_text().splitlines()
 
 
 def test_a_side_that_fails_says_why() -> None:

@@ -11,11 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from multigpu_cli.config.sources import resolve
 from multigpu_cli.distributed import process_group as group_module
 from multigpu_cli.distributed.launch_env import LaunchEnv, leave_failures_to_watchdog
+from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.process_group import check_own_gpus, init_process_group, process_group
 from multigpu_cli.distributed.world import RankGpu, World, disable_collective_timeout
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.monitor.console import Console
+from multigpu_cli.run import open as open_module
+from multigpu_cli.run.open import resolve_request
+from multigpu_cli.run.request.spec import FromConfig
 from tests.support.fork import exit_code, wait_for_end
 from tests.support.ranks import run_on_each_rank
 
@@ -207,6 +213,27 @@ def test_mig_slices_of_a_card_are_one_gpu() -> None:
     check(slices("NVIDIA A100-SXM4-40GB", 7, 7))  # cloned machines of one name
     with pytest.raises(RequestError, match="ranks 0,1 share a GPU"):
         check(slices("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 7, 7))
+
+
+def test_a_run_forms_its_group_with_its_own_patience_and_under_its_own_watchdog(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[float, str | None]] = []
+
+    def note(launch_env: LaunchEnv, *_: Any, **__: Any) -> Any:
+        seen.append((launch_env.arrival, os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")))
+        raise ZeroDivisionError
+
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    monkeypatch.setattr(open_module, "process_group", note)
+    config, launch_env = resolve({}, ["strategy.arrival_timeout=7"], None), LaunchEnv(0, 2, 0, 2, "", 0, 0, False)
+    choice, console = Placement("ddp", (torch.device("cpu"),), 0, "of a test"), Console("silent")
+    with (
+        pytest.raises(ZeroDivisionError),
+        resolve_request(config, choice, launch_env, console, lambda error: None, FromConfig()),
+    ):
+        pass
+    assert seen == [(7.0, "0")]
 
 
 def test_ranks_have_as_long_to_arrive_as_asked_for() -> None:

@@ -1,5 +1,6 @@
 """The runner of make gpu-check: one line for each check, whatever becomes of it, and a call that goes on."""
 
+import json
 import os
 import time
 from importlib import import_module
@@ -90,10 +91,16 @@ def test_green_is_green_with_what_only_a_real_gpu_shows_left_unverified(results:
     )
 
 
-def test_what_needs_more_gpus_is_skipped_by_name(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_more_gpus_is_skipped_by_name(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trials = {name: Check("tests.gpu.trial_checks:passes", needs=needs) for name, needs in (("two", 2), ("eight", 8))}
     monkeypatch.setattr(runner, "CHECKS", trials)
-    found = list(runner.run_all(list(trials), results, 60, simulated=True, devices=4))
+    found = []
+    for line in runner.run_all(list(trials), results, 60, simulated=True, devices=4):
+        found.append(line)
+        written = (tmp_path / "results.jsonl").read_text().splitlines()
+        assert list(map(json.loads, written)) == found, "as each one ends"
     assert [(line["check"], line["verdict"]) for line in found] == [("two", "passed"), ("eight", "skipped")]
     assert found[1]["said"] == "8 GPUs are needed, and 4 here"
     end, code = results.end(list(trials))

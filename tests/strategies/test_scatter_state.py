@@ -9,6 +9,7 @@ import torch
 import torch._dynamo  # seconds; DDP imports it, and here it is done once rather than in each forked rank
 from torch import nn
 
+from multigpu_cli.checkpoint.pieces import iterate_tensors
 from multigpu_cli.config.schema import CommunicationConfig, OptimizerConfig
 from multigpu_cli.distributed.world import World
 from multigpu_cli.models.build import use_channels_last
@@ -105,14 +106,25 @@ def test_a_state_of_another_model_leaves_the_weights_as_they_were() -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_resume_takes_no_more_of_a_gpu_than_a_step(exact: bool, tmp_path: Path) -> None:
+    """And of the host next to nothing for a rank: only its file is there, once for all of a machine."""
+
     def note(sim: Simulated) -> None:
         real = assemble._restore_checkpoint
 
         def restore(*given: Any) -> None:
-            sim.device.reset_peak(given[-1].device.index)
-            real(*given)
-            most = sim.device.memory(given[-1].device.index)["peak"]
-            (tmp_path / f"{given[-1].rank}.txt").write_text(str(most))
+            strategy, world, on_host = given[1], given[-1], []
+            scatter = strategy.scatter_state
+
+            def note_host(*state: Any, **how: Any) -> Any:
+                received = scatter(*state, **how)
+                on_host.append(sum(each.nbytes for each in iterate_tensors(received) if not each.is_cuda))
+                return received
+
+            sim.device.reset_peak(world.device.index)
+            with patch.object(strategy, "scatter_state", note_host):
+                real(*given)
+            most = sim.device.memory(world.device.index)["peak"]
+            (tmp_path / f"{world.rank}.txt").write_text(f"{most} {on_host[0]}")
 
         patch.object(assemble, "_restore_checkpoint", restore).start()
 
@@ -124,4 +136,6 @@ def test_a_resume_takes_no_more_of_a_gpu_than_a_step(exact: bool, tmp_path: Path
     again = train_on_gpus(2, machine=two, prepare=note, max_steps=3, **run)
     assert not again.error, again.error
     for rank, most in enumerate(first.summary["peak_memory_bytes"]):
-        assert int((tmp_path / f"{rank}.txt").read_text()) <= most
+        on_gpu, on_host = map(int, (tmp_path / f"{rank}.txt").read_text().split())
+        assert on_gpu <= most
+        assert on_host < MIB

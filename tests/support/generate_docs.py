@@ -544,6 +544,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "gpu": ("docs/measurements.md", gpu_table),
     "status": ("docs/status.md", status_table),
     "tested": ("README.md", tested_table),
+    "tour": ("MULTI_GPU_GUIDE.md", tested_table),
 }
 """Name of a generated part → the file it stands in, and what makes it."""
 

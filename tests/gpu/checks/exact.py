@@ -57,9 +57,11 @@ def _compare(folder: Path, count: int) -> dict[str, Any]:
 
 
 def compiled_twice(folder: Path) -> dict[str, Any]:
-    """With --compile default too: the compiler decides alike in two processes."""
+    """With --compile default too: the compiler decides alike in two processes; its kernels round as no others do."""
     one, other = (_train(folder / each, "gpt", *ALONE, "--compile", "default") for each in ("one", "other"))
     same_weights(one, other)
+    plain = _train(folder / "plain", "gpt", *ALONE)
+    assert plain.summary["fingerprint"] != one.summary["fingerprint"], "what was compiled was not used"
     return figures(one)
 
 

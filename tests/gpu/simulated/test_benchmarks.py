@@ -48,6 +48,10 @@ def test_it_comes_to_its_end_and_has_nothing_to_do_a_second_time(
     ]
     assert {each["job"] for each in rows if "skipped" in each} == COMPILED
     assert all(each["peak_memory_bytes"] > 0 for each in rows if "skipped" not in each)
+    looked_at = [each for each in rows if each.get("unit") == "samples/s"]
+    assert {
+        (each["allocator_retries"], each["reserved_bytes"] > 0, each["host_seconds"] > 0) for each in looked_at
+    } == {(0, True, True)}
     again = [each for each in found[1] if "skipped" not in each]
     assert [each for each in found[0] if "figure" in each] == again, "read, not measured again"
     assert again[0]["figure"].startswith(jobs()[next(name for name in jobs() if name not in COMPILED)].name)

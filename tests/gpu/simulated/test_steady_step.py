@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from multigpu_cli import engine
 from multigpu_cli.data.loader import Batch
@@ -24,10 +25,15 @@ TEXT = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "la
 
 
 def refuse_waits(sim: Simulated) -> None:
-    """From here on in this process, a steady step in which the host waits is an error that names the lines."""
+    """From here on in this process, a steady step in which the host waits is an error that names the lines.
+
+    And a step with the kernels of another kind of run is one: --exact has deterministic ones, without TF32.
+    """
     real = engine.train_step
 
     def step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResult:
+        kernels = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+        assert kernels == ((True, "highest") if run.spec.config.reproducibility.exact else (False, "high"))
         with sim.record.watching() as events:
             outcome = real(run, layout, work)
             run.observer.loss._copied = -math.inf  # else a loss for the progress bar is read once a second
