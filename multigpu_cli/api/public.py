@@ -16,13 +16,15 @@ from multigpu_cli.api.trainers import DistributedDataParallelTrainer as Distribu
 from multigpu_cli.api.trainers import FaultToleranceManager as FaultToleranceManager
 from multigpu_cli.api.trainers import MultiGPUTrainer as MultiGPUTrainer
 from multigpu_cli.api.trainers import MultiGPUTrainingManager as MultiGPUTrainingManager
-from multigpu_cli.api.trainers import cleanup_distributed as cleanup_distributed
-from multigpu_cli.api.trainers import get_multi_gpu_metrics as get_multi_gpu_metrics
-from multigpu_cli.api.trainers import get_multi_gpu_status as get_multi_gpu_status
-from multigpu_cli.api.trainers import log_training_metrics as log_training_metrics
-from multigpu_cli.api.trainers import multi_gpu_trainer as multi_gpu_trainer
-from multigpu_cli.api.trainers import setup_data_parallel as setup_data_parallel
-from multigpu_cli.api.trainers import setup_distributed_data_parallel as setup_distributed_data_parallel
-from multigpu_cli.api.trainers import setup_multi_gpu_training as setup_multi_gpu_training
 from multigpu_cli.api.training import evaluate_with_multi_gpu as evaluate_with_multi_gpu
 from multigpu_cli.api.training import train_with_multi_gpu as train_with_multi_gpu
+
+multi_gpu_trainer = MultiGPUTrainer()
+"""The trainer that the functions of the API belong to: they share its `current_strategy` and its metrics."""
+setup_data_parallel = multi_gpu_trainer.setup_data_parallel
+setup_distributed_data_parallel = multi_gpu_trainer.setup_distributed_data_parallel
+setup_multi_gpu_training = multi_gpu_trainer.setup_multi_gpu_training
+cleanup_distributed = multi_gpu_trainer.cleanup_distributed
+log_training_metrics = multi_gpu_trainer.log_training_metrics
+get_multi_gpu_metrics = multi_gpu_trainer.get_multi_gpu_metrics
+get_multi_gpu_status = multi_gpu_trainer.get_multi_gpu_status

@@ -353,14 +353,3 @@ class FaultToleranceManager:
         if remedy:
             error.add_note(f"try: {remedy}")
         raise error
-
-
-multi_gpu_trainer = MultiGPUTrainer()
-"""The trainer that the functions of the API belong to: they share its `current_strategy` and its metrics."""
-setup_data_parallel = multi_gpu_trainer.setup_data_parallel
-setup_distributed_data_parallel = multi_gpu_trainer.setup_distributed_data_parallel
-setup_multi_gpu_training = multi_gpu_trainer.setup_multi_gpu_training
-cleanup_distributed = multi_gpu_trainer.cleanup_distributed
-log_training_metrics = multi_gpu_trainer.log_training_metrics
-get_multi_gpu_metrics = multi_gpu_trainer.get_multi_gpu_metrics
-get_multi_gpu_status = multi_gpu_trainer.get_multi_gpu_status
