@@ -11,10 +11,10 @@ from zipfile import BadZipFile, ZipFile
 
 from multigpu_cli.checkpoint.files import is_locked, lock_folder
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, parse_step, read_manifest
-from multigpu_cli.commands.options import format_size
 from multigpu_cli.commands.status import find_runs
 from multigpu_cli.config.paths import refuse_links
 from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.monitor.format import format_bytes, format_duration
 from multigpu_cli.monitor.history import load_summary
 
 _PLAIN = re.compile(
@@ -111,17 +111,10 @@ def format_checkpoints(run: str, entries: list[CheckpointEntry]) -> Iterator[str
         verdict = ": ".join(filter(None, (entry.state, entry.reason)))
         if entry.resumes:
             verdict = "valid; a run resumes from here"
-        size, age = format_size(entry.bytes), _format_age(now - entry.written)
-        yield f"{entry.name:<{width}}  {size:>9}  {age:>12}  {workers:<10}  {verdict}"
+        size, age = format_bytes(entry.bytes), format_duration(max(0.0, now - entry.written))
+        yield f"{entry.name:<{width}}  {size:>11}  {age:>12} ago  {workers:<10}  {verdict}"
     if not any(entry.resumes for entry in entries):
         yield f"{run} has no checkpoint to resume from"
-
-
-def _format_age(seconds: float) -> str:
-    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if seconds >= length:
-            return f"{pluralize(int(seconds / length), unit)} ago"
-    return "just now"
 
 
 @dataclass(frozen=True)
@@ -198,4 +191,4 @@ def _remove(found: Cleaning) -> Cleaning:
 
 
 def _describe(checkpoints: int, size: int) -> str:
-    return f"{pluralize(checkpoints, 'checkpoint')}, {format_size(size)}"
+    return f"{pluralize(checkpoints, 'checkpoint')}, {format_bytes(size)}"

@@ -203,11 +203,6 @@ def print_result(result: Any, lines: Iterable[str], *, as_json: bool) -> None:
     print(dump_json(result, indent=2) if as_json else "\n".join(lines), flush=True)
 
 
-def format_size(count: int) -> str:
-    """A number of bytes: '12.3 MB', '4.0 kB'."""
-    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
-
-
 def name_draft(target: Path) -> Path:
     """Where a new file or folder is written until it is whole."""
     return target.with_name(f".{target.name}.unchecked")

@@ -44,7 +44,7 @@ def test_it_shows_first_and_removes_when_asked(tmp_path: Path, capsys: pytest.Ca
         assert main_multi_gpu.run(["clean", str(tmp_path), "--yes"]) == 0
         after = content(tmp_path)
     size = sum(len(data) for name, data in before.items() if name.startswith("done/checkpoints/step_0"))
-    text = f"2 checkpoints, {size / 1e3:.1f} kB"
+    text = f"2 checkpoints, {size / 2**10:.2f} KiB"
     assert f"{done}     {text}\n" in shown
     assert f"nothing was removed; --yes removes {text} of 1 run, and leaves best.pt and last.pt" in shown
     assert f"{tmp_path}/work     left alone: at work\n" in shown
