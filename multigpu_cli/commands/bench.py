@@ -3,10 +3,9 @@
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil, isnan, nan
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import yaml
@@ -192,7 +191,7 @@ def write_files(benchmark: Benchmark, folder: Path) -> list[Path]:
     data, plot = folder / "bench.json", folder / "bench.png"
     with writing_to("--out", folder):
         data.write_text(dump_json(benchmark, indent=1) + "\n")
-        plot.write_bytes(draw_benchmark([asdict(rung) for rung in benchmark.rungs], str(benchmark.about["model"])))
+        plot.write_bytes(draw_benchmark(benchmark.rungs, str(benchmark.about["model"])))
     return [data, plot]
 
 
@@ -281,40 +280,40 @@ _SHADES = {
 }
 
 
-def draw_benchmark(rungs: Sequence[Mapping[str, Any]], title: str) -> bytes:
+def draw_benchmark(rungs: Sequence[BenchResult], title: str) -> bytes:
     """A PNG file of four charts; nn.DataParallel, where it was measured, is a line of its own in the first two."""
-    of_dp = [rung for rung in rungs if rung["strategy"] == "dp"]
-    rungs = [rung for rung in rungs if rung["strategy"] != "dp"]
-    workers = [rung["workers"] for rung in rungs]
+    of_dp = [rung for rung in rungs if rung.strategy == "dp"]
+    rungs = [rung for rung in rungs if rung.strategy != "dp"]
+    workers = [rung.workers for rung in rungs]
     names = [str(count) for count in workers]
     with rc_context(STYLE):
         figure = Figure(figsize=(8.8, 6.0), layout="constrained")
         (time, speed), (use, parts) = figure.subplots(2, 2)
         for at, rung in enumerate(rungs):
-            time.plot([at] * len(rung["step_ms"]), rung["step_ms"], "o", color=color_of_run(0), alpha=0.4, markersize=5)
-        time.plot(names, [median(rung["step_ms"]) for rung in rungs], "-", color=color_of_run(0), label="measured")
-        forecast = [rung["forecast_ms"] for rung in rungs]
+            time.plot([at] * len(rung.step_ms), rung.step_ms, "o", color=color_of_run(0), alpha=0.4, markersize=5)
+        time.plot(names, [rung.median for rung in rungs], "-", color=color_of_run(0), label="measured")
+        forecast = [rung.forecast_ms for rung in rungs]
         time.plot(names, forecast, "--s", color=color_of_run(1), label="forecast", markersize=4)
         time.set(title="Time of an optimizer step", ylabel="milliseconds")
-        speed.plot(names, [rung["speedup"] for rung in rungs], "-o", color=color_of_run(0), label="measured")
+        speed.plot(names, [rung.speedup for rung in rungs], "-o", color=color_of_run(0), label="measured")
         speed.plot(names, workers, ":", color="#9aa5ae", label="ideal")
         speed.set(title="Speedup", ylabel="over one worker")
         if of_dp:
-            places = [str(rung["workers"]) for rung in of_dp]
+            places = [str(rung.workers) for rung in of_dp]
             look: dict[str, Any] = {"color": color_of_run(2), "label": "DataParallel", "markersize": 4}
-            time.plot(places, [median(rung["step_ms"]) for rung in of_dp], "-^", **look)
-            speed.plot(places, [rung["speedup"] for rung in of_dp], "-^", **look)
-        efficiency = [100 * rung["efficiency"] for rung in rungs]
+            time.plot(places, [rung.median for rung in of_dp], "-^", **look)
+            speed.plot(places, [rung.speedup for rung in of_dp], "-^", **look)
+        efficiency = [100 * rung.efficiency for rung in rungs]
         use.bar(names, efficiency, color=color_of_run(0), width=0.5, label="efficiency")
-        known = [(str(rung["workers"]), rung["utilisation"]) for rung in rungs if rung["utilisation"] is not None]
+        known = [(str(rung.workers), rung.utilisation) for rung in rungs if rung.utilisation is not None]
         if known:
             use.plot(*zip(*known, strict=True), "-D", color=color_of_run(1), label="utilisation of the devices")
         use.set(title="Efficiency and utilisation", ylabel="per cent")
         below = [0.0] * len(rungs)
         for part, shade in _SHADES.items():
-            if not any(part in rung["shares"] for rung in rungs):
+            if not any(part in rung.shares for rung in rungs):
                 continue
-            heights = [100 * rung["shares"].get(part, 0.0) for rung in rungs]
+            heights = [100 * rung.shares.get(part, 0.0) for rung in rungs]
             parts.bar(names, heights, bottom=below, color=shade, label=part, width=0.5)
             below = [low + height for low, height in zip(below, heights, strict=True)]
         parts.set(title="Where the time goes", ylabel="per cent")
