@@ -154,11 +154,7 @@ _USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 def has_password(value: Any) -> bool:
     """Whether a setting's value, or a text in it, is an address with a password, as in https://me:secret@host."""
-    if isinstance(value, dict):
-        return any(has_password(entry) for entry in value.values())
-    if isinstance(value, list | tuple):
-        return any(has_password(entry) for entry in value)
-    return isinstance(value, str) and _WITH_PASSWORD.search(value) is not None
+    return any(_WITH_PASSWORD.search(text) for _, text in _texts(value, ""))
 
 
 def hide_passwords(text: str, secrets: tuple[str, ...] = ()) -> str:
