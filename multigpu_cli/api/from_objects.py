@@ -1,6 +1,7 @@
 """The caller's own model, data, loss and optimizer, in place of what the settings name."""
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -229,10 +230,7 @@ def _find_zero(factor: Callable[[int], float], expected: Collection[int]) -> int
         if found := next((step for step in expected if step > 0 and factor(step) <= 0 < factor(step - 1)), None):
             return found
         high = next((2**power for power in range(1, 40) if factor(2**power) <= 0), 0)
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if factor(middle) <= 0 else (middle, high)
-        return high if high and factor(low) > _UNDERFLOW else None
+        end = bisect_left(range(high), True, lo=high // 2 + 1, key=lambda step: factor(step) <= 0)
+        return end if high and factor(end - 1) > _UNDERFLOW else None
     except Exception:  # the user's own code may raise anything, such as at the end of a table: no end shows
         return None

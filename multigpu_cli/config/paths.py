@@ -263,11 +263,7 @@ def list_folders() -> list[Path]:
 
 def find_recipes() -> dict[str, Path]:
     """Every recipe by name; a file in ./configs hides a shipped one of its name."""
-    found: dict[str, Path] = {}
-    for folder in list_folders():
-        for file in sorted(folder.glob("*.yaml")):
-            found.setdefault(file.stem, file)
-    return found
+    return {file.stem: file for folder in reversed(list_folders()) for file in folder.glob("*.yaml")}
 
 
 def find_recipe(recipe: str) -> Path:

@@ -235,10 +235,8 @@ def find_disturbance(rows: Sequence[ForecastRow], probes: Sequence[float]) -> st
 
 def find_scaling_limit(rows: Sequence[ForecastRow]) -> int:
     """The number of workers beyond which the next row saves less than a tenth of the time."""
-    for row, following in pairwise(rows):
-        if following.seconds > 0.9 * row.seconds:
-            return row.workers
-    return rows[-1].workers
+    ends = (row.workers for row, following in pairwise(rows) if following.seconds > 0.9 * row.seconds)
+    return next(ends, rows[-1].workers)
 
 
 def fit_ring_model(points: Sequence[tuple[float, float]], workers: int) -> tuple[float, float]:
