@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -23,14 +23,6 @@ class UnreadableError(Exception):
     def __init__(self, problem: str, line: int) -> None:
         super().__init__(problem, line)
         self.problem, self.line = problem, line
-
-
-class Line(NamedTuple):
-    """One `key: value` of a mapping."""
-
-    key: str
-    value: yaml.Node
-    number: int
 
 
 class _Loader(yaml.SafeLoader):
@@ -89,11 +81,6 @@ def compose(text: str) -> yaml.Node | None:
     return node
 
 
-def list_lines(mapping: yaml.MappingNode) -> list[Line]:
-    """The entries of a checked mapping in order, with keys as they are written."""
-    return [Line(key.value, value, key.start_mark.line + 1) for key, value in mapping.value]
-
-
 def parse_plain(node: yaml.Node) -> Any:
     """A setting's value: words and numbers as text, so that YAML and flags are parsed by the same code.
 
@@ -104,7 +91,7 @@ def parse_plain(node: yaml.Node) -> Any:
     if isinstance(node, yaml.SequenceNode):
         return [parse_plain(part) for part in node.value]
     assert isinstance(node, yaml.MappingNode)
-    return {line.key: parse_typed(line.value) for line in list_lines(node)}
+    return {key.value: parse_typed(value) for key, value in node.value}
 
 
 def parse_typed(node: yaml.Node) -> Any:
@@ -181,17 +168,19 @@ def from_recipe(
 def _flat(root: yaml.MappingNode, file: str) -> list[SettingEntry]:
     """All settings of a file under their full keys; the value of one of PARTS may be a word or {name, args}."""
     entries = []
-    for key, node, number in list_lines(root):
+    for word, node in root.value:
+        key, line = word.value, word.start_mark.line + 1
         if key in PARTS and isinstance(node, yaml.MappingNode):
-            for inner, value, line in list_lines(node):
-                full = key if inner == PARTS[key] else f"{key}.{inner}"
-                read = parse_typed if inner == "args" else parse_plain
-                entries.append(SettingEntry(full, read(value), f"{file}:{line}: {key}.{inner}"))
+            for inner, value in node.value:
+                full = key if inner.value == PARTS[key] else f"{key}.{inner.value}"
+                read = parse_typed if inner.value == "args" else parse_plain
+                label = f"{file}:{inner.start_mark.line + 1}: {key}.{inner.value}"
+                entries.append(SettingEntry(full, read(value), label))
         else:
             value = parse_typed(node) if ".args" in key else parse_plain(node)
             if key == "recipe" and not isinstance(value, str | None):
-                raise UnreadableError("recipe must be a word", number)
-            entries.append(SettingEntry(key, value, f"{file}:{number}: {key}"))
+                raise UnreadableError("recipe must be a word", line)
+            entries.append(SettingEntry(key, value, f"{file}:{line}: {key}"))
     return entries
 
 
