@@ -132,9 +132,7 @@ class UserInputs:
 
     def names(self) -> dict[str, str]:
         """The names of model and data in the run folder: their classes."""
-        dataset: Any = self.train
-        while isinstance(dataset, CollatedDataset):
-            dataset = dataset.dataset
+        dataset = self.train.dataset if isinstance(self.train, CollatedDataset) else self.train
         return {"model": _class_name(unwrap_model(self.model)), "data": _class_name(dataset)}
 
 

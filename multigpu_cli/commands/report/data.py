@@ -76,7 +76,7 @@ def tabulate_outcome(runs: Sequence[RunData]) -> ReportTable:
         ("faults", [str(len(run.history.faults)) for run in runs]),
         ("fingerprint", [run.summary.get("fingerprint") or "" for run in runs]),
     ]
-    return ReportTable("Result", [run.name for run in runs], _drop_empty_rows(rows))
+    return ReportTable("Result", [run.name for run in runs], [row for row in rows if any(row[1])])
 
 
 def pick_headline(run: RunData) -> list[tuple[str, str]]:
@@ -226,11 +226,7 @@ def tabulate_environment(runs: Sequence[RunData]) -> ReportTable:
         ("CPU threads per worker", [_format_cell(run.history.plan.get("threads")) for run in runs]),
     ]
     rows += [(name, [_format_cell(start.get("versions", {}).get(name)) for start in starts]) for name in versions]
-    return ReportTable("Environment", [run.name for run in runs], _drop_empty_rows(rows))
-
-
-def _drop_empty_rows(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if any(row[1])]
+    return ReportTable("Environment", [run.name for run in runs], [row for row in rows if any(row[1])])
 
 
 def _format_cell(value: Any) -> str:

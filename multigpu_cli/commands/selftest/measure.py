@@ -301,9 +301,7 @@ class _CountingLoader(Loader):
 
     def eval_batches(self, batch_size: int, rank: int, workers: int) -> Iterator[Batch]:
         self.seen = []
-        for batch in super().eval_batches(batch_size, rank, workers):
-            self.seen += batch.sample_indices.tolist()
-            yield batch
+        return _list_samples(super().eval_batches(batch_size, rank, workers), self.seen)
 
 
 def measure_evaluation(process: SelftestProcess, stack: ExitStack) -> Measured:
