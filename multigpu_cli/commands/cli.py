@@ -14,6 +14,7 @@ from multigpu_cli.commands.options import (
     CHANGES,
     Command,
     Group,
+    option,
     print_result,
     reject_idle_flags,
     run_argument,
@@ -32,7 +33,7 @@ data_app = typer.Typer(help="Preview a dataset, or convert it.", **_LOOK)
 app.add_typer(data_app, name="data")
 
 _Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
-_ModelDir = Annotated[str | None, typer.Option(metavar="DIR", help="new location of the pretrained model")]
+_ModelDir = Annotated[str | None, option("DIR", "new location of the pretrained model")]
 _OwnCode = Annotated[bool, typer.Option("--own-code", help="allow importing custom code referenced by the run")]
 _Run = Annotated[str, run_argument("RUN", "run folder")]
 _SortBy = Annotated[
@@ -62,7 +63,7 @@ def recipes(as_json: _Json = False) -> None:
 def selftest(
     context: typer.Context,
     *,
-    steps: Annotated[str, typer.Option(metavar="N", help="number of optimizer steps to compare")] = "4",
+    steps: Annotated[str, option("N", "number of optimizer steps to compare")] = "4",
     **values: Any,
 ) -> int:
     """Check that one worker and several give the same results. Exit code 0 if all checks hold."""
@@ -104,14 +105,9 @@ def checkpoints(run: _Run, as_json: _Json = False) -> int:
 @partial(with_inference_options, options=CHANGES)
 def export(
     checkpoint: Annotated[str, run_argument("CKPT", "run folder, best.pt, last.pt, or checkpoint")],
-    to: Annotated[str, typer.Option(metavar="PATH", help="a .safetensors, .pt, .pt2 or .onnx file; or a new folder")],
-    kind: Annotated[
-        str | None,
-        typer.Option("--format", metavar="hf|adapter|merged", help="a folder for transformers or peft"),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(metavar="bf16|fp16", help="half as large: weights alone, or --format hf and merged")
-    ] = None,
+    to: Annotated[str, option("PATH", "a .safetensors, .pt, .pt2 or .onnx file; or a new folder")],
+    kind: Annotated[str | None, option("hf|adapter|merged", "a folder for transformers or peft", "--format")] = None,
+    dtype: Annotated[str | None, option("bf16|fp16", "half as large: weights alone, or --format hf and merged")] = None,
     own_code: _OwnCode = False,
     as_json: _Json = False,
     **given: Any,
@@ -144,13 +140,13 @@ def doctor(context: typer.Context, **values: Any) -> int:
 def plan(
     context: typer.Context,
     *,
-    workers: Annotated[str, typer.Option(metavar="N,N", help="worker counts to forecast")] = "1,2,4,8",
+    workers: Annotated[str, option("N,N", "worker counts to forecast")] = "1,2,4,8",
     interconnect: Annotated[
-        str | None, typer.Option(metavar="NAME", help="measured, pcie4, nvlink4, ethernet-25|100, infiniband-400")
+        str | None, option("NAME", "measured, pcie4, nvlink4, ethernet-25|100, infiniband-400")
     ] = None,
-    gpus_per_node: Annotated[str, typer.Option(metavar="N", help="workers on one machine")] = "8",
-    price_per_gpu_hour: Annotated[str | None, typer.Option(metavar="X", help="price, for the cost of a run")] = None,
-    noise_scale: Annotated[str | None, typer.Option(metavar="X", help="gradient noise scale, from the journal")] = None,
+    gpus_per_node: Annotated[str, option("N", "workers on one machine")] = "8",
+    price_per_gpu_hour: Annotated[str | None, option("X", "price, for the cost of a run")] = None,
+    noise_scale: Annotated[str | None, option("X", "gradient noise scale, from the journal")] = None,
     **values: Any,
 ) -> None:
     """Forecast memory, time and cost on several workers. The forecast starts from what one worker takes here."""
@@ -169,10 +165,10 @@ def plan(
 def bench(
     context: typer.Context,
     *,
-    workers: Annotated[str | None, typer.Option(metavar="N,N", help="worker counts (default: 1, 2, 4, …)")] = None,
-    steps: Annotated[str | None, typer.Option(metavar="N", help="steps of each run (default: 64, or 4 s)")] = None,
-    repetitions: Annotated[str, typer.Option(metavar="N", help="runs per worker count")] = "3",
-    out: Annotated[str, typer.Option(metavar="DIR", help="folder for bench.json and bench.png")] = "bench",
+    workers: Annotated[str | None, option("N,N", "worker counts (default: 1, 2, 4, …)")] = None,
+    steps: Annotated[str | None, option("N", "steps of each run (default: 64, or 4 s)")] = None,
+    repetitions: Annotated[str, option("N", "runs per worker count")] = "3",
+    out: Annotated[str, option("DIR", "folder for bench.json and bench.png")] = "bench",
     data_only: Annotated[bool, typer.Option("--data-only", help="measure data loading only")] = False,
     **values: Any,
 ) -> None:
@@ -198,7 +194,7 @@ def bench(
 def preview(
     context: typer.Context,
     *,
-    samples: Annotated[str, typer.Option(metavar="N", help="number of samples")] = "3",
+    samples: Annotated[str, option("N", "number of samples")] = "3",
     **values: Any,
 ) -> None:
     """Show the tokens of a few samples. Those that are trained on are marked."""
@@ -212,7 +208,7 @@ def preview(
 @data_app.command(cls=Command)
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help=".parquet, .csv, .tsv or .jsonl file, or a folder")],
-    to: Annotated[str, typer.Option(metavar="DIR", help="a new folder, for --data arrow")],
+    to: Annotated[str, option("DIR", "a new folder, for --data arrow")],
     as_json: _Json = False,
 ) -> None:
     """Convert Parquet, CSV or JSON lines to Arrow files, for --data arrow. Needs little memory."""
@@ -247,7 +243,7 @@ def status(
 @app.command(cls=Command)
 def report(
     runs: Annotated[list[str], run_argument("RUN", "run folders, or folders that contain some")],
-    out: Annotated[str | None, typer.Option(metavar="DIR", help="folder (default: RUN/report or ./report)")] = None,
+    out: Annotated[str | None, option("DIR", "folder (default: RUN/report or ./report)")] = None,
     sort_by: _SortBy = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the paths of the files as JSON")] = False,
 ) -> None:
@@ -261,7 +257,7 @@ def report(
 @app.command(cls=Command)
 def mirror(
     run: _Run,
-    to: Annotated[str, typer.Option(metavar="URL", help="s3://…, gs://… or file:…")],
+    to: Annotated[str, option("URL", "s3://…, gs://… or file:…")],
     as_json: _Json = False,
 ) -> None:
     """Copy a run to remote storage. That is its newest checkpoint and its weights; --mirror does it during training."""
@@ -275,7 +271,7 @@ def mirror(
 def log(
     run: _Run,
     *,
-    to: Annotated[list[str], typer.Option(metavar="NAME", help="mlflow, wandb or module:Class; may be repeated")],
+    to: Annotated[list[str], option("NAME", "mlflow, wandb or module:Class; may be repeated")],
     again: Annotated[bool, typer.Option("--again", help="send everything again")] = False,
     as_json: _Json = False,
 ) -> None:
@@ -289,7 +285,7 @@ def log(
 @app.command(cls=Command)
 def profile(
     run: _Run,
-    steps: Annotated[str, typer.Option(metavar="N", help="optimizer steps to profile (default: 20)")] = "20",
+    steps: Annotated[str, option("N", "optimizer steps to profile (default: 20)")] = "20",
     as_json: _Json = False,
 ) -> None:
     """Profile some steps of a run while it trains. Prints the top operators, and writes a Chrome trace."""
@@ -328,7 +324,7 @@ def evaluate(run: _Weights, *, own_code: _OwnCode = False, as_json: _Json = Fals
 def predict(
     run: _Weights,
     *,
-    out: Annotated[str, typer.Option(metavar="FILE", help="a .csv, .npy or .npz file, or a new folder for images")],
+    out: Annotated[str, option("FILE", "a .csv, .npy or .npz file, or a new folder for images")],
     own_code: _OwnCode = False,
     **given: Any,
 ) -> None:
@@ -344,13 +340,13 @@ def predict(
 @app.command(cls=Command)
 def sample(
     run: _Weights,
-    prompt: Annotated[str, typer.Option(metavar="TEXT", help="beginning of the text, or a question")] = "\n",
-    length: Annotated[str, typer.Option(metavar="N", help="number of tokens to generate")] = "500",
-    temperature: Annotated[str, typer.Option(metavar="X", help="0: always the likeliest token")] = "0.8",
-    top_k: Annotated[str | None, typer.Option(metavar="N", help="sample from the N likeliest tokens only")] = None,
-    seed: Annotated[str, typer.Option(metavar="N", help="random seed")] = "42",
+    prompt: Annotated[str, option("TEXT", "beginning of the text, or a question")] = "\n",
+    length: Annotated[str, option("N", "number of tokens to generate")] = "500",
+    temperature: Annotated[str, option("X", "0: always the likeliest token")] = "0.8",
+    top_k: Annotated[str | None, option("N", "sample from the N likeliest tokens only")] = None,
+    seed: Annotated[str, option("N", "random seed")] = "42",
     raw: Annotated[bool, typer.Option("--raw", help="continue the prompt, without a chat template")] = False,
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="own model of the run: allows its import")] = None,
+    model: Annotated[str | None, option("NAME", "own model of the run: allows its import")] = None,
     model_dir: _ModelDir = None,
     own_code: _OwnCode = False,
 ) -> None:

@@ -36,18 +36,24 @@ _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
     ("version", bool, "", "print the version and exit"),
 )
 
+
+def option(metavar: str, help: str, *names: str, **more: Any) -> Any:
+    """Declare an option; its name is the parameter's where none is given, and a switch has no metavar."""
+    return typer.Option(*names, metavar=metavar or None, help=help, **more)
+
+
 CHANGES: dict[str, Any] = {
-    "data": Annotated[str | None, typer.Option(metavar="NAME", help="another dataset than the run's, as in training")],
-    "data_dir": Annotated[str | None, typer.Option(metavar="PATH", help="new location of the dataset")],
-    "model": Annotated[str | None, typer.Option(metavar="NAME", help="own model of the run: allows its import")],
-    "task": Annotated[str | None, typer.Option(metavar="NAME", help="own task of the run: allows its import")],
-    "model_dir": Annotated[str | None, typer.Option(metavar="PATH", help="new location of the pretrained model")],
-    "set": Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="an argument, as data.args.NAME=VALUE")],
+    "data": Annotated[str | None, option("NAME", "another dataset than the run's, as in training")],
+    "data_dir": Annotated[str | None, option("PATH", "new location of the dataset")],
+    "model": Annotated[str | None, option("NAME", "own model of the run: allows its import")],
+    "task": Annotated[str | None, option("NAME", "own task of the run: allows its import")],
+    "model_dir": Annotated[str | None, option("PATH", "new location of the pretrained model")],
+    "set": Annotated[list[str] | None, option("KEY=VALUE", "an argument, as data.args.NAME=VALUE")],
 }
 _INFERENCE = CHANGES | {
-    "split": Annotated[str | None, typer.Option(metavar="train|val|test", help="split (default: test, else val)")],
-    "batch_size": Annotated[str | None, typer.Option(metavar="N", help="batch size (default: twice the run's)")],
-    "nproc_per_node": Annotated[str | None, typer.Option(metavar="N", help="processes (default: one per GPU)")],
+    "split": Annotated[str | None, option("train|val|test", "split (default: test, else val)")],
+    "batch_size": Annotated[str | None, option("N", "batch size (default: twice the run's)")],
+    "nproc_per_node": Annotated[str | None, option("N", "processes (default: one per GPU)")],
 }
 
 
@@ -139,18 +145,10 @@ def _skip_value_parsing(command: Any, ctx: Any) -> Any:
 
 def _build_option(name: str, kind: Any, metavar: str, help: str, panel: str) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
-    option = typer.Option(
-        flag,
-        metavar=metavar or None,
-        help=help,
-        rich_help_panel=panel,
-        show_default=False,
-        autocompletion=offer_for(name, metavar),
-    )
-    default, annotation = (False, bool) if kind is bool else (None, kind | None)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, option]
-    )
+    looks = {"rich_help_panel": panel, "show_default": False, "autocompletion": offer_for(name, metavar)}
+    declared, keyword = option(metavar, help, flag, **looks), inspect.Parameter.KEYWORD_ONLY
+    default, kind = (False, bool) if kind is bool else (None, kind | None)
+    return inspect.Parameter(name, keyword, default=default, annotation=Annotated[kind, declared])
 
 
 Offer = Callable[[str], list[str]]

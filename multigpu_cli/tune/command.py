@@ -11,6 +11,7 @@ from multigpu_cli.commands.options import (
     Command,
     Group,
     list_given_flags,
+    option,
     print_result,
     run_argument,
     with_train_options,
@@ -22,27 +23,23 @@ from multigpu_cli.errors import RequestError
 app = typer.Typer(cls=Group, rich_markup_mode=None)
 
 
-def _option(metavar: str, help: str) -> Any:
-    return typer.Option(metavar=metavar, help=help)
-
-
 @app.callback(invoke_without_command=True)
 @with_train_options
 def tune(
     context: typer.Context,
     *,
-    search: Annotated[list[str], _option("KEY=EXPR|FILE", "range, int, log or choice(…); may be repeated")] = [],  # noqa: B006
-    objective: Annotated[list[str], _option("NAME:max|NAME:min", "val_accuracy:max, say; of several a front")] = [],  # noqa: B006
-    trials: Annotated[str, _option("N", "how many settings are tried")] = "20",
-    rungs: Annotated[str, _option("N,N", "epochs after which only the best go on")] = "",
-    generation: Annotated[str, _option("N", "trials that are proposed together")] = "8",
-    sampler: Annotated[str, _option("tpe|random|grid", "what proposes them")] = "tpe",
-    seeds: Annotated[str, _option("N", "runs of each trial, which counts by their mean")] = "1",
-    budget: Annotated[str | None, _option("Nslot-hours|Nepochs", "beyond it no rung begins")] = None,
-    slots: Annotated[str | None, _option("N", "runs at a time (default: one per GPU or core)")] = None,
-    gpus_per_trial: Annotated[str, _option("N", "slots that each run begins with")] = "1",
+    search: Annotated[list[str], option("KEY=EXPR|FILE", "range, int, log or choice(…); may be repeated")] = [],  # noqa: B006
+    objective: Annotated[list[str], option("NAME:max|NAME:min", "val_accuracy:max, say; of several a front")] = [],  # noqa: B006
+    trials: Annotated[str, option("N", "how many settings are tried")] = "20",
+    rungs: Annotated[str, option("N,N", "epochs after which only the best go on")] = "",
+    generation: Annotated[str, option("N", "trials that are proposed together")] = "8",
+    sampler: Annotated[str, option("tpe|random|grid", "what proposes them")] = "tpe",
+    seeds: Annotated[str, option("N", "runs of each trial, which counts by their mean")] = "1",
+    budget: Annotated[str | None, option("Nslot-hours|Nepochs", "beyond it no rung begins")] = None,
+    slots: Annotated[str | None, option("N", "runs at a time (default: one per GPU or core)")] = None,
+    gpus_per_trial: Annotated[str, option("N", "slots that each run begins with")] = "1",
     srun: Annotated[bool, typer.Option("--srun", help="slots are those of this SLURM allocation")] = False,
-    order: Annotated[str, _option("fixed|async", "async: faster, and not reproducible")] = "fixed",
+    order: Annotated[str, option("fixed|async", "async: faster, and not reproducible")] = "fixed",
     **values: Any,
 ) -> Any:
     """Search for better settings. Trials are runs that pause, resume, and share the GPUs."""
@@ -65,7 +62,7 @@ def _run_study(*request: Mapping[str, Any]) -> int:
 @app.command(cls=Command)
 def report(
     study: Annotated[str, run_argument("DIR", "the --save-dir of tune")],
-    top: Annotated[str | None, _option("N", "only the commands of the best so many trials")] = None,
+    top: Annotated[str | None, option("N", "only the commands of the best so many trials")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
     """Show a study: its best trials, how it went, and a picture of all of them."""
