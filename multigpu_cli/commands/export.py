@@ -221,12 +221,12 @@ def format_export(export: Export) -> Iterator[str]:
 def _export_folder(request: InferenceRequest, to: ExportTarget) -> Export:
     from multigpu_cli.commands.language.export_folder import write_model_folder  # late: transformers' models only
 
-    written = write_model_folder(request, to)
+    origin, difference, rounding = write_model_folder(request, to)
     size = sum(file.stat().st_size for file in to.path.rglob("*") if file.is_file())
-    checked = f"loaded again: greatest difference of a logit {written.difference:.2g} of the largest one"
+    checked = f"loaded again: greatest difference of a logit {difference:.2g} of the largest one"
     if to.dtype:
-        checked += f"; {to.dtype} moved one by {written.rounding:.2g}"
-    return Export(str(to.path), size, written.origin, written.difference, checked)
+        checked += f"; {to.dtype} moved one by {rounding:.2g}"
+    return Export(str(to.path), size, origin, difference, checked)
 
 
 def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:

@@ -29,14 +29,6 @@ _COPIED = (
 )
 
 
-class WrittenFolder(NamedTuple):
-    """Where the weights come from; shares of the largest logit: how far one is from the network's, and was rounded."""
-
-    origin: str
-    difference: float
-    rounding: float
-
-
 class _Live(NamedTuple):
     """What the folder has to do as the network of the run did."""
 
@@ -48,11 +40,12 @@ class _Live(NamedTuple):
     rounding: float = 0.0
 
 
-def write_model_folder(request: InferenceRequest, to: ExportTarget) -> WrittenFolder:
+def write_model_folder(request: InferenceRequest, to: ExportTarget) -> tuple[str, float, float]:
     """Write a folder and check it: it is loaded again, once the network that was written is out of memory.
 
     The format is hf (all weights), adapter (for peft), or merged (all weights, with the adapter added to them in
-    float32); with a dtype, all weights are rounded to it. RequestError: the run is of another kind, or a weight is
+    float32); with a dtype, all weights are rounded to it. Returns where they come from, and shares of the largest
+    logit: how far one is from the network's, and was rounded. RequestError: the run is of another kind, or a weight is
     beyond that range; nothing was written. TrainingError: the folder computes something else; it was removed.
     """
     with draft_of("--to", to.path) as draft:
@@ -67,7 +60,7 @@ def write_model_folder(request: InferenceRequest, to: ExportTarget) -> WrittenFo
                 "removed",
                 remedy="another version of transformers; or --to ….safetensors, for the weights as they are",
             )
-    return WrittenFolder(live.origin, difference, live.rounding)
+    return live.origin, difference, live.rounding
 
 
 def _write(request: InferenceRequest, to: ExportTarget, draft: Path) -> _Live:
