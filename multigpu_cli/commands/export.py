@@ -42,9 +42,7 @@ class RawInputs:
 
 
 def export_weights(state: dict[str, Any], target: Path, half: str | None = None) -> list[str]:
-    """Write a state dict as .pt, or its tensors as .safetensors, and verify the file bit by bit.
-
-    With `half`, bf16 or fp16, numbers are rounded to it.
+    """Write a state dict as .pt, or its tensors as .safetensors, rounded to `half` (bf16, fp16); verify every bit.
 
     Returns the names of the entries that are left out, since .safetensors holds only tensors. TrainingError: reading
     the file back gives other content.
@@ -230,10 +228,7 @@ def _export_folder(request: InferenceRequest, to: ExportTarget) -> Export:
 
 
 def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:
-    """Write the network; a table's preprocessing becomes part of an .onnx, and a file beside a .pt2.
-
-    Returns the greatest difference of an output, and which inputs the file takes.
-    """
+    """Write the network; a table's preprocessing becomes part of an .onnx, and a file beside a .pt2."""
     table = run.source.codec
     if not isinstance(table, TableFeatures):
         return export_network(run.model, inputs, target), ""

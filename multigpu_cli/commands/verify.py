@@ -45,16 +45,13 @@ class Divergence(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing two runs: of their final weights, as fingerprints, and of their journals.
-
-    `agreed_until` is the last step before their parting at which both wrote a line, 0 without one.
-    """
+    """The result of comparing two runs: of their final weights, as fingerprints, and of their journals."""
 
     runs: tuple[str, str]
     same: bool
     fingerprints: tuple[str | None, str | None]
     parting: Divergence | None
-    agreed_until: int
+    agreed_until: int  # the last step before their parting at which both wrote a line, 0 without one
     lines: int
     notes: list[str] = field(default_factory=list)
 
@@ -81,10 +78,7 @@ class RunTrace:
 
 
 def compare_runs(run_a: str, run_b: str) -> Comparison:
-    """Compare two run folders.
-
-    RequestError: a folder has no run, the runs have different settings, or one is not over and shows no difference yet.
-    """
+    """Compare two run folders; RequestError: no run, other settings, or one is not over and shows no difference yet."""
     a, b = _open_run(run_a), _open_run(run_b)
     if differing := list(_list_setting_differences(a, b)):
         listed = "\n".join(f"    {line}" for line in differing)

@@ -93,10 +93,7 @@ def _init_from(path: Path) -> Iterator[RequestError]:
 
 
 def find_weight_file(folder: Path) -> Path | None:
-    """The file of weights in a folder: of a run, of a checkpoint, or as Hugging Face lays them out.
-
-    None where there is none, or where there are several of a kind and none has the usual name.
-    """
+    """The file of weights in a folder of a run, checkpoint or Hugging Face; None: none, or several of no usual name."""
     for pattern in _WEIGHT_FILES:
         found = sorted(folder.glob(pattern))
         usual = found if len(found) < 2 else [file for file in found if file.name.partition(".")[0] in _USUAL]

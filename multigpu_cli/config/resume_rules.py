@@ -17,12 +17,9 @@ def flatten_settings(config: Config) -> dict[str, Any]:
 
 
 def is_same_run(config: Config, stored: Mapping[str, Any]) -> bool:
-    """Whether two commands describe the same run; settings of devices, speed, logging and saving may differ.
-
-    A setting that an older version did not have yet counts as its default.
-    """
+    """Whether two commands describe the same run; settings of devices, speed, logging and saving may differ."""
     compared = [key for key, entry in SETTINGS.items() if not entry.free or key in (*LENGTH, "data_dir")]
-    before = {key: _plain(SETTINGS[key].default) for key in compared} | dict(stored)
+    before = {key: _plain(SETTINGS[key].default) for key in compared} | dict(stored)  # an older version lacked some
     return all(_plain(config.get(key)) == before[key] for key in compared if key not in OF_THE_COMMAND)
 
 
@@ -59,10 +56,7 @@ def merge_with_checkpoint(
 
 
 def replace_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """A copy of the config with some settings changed; values are parsed as if they stood in YAML.
-
-    A value that is invalid, as in a manifest that was edited by hand, is a RequestError.
-    """
+    """A copy of the config with some settings changed, parsed as if they stood in YAML; RequestError: one is wrong."""
     for key, value in values.items():
         entry, remedy = SETTINGS[key], "use a checkpoint that was not edited by hand"
         usual = value is None or value == _plain(entry.default)

@@ -28,13 +28,10 @@ ParameterGroup = dict[str, Any]
 
 
 class ValueType(NamedTuple):
-    """A type of value: its placeholder in --help, and the parser of its text or YAML.
-
-    The parser raises ValueError with a message that says what is expected.
-    """
+    """A type of value: its placeholder in --help, and the parser of its text or YAML."""
 
     metavar: str
-    parse: Callable[[Any], Any]
+    parse: Callable[[Any], Any]  # ValueError: the message says what is expected
 
     def read(self, value: Any, label: str, remedy: str = "") -> Any:
         """The parsed value; a RequestError that begins with the label where it is not of this type."""

@@ -82,16 +82,13 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def parse_plain(node: yaml.Node) -> Any:
-    """A setting's value: words and numbers as text, so that YAML and flags are parsed by the same code.
-
-    Also the keys of a mapping are text, for a class may be called no, and a parameter off.
-    """
+    """A setting's value: words and numbers as text, so that YAML and flags are parsed by the same code."""
     if isinstance(node, yaml.ScalarNode):
         return None if node.tag.endswith(":null") else str(node.value)
     if isinstance(node, yaml.SequenceNode):
         return [parse_plain(part) for part in node.value]
     assert isinstance(node, yaml.MappingNode)
-    return {key.value: parse_typed(value) for key, value in node.value}
+    return {key.value: parse_typed(value) for key, value in node.value}  # a class may be called no
 
 
 def parse_typed(node: yaml.Node) -> Any:

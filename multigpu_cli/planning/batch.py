@@ -33,18 +33,14 @@ class StepLayout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """The batches of one run.
-
-    Interleaved, worker r has the micro-batches r, r + workers, …, so that a pass of all workers takes successive ones;
-    otherwise each has a contiguous block.
-    """
+    """The batches of one run."""
 
     samples: int  # size of the training set
     micro_batch: int  # B, samples per forward/backward pass
     global_batch: int  # G, samples per optimizer step
     workers: int  # number of workers that share a step
     drop_last: bool = False  # leave out an epoch's last short global batch
-    interleaved: bool = False
+    interleaved: bool = False  # a pass of all workers takes successive micro-batches; else each has a contiguous block
 
     @property
     def steps_per_epoch(self) -> int:
@@ -109,10 +105,7 @@ class BatchPlan:
         return [MicroBatch(n, first + n * size, min(first + (n + 1) * size, end)) for n in numbers]
 
     def local_forward_passes(self, step: int, rank: int, replicas_per_process: int) -> list[MicroBatch]:
-        """One process's forward passes in a step.
-
-        With several replicas (DataParallel) the process has all micro-batches, and joins several into one pass.
-        """
+        """One process's forward passes in a step; with several replicas (DataParallel) each joins micro-batches."""
         if replicas_per_process == 1:
             return self.local_micro_batches(step, rank)
         every = self.all_micro_batches(step)

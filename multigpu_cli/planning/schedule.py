@@ -34,8 +34,9 @@ OPTIMIZERS: dict[str, KnownOptimizer] = {
     "muon": KnownOptimizer("Muon", 1e-3, "sqrt", needs_whole_weights=True),
 }
 """Rates: Goyal et al. 2017 for sgd (0.1 for 256 samples there), Hinton's lecture 6e for rmsprop, torch's own defaults
-for the others; muon's steps are as large as AdamW's (Liu et al. 2025). Scaling: linear by Goyal et al. 2017; square
-root by Malladi et al. 2022, who derive it for Adam and RMSprop; none where no rule is published."""
+for the others; muon's steps are as large as AdamW's (Liu et al. 2025). Scaling: linear by Goyal et al. 2017, "Accurate,
+Large Minibatch SGD"; square root by Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient
+Algorithms", who derive it for Adam and RMSprop; none where no rule is published."""
 
 REFUSED = {
     "lbfgs": "it evaluates the loss several times in a step (a closure), and a step here has one gradient",
@@ -70,11 +71,7 @@ class Rate(NamedTuple):
 def resolve_learning_rate(
     *, given: float | None, base: float | None, base_batch: int, global_batch: int, rule: str, optimizer: str
 ) -> Rate:
-    """The given rate unchanged, or the base rate scaled to the global batch.
-
-    Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root, for Adam-family optimizers: Malladi et al.
-    2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms". RequestError: no rate is given or known.
-    """
+    """The given rate unchanged, or the base rate scaled to the global batch; RequestError: none is given or known."""
     if given is not None:
         return Rate(given, "given", f"{given:g} as given by --lr")
     base = find_rate(optimizer) if base is None else base

@@ -22,8 +22,7 @@ _ROWS = 15
 def profile_run(run: str, steps: int) -> dict[str, Any]:
     """Ask the training in this folder for a profile of so many steps; returns what it has written, with the paths.
 
-    RequestError: nothing trains there, or not here, or it is being profiled. TrainingError: it ended, or could not
-    write.
+    RequestError: nothing trains there, or not here, or it is profiled. TrainingError: it ended, or could not write.
     """
     folder, number = Path(run), uuid4().hex
     request = folder / REQUEST

@@ -114,10 +114,7 @@ def _searches(components: TrainComponents) -> bool:
 
 
 def _try_evaluation(components: TrainComponents, size: int | None = None) -> Iterator[str]:
-    """Try each split's first batch and its last one, whose samples may be padded, before there is training.
-
-    A task with its own `evaluate` has no batches to try.
-    """
+    """Try each split's first batch and its last one, whose samples may be padded, before there is training."""
     components.loaders.max_eval_batch_size = components.spec.resume_point.eval_batch_after_oom
     splits = {"validation": components.loaders.val, "test": components.loaders.test}
     loaders = {name: loader for name, loader in splits.items() if loader is not None}

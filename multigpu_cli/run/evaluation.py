@@ -69,10 +69,7 @@ def _show_progress(run: Run, split: str, loader: Loader) -> Iterator[None]:
 
 
 def evaluate_epoch(run: Run) -> None:
-    """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more.
-
-    The epoch's line has its losses, metrics, rate and seconds, evaluations left out.
-    """
+    """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
     progress = run.progress
     report_skipped_steps(run)
     run.observer.loss.all_reduce_pending()

@@ -141,10 +141,7 @@ def _write_summary(run: Run, summary: dict[str, Any]) -> None:
 
 
 def restore_best_file(run: Run) -> str:
-    """Restore the best.pt that belongs to the checkpoint: the file in the folder may be of a later step, or missing.
-
-    Returns a warning if it is lost, and the next evaluation is taken as the best; else "".
-    """
+    """Restore the best.pt of the checkpoint: the folder's may be of a later step; a warning if it is lost, else ""."""
     point, best, file = run.spec.resume_point, run.progress.best, run.folder / "best.pt"
     if not point.checkpoint:
         return ""

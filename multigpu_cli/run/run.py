@@ -76,10 +76,7 @@ class LossMeter:
             self._pack()
 
     def peek(self) -> float | None:
-        """This worker's mean loss in a recent step, a new one each second, without a wait for the device.
-
-        None where none has arrived since the losses were reduced.
-        """
+        """This worker's mean loss in a recent step, new each second, without a wait for the device; None: none yet."""
         losses, micro_batches, units = self._newest
         if losses and self._copy is None and time.monotonic() - self._copied >= 1:
             new = torch.stack([loss.reshape(()) for loss in losses.values()]).mean() * micro_batches / units
@@ -251,16 +248,13 @@ class RunControl:
 
 
 class StepEnd(NamedTuple):
-    """What ends with a step, and the position in the schedule before and after it.
-
-    `at_epoch_end`: of an epoch, or of the run; `savable`: the run can be resumed from here.
-    """
+    """What ends with a step, and the position in the schedule before and after it."""
 
     previous_step: int
     step: int
     at_log_interval: bool
-    at_epoch_end: bool
-    savable: bool
+    at_epoch_end: bool  # of an epoch, or of the run
+    savable: bool  # the run can be resumed from here
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,8 @@ def _decide_async(study: Study, trials: Sequence[Trial]) -> Decision:
 
 
 def _choose_next(study: Study, there: Sequence[Trial], rung: int, least: int) -> list[Trial]:
-    """The best that still may go on from a rung: as many as let each rung cost about the same; of equal ones the first.
-
-    Another goes in the place of one that failed later.
-    """
-    gone = sum(trial.rung > rung and trial.state not in ("failed", "diverged") for trial in there)
+    """The best that may still go on from a rung: as many as let each rung cost about the same; of equals the first."""
+    gone = sum(trial.rung > rung and trial.state not in ("failed", "diverged") for trial in there)  # else replaced
     count = max(least, len(there) * study.rungs[rung] // study.rungs[rung + 1]) - gone
     paused = [trial for trial in there if trial.state == "paused" and trial.rung == rung]
     ordered = sorted(paused, key=lambda trial: (*(-value for value in trial.score(study)), trial.number))

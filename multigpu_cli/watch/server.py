@@ -30,10 +30,7 @@ _PATIENCE = 0.4  # seconds for which a request reads old lines of a long journal
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers requests from this machine that have the token; it only reads.
-
-    RequestError: the port is taken.
-    """
+    """Answers requests from this machine that have the token; it only reads. RequestError: the port is taken."""
 
     daemon_threads = True
 

@@ -113,23 +113,17 @@ _REMEDY = "a default of None for these parameters of forward, where text is writ
 
 @dataclass(frozen=True)
 class Sampling:
-    """How text is drawn: so many tokens at most, of the `top_k` likeliest only; a temperature of 0 takes the likeliest.
-
-    `raw` text is to go on from, also where the model has a chat template.
-    """
+    """How text is drawn: at most `count` tokens, of the `top_k` likeliest; a temperature of 0 takes the likeliest."""
 
     count: int
     temperature: float
     top_k: int | None
     seed: int
-    raw: bool
+    raw: bool  # the prompt is to go on from, also where the model has a chat template
 
 
 def generate_text(request: InferenceRequest, prompt: str, sampling: Sampling) -> str:
-    """The model's answer to the prompt, of one with a chat template; else the prompt and how it goes on.
-
-    The text that the model was trained on is not needed.
-    """
+    """The model's answer to the prompt, of one with a chat template; else the prompt and how it goes on."""
     weights = load_trained_weights(request.run)
     task = weights.settings.get("built_for", {}).get("task", _TASKS[0])
     if task not in _TASKS:

@@ -150,10 +150,7 @@ def _message_sizes(messages: Sequence[float], after: float) -> list[float]:
 
 
 def _messages_of_step(components: TrainComponents, world: World | None = None) -> tuple[tuple[float, ...], float]:
-    """Bytes that a step sends: of each message sent during backward, and of the message after it.
-
-    --bucket-cap-mb auto is measured where a world is given.
-    """
+    """Bytes that a step sends, in each message during backward and after it; with a world, cap auto is measured."""
     config, model = components.spec.config, components.state.model
     gradient = sum(p.nbytes for p in components.strategy.local_parameters)
     after = 8.0 * sum(buffer.numel() for buffer in model.buffers())

@@ -115,10 +115,7 @@ def try_first_batch(spec: RunSpec, task: Task, model: nn.Module, precision: Prec
 
 
 def try_channels_last(spec: RunSpec, task: Task, model: nn.Module, precision: Precision, batch: Batch) -> str | None:
-    """Lay the kernels of 2-d convolutions out with channels last, if the model accepts the batch in it.
-
-    Returns how the model is called, in words; None where the layout is as it was.
-    """
+    """Lay 2-d convolutions out with channels last, if the model takes the batch so; how it is called, or else None."""
     if use_channels_last(model):
         try:
             return smoke_test_batch(spec, task, model, precision, batch)

@@ -126,10 +126,7 @@ class GroupLabel(NamedTuple):
 
 
 def describe_groups(components: TrainComponents) -> list[tuple[str, str]]:
-    """Label and value of a line for each group, the highest rate first, and for what is frozen; [] where all is alike.
-
-    The weight decay is shown with optimizer.groups, and the algorithm with --optimizer muon.
-    """
+    """Label and value of a line for each group, the highest rate first, and what is frozen; [] where all is alike."""
     model, peak = components.state.model, components.plan.schedule.peak
     # from its state, because a sharded model has other parameters while its weights are gathered
     own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, nn.Parameter)}

@@ -42,10 +42,7 @@ _SMOOTHED = ("classification", "segmentation", "multi-label", "language-model", 
 
 @dataclass(kw_only=True)
 class FromConfig:
-    """Builds what a run consists of from its settings.
-
-    A subclass may have objects in the place of what settings name, as that of the Python API has.
-    """
+    """Builds what a run consists of from its settings; the Python API's has objects in the place of some."""
 
     source: DataSource | None = None  # the dataset, where it is there already
     scheduler: LRScheduler | None = None  # moves the optimizer's rates, in place of the schedule
