@@ -123,11 +123,7 @@ def read_status(run: Path, now: float, history: History | None = None) -> Status
         attempts=len(history.attempts),
         recovery_seconds=back.get("seconds"),
         lost_steps=back.get("lost_steps"),
-        alarms=[
-            *([f"unknown: {detail}"] if state == "unknown" else []),
-            *_list_alarms(history, attempt, state, silent),
-            *_list_companion_alarms(run, state),
-        ],
+        alarms=[*_list_alarms(history, attempt, state, detail, silent), *_list_companion_alarms(run, state)],
     )
 
 
@@ -265,7 +261,9 @@ def _list_companion_alarms(run: Path, state: str) -> Iterator[str]:
         yield explain_missing(run, mirror.url, mirror.error or "it was not sent")
 
 
-def _list_alarms(history: History, attempt: Attempt, state: str, silent: float) -> Iterator[str]:
+def _list_alarms(history: History, attempt: Attempt, state: str, detail: str, silent: float) -> Iterator[str]:
+    if state == "unknown":
+        yield f"unknown: {detail}"
     if state in _RUNNING:
         patience = max(_FIRST_PATIENCE if state == "starting" else _PATIENCE, 3 * attempt.longest_silence)
         if silent > patience:

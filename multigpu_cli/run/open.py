@@ -284,10 +284,8 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
         log.journal.write("initial_weights", file=run.config.model.init_from, **weights._asdict())
     if warning := describe_unlike_gpus(models, "rank" if world.size > 1 else "GPU"):
         log.console.warn(warning)
-    for warning in start.warnings:
+    for warning in (*start.warnings, *memory_warnings):
         run.log_fault("out of memory" if warning.startswith("out of memory") else "damaged checkpoint", warning)
-    for warning in memory_warnings:
-        run.log_fault("out of memory", warning)
     if cause := read_previous_cause(world):
         run.log_fault("restart", f"attempt {world.attempt + 1} of this launch: {cause}")
     if lost := restore_best_file(run):

@@ -166,12 +166,10 @@ def _choose_network(request: PlanRequest, alone: SingleWorkerProfile) -> tuple[I
         return Interconnect(NO_WIRE), NO_WIRE.rests_on
     if chosen is None:
         chosen = "pcie4" if len(usable_gpus(device)) == 1 else "measured"
-    if chosen in BETWEEN_MACHINES:
+    if chosen in BETWEEN_MACHINES and max(request.workers) > request.per_node:
         inside, between = ASSUMED["nvlink4"], ASSUMED[chosen]
-        if max(request.workers) > request.per_node:
-            rests_on = f"assumed: {between.rests_on} between machines of {request.per_node}; {inside.rests_on} within"
-            return Interconnect(inside, between, request.per_node), rests_on
-        return Interconnect(between), f"assumed: {between.rests_on}"
+        rests_on = f"assumed: {between.rests_on} between machines of {request.per_node}; {inside.rests_on} within"
+        return Interconnect(inside, between, request.per_node), rests_on
     if chosen == "measured":
         wire = alone.wire or measure_interconnect(max(request.workers), device)
         return Interconnect(wire), wire.rests_on
