@@ -139,12 +139,7 @@ class Functions:
         self.current_strategy = None
 
     def log_training_metrics(
-        self,
-        epoch: int,
-        step: int,
-        loss: float,
-        learning_rate: float,
-        gpu_utilization: dict[str, Any] | None = None,
+        self, epoch: int, step: int, loss: float, learning_rate: float, gpu_utilization: dict[str, Any] | None = None
     ) -> None:
         """Record the numbers of one step, for `get_multi_gpu_metrics`; runs of the engine have their journal.
 

@@ -1,5 +1,6 @@
 """The user's model, data, loss and optimizer: checked, and turned into the engine's objects and settings."""
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -208,9 +209,7 @@ def _class_name(thing: Any) -> str:
     kind = type(thing)
     module = kind.__module__
     if module == "__main__":
-        import __main__
-
-        module = Path(getattr(__main__, "__file__", "__main__")).stem
+        module = Path(getattr(sys.modules[module], "__file__", module)).stem
     return f"{module}:{kind.__qualname__}"
 
 

@@ -347,9 +347,8 @@ class FaultToleranceManager:
         self.errors.append({"error": str(error), "kind": type(error).__name__, "remedy": remedy})
         if is_out_of_memory(error):
             clear_gpu_memory()
-        folder = self.trainer.run.folder if self.trainer and self.trainer.run else None
-        if folder:
-            error.add_note(f"save_dir={str(folder)!r} resumes the run from its last checkpoint")
+        if self.trainer and self.trainer.run:
+            error.add_note(f"save_dir={str(self.trainer.run.folder)!r} resumes the run from its last checkpoint")
         if remedy:
             error.add_note(f"try: {remedy}")
         raise error

@@ -255,11 +255,7 @@ def report(
 
 
 @app.command(cls=Command)
-def mirror(
-    run: _Run,
-    to: Annotated[str, option("URL", "s3://…, gs://… or file:…")],
-    as_json: _Json = False,
-) -> None:
+def mirror(run: _Run, to: Annotated[str, option("URL", "s3://…, gs://… or file:…")], as_json: _Json = False) -> None:
     """Copy a run to remote storage. That is its newest checkpoint and its weights; --mirror does it during training."""
     from multigpu_cli.mirror.part import format_mirrored, mirror_run
 

@@ -44,10 +44,7 @@ _GROUPS: Mapping[str, Sequence[str]] = {
     "Manage runs": ("status", "watch", "report", "verify", "checkpoints", "clean", "mirror", "log", "profile"),
     "Use a trained model": ("evaluate", "predict", "sample", "export"),
 }
-_EXAMPLES = (
-    ("--data mine:data --model mine:net", "your own"),
-    ("--dry-run", "plan only"),
-)
+_EXAMPLES = (("--data mine:data --model mine:net", "your own"), ("--dry-run", "plan only"))
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _LEFT = 24  # columns, at most, of options beside their texts
 _STYLES = (

@@ -62,10 +62,8 @@ def _save_on_main_rank(run: Run, snapshot: Snapshot, began: float) -> None:
                 weights, best, run.spec.weights_metadata(), best_metrics, watchdog.mark_progress
             )
             best.clear()
-        facts = run.spec.checkpoint_metadata() | {
-            "world_size": run.world.size,
-            "versions": {"torch": torch.__version__},
-        }
+        where = {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
+        facts = run.spec.checkpoint_metadata() | where
         so_far = BestWeights(weights, checkpointer.best_sha256) if best_metrics else None
         size = checkpointer.store.save(step, snapshot.state, facts, so_far, peers)
         seconds = time.perf_counter() - began

@@ -66,7 +66,8 @@ class MicroBatchProfile:
 
 def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchProfile:
     """Run a micro-batch of `size` samples; weights and buffers stay as they were, gradients are cleared."""
-    model, batch = components.state.model, _first_batch(components, size)
+    model = components.state.model
+    batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
     known = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
     known |= {_storage(leaf) for leaf in tree_leaves((batch.inputs, batch.targets)) if isinstance(leaf, Tensor)}
     activations: dict[int, int] = {}
@@ -83,12 +84,8 @@ def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchPro
 
 def count_flops_per_sample(components: TrainComponents, size: int) -> float:
     """As `MicroBatchProfile.flops_per_sample`, also of a sharded model, whose ranks call it together."""
-    batch = _first_batch(components, size)
+    batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
     return _count_flops(components, batch) / len(batch.sample_indices)
-
-
-def _first_batch(components: TrainComponents, size: int) -> Batch:
-    return first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
 
 
 def _count_flops(components: TrainComponents, batch: Batch) -> int:

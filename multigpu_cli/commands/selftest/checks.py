@@ -112,11 +112,9 @@ def _check_mixing(measurements: Measurements) -> CheckResult:
     found = measurements.alone["mixing"]
     if reason := found.get("refused"):
         return CheckResult("", None, f"not possible here: {reason}")
-    if not found["mixes"]:
+    if not (where := found["mixes"]):
         return CheckResult("", True, "in evaluation mode, of 4 samples in a batch, only the changed one's output moves")
-    figures = (
-        f"it does, first in {found['mixes']}: the model (--model) takes the batch for something else, such as time"
-    )
+    figures = f"it does, first in {where}: the model (--model) takes the batch for something else, such as time"
     return CheckResult("", False, figures, "batch_first=True: torch's attention and recurrent layers take time first")
 
 

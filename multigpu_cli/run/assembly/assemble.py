@@ -262,10 +262,8 @@ def _build_state(spec: RunSpec, built: BuiltModel, precision: Precision, strateg
     if is_schedule_free(optimizer):
         optimizer.train()  # type: ignore[attr-defined]  # the caller's own may be in the other mode
         if spec.config.optimizer.ema != "off":
-            problem = (
-                f"--ema can't be used with {type(optimizer).__name__}: a schedule-free optimizer averages by itself"
-            )
-            raise RequestError(problem, remedy="leave out one of them")
+            own = f"{type(optimizer).__name__}: a schedule-free optimizer averages by itself"
+            raise RequestError(f"--ema can't be used with {own}", remedy="leave out one of them")
     scheduler, weights = spec.factories.scheduler, built.initial_weights
     return TrainState(built.model, optimizer, precision, built.average, Progress(), scheduler, initial_weights=weights)
 

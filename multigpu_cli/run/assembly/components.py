@@ -55,10 +55,8 @@ class TrainComponents:
     frozen: dict[str, list[Tensor]] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.compiled:
-            self.compiled.full_batch_size = lambda: (
-                self.plan.batches.micro_batch * self.task.rows_per_sample
-            )  # out of memory may halve it during the run
+        if self.compiled:  # out of memory may halve it during the run
+            self.compiled.full_batch_size = lambda: self.plan.batches.micro_batch * self.task.rows_per_sample
 
     @property
     def config(self) -> Config:
