@@ -14,7 +14,7 @@ from multigpu_cli.config.types import Setting
 from multigpu_cli.errors import RequestError, did_you_mean
 
 GENERAL = "General"
-TOPICS: Mapping[str, tuple[str, str]] = {
+TOPICS: Mapping[str, tuple[str, str]] = {  # the chapters in their order: word for `help` → title, page under docs/
     "general": (GENERAL, "start/first-run.md"),
     "data": ("Data", "howto/data.md"),
     "model": ("Model and task", "howto/models.md"),
@@ -28,16 +28,12 @@ TOPICS: Mapping[str, tuple[str, str]] = {
     "logging": ("Logging", "howto/logging.md"),
     "faults": ("Faults", "reference/faults.md"),
 }
-"""The chapters in their order: word for `help` → title, and page under docs/."""
-
 _DOCS = Path(__file__).resolve().parents[2] / "docs"  # of a checkout; an installed wheel has none
 _PANELS = [title for title, _ in TOPICS.values()]
-COMMON = (
+COMMON = (  # the options that most commands have, by their names as parameters
     *("config", "data", "data_dir", "model", "multi_gpu", "gpu_ids", "epochs", "batch_size", "global_batch_size", "lr"),
     *("amp", "save_dir", "resume", "exact", "dry_run"),
 )
-"""The options that most commands have, by their names as parameters."""
-
 _GROUPS: Mapping[str, Sequence[str]] = {
     "Train": ("train", "tune", "recipes"),
     "Prepare": ("doctor", "selftest", "plan", "bench", "data"),
@@ -47,7 +43,7 @@ _GROUPS: Mapping[str, Sequence[str]] = {
 _EXAMPLES = (("--data mine:data --model mine:net", "your own"), ("--dry-run", "plan only"))
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _LEFT = 24  # columns, at most, of options beside their texts
-_STYLES = (
+_STYLES = (  # patterns and their ANSI styles, which are those of Typer's own help
     (r"^\S.*:$", "1"),  # headings
     (r"^Usage:", "33"),
     (r"(?<![\w-])--?[a-z][\w-]*", "1;36"),  # flags
@@ -55,7 +51,6 @@ _STYLES = (
     (r"(?<=\x1b\[0m )(?:[A-Z0-9]\S*|[a-z0-9]+\|\S+)(?=  |$)", "1;33"),  # a flag's value
     (r"\[(?:default|required)[^\]]*\]", "2"),
 )
-"""Patterns and their ANSI styles, which are those of Typer's own help."""
 
 
 class HelpPage:

@@ -58,9 +58,7 @@ def find_entry_errors(part: str, entries: list[NamedCode], config: Config, kind:
             )
 
 
-NAMING = ("data", "model", "task")
-"""The parts of a trained network whose name or arguments may cause an import."""
-
+NAMING = ("data", "model", "task")  # parts of a trained network whose name or arguments may cause an import
 FOLLOWING = ("optimizer", "schedule", "metric", "hook", "logger")
 """Parts that only a training has, and that may be the user's own code as well."""
 

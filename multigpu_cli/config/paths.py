@@ -17,8 +17,7 @@ from multigpu_cli.errors import RequestError, did_you_mean
 
 BEGAN = ".began_from"  # file in a run folder: the name of its older checkpoint that --resume restarted it from
 
-FOLDERS = ("checkpoints", "loggers", "logs", "report", "tensorboard")
-"""In a run folder: all that is written below it."""
+FOLDERS = ("checkpoints", "loggers", "logs", "report", "tensorboard")  # in a run folder: all that is written below it
 
 _WEIGHT_FILES = ("best.pt", "state.pt", "*.index.json", "*.safetensors", "pytorch_model.bin")
 _USUAL = ("model", "pytorch_model")  # of Hugging Face's, where a folder has several

@@ -214,8 +214,7 @@ RULES = (
 )
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-OWN_RUN_ID = "multigpu-"
-"""The prefix of the run ids of self-launched processes."""
+OWN_RUN_ID = "multigpu-"  # the prefix of the run ids of self-launched processes
 
 
 def is_launched(environ: Mapping[str, str]) -> bool:

@@ -354,7 +354,6 @@ class SettingEntry(NamedTuple):
     label: str
 
 
-PARTS = {"adapter": "kind"} | dict.fromkeys(
+PARTS = {"adapter": "kind"} | dict.fromkeys(  # sections of a YAML file → word for what the flag of that name gives
     ("data", "model", "task", "optimizer", "schedule", "metric", "hook", "strategy", "logger"), "name"
 )
-"""Sections of a YAML file, with the word for what the flag of that name gives."""

@@ -38,13 +38,12 @@ for the others; muon's steps are as large as AdamW's (Liu et al. 2025). Scaling:
 Large Minibatch SGD"; square root by Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient
 Algorithms", who derive it for Adam and RMSprop; none where no rule is published."""
 
-REFUSED = {
+REFUSED = {  # names of torch.optim that are no choice here, each with the reason
     "lbfgs": "it evaluates the loss several times in a step (a closure), and a step here has one gradient",
     "sparseadam": "it takes sparse gradients only, and gradients here are dense",
     "rprop": "it takes the learning rate in its first step only, so no schedule can set it; try rmsprop",
     "asgd": "torch evaluates nothing with its averaged weights; try sgd with --ema",
 }
-"""Names of torch.optim that are no choice here, each with the reason."""
 
 
 def find_rate(name: str) -> float | None:

@@ -23,8 +23,7 @@ from multigpu_cli.run.request.checks import forecast_state
 from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.runtime.precision import DTYPES, choose_precision
 
-FILLED = 0.9
-"""Share of a device's memory: the allocator and kernels take some."""
+FILLED = 0.9  # share of a device's memory: the allocator and kernels take some
 
 
 @dataclass(frozen=True)
