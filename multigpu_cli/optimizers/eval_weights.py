@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype  # as AveragedModel does
 
 
 class EMAModel(AveragedModel):
@@ -41,7 +40,7 @@ class EMAModel(AveragedModel):
         weight = self._weigh_and_count(skipped)
         pairs = zip(_tensors(self.module), _tensors(model), strict=False)  # as torch does
         both = [list(side) for side in zip(*(pair for pair in pairs if pair[0] is not pair[1]), strict=True)]
-        grouped: Any = _group_tensors_by_device_and_dtype(both)  # a kernel takes tensors of one format
+        grouped: Any = torch._C._group_tensors_by_device_and_dtype(both, False)  # a kernel takes those of one format
         for (shadows, values), _ in grouped.values():
             if shadows[0].is_floating_point():
                 _lerp(shadows, values, weight)
