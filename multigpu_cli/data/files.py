@@ -310,8 +310,7 @@ class ParquetRecords:
         if self._cached[0] != start:
             with _open_parquet(path) as opened:
                 self._cached = start, opened.read_row_group(group)
-        found: dict[str, Any] = _drop_nulls(self._cached[1].slice(index - start, 1).to_pylist()[0])
-        return found
+        return dict(_drop_nulls(self._cached[1].slice(index - start, 1).to_pylist()[0]))
 
     def describe(self, index: int) -> str:
         """The record's place, for messages."""

@@ -242,8 +242,7 @@ def build_pretrained(
             f"would stay at their initial values: {', '.join(sorted(wrong)[:_LISTED])}",
             remedy="the config.json and the weights of one model, with its language-model head",
         )
-    model: nn.Module = network
-    return model
+    return network  # type: ignore[no-any-return]
 
 
 def _configure_4_bits() -> Any:

@@ -176,8 +176,7 @@ def answer_prompt(
 
 def format_answer(tokenizer: Any, tokens: Sequence[int]) -> str:
     """What the model said, without the marks of its template."""
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True)
-    return text
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 _LENGTH = 256  # tokens of an answer at most

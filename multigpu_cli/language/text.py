@@ -107,12 +107,10 @@ class Subwords(Vocabulary):
         self.size = self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
-        return ids
+        return list(self._tokenizer.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
-        return text
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
     def serialize(self) -> str:
         return f"subwords:{self._tokenizer.to_str()}"

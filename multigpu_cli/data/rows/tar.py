@@ -238,9 +238,8 @@ def _read_field(content: bytes, field: str, column: Column, label: str) -> Any:
         raise RequestError(
             f"--data tar: {label}: a .json without {field!r} ({error})", remedy="the same fields in every sample"
         ) from error
-    whole = column.dtype == "int64" and isinstance(value, int)
-    if not (isinstance(value, str) if column.kind == "text" else whole or isinstance(value, float | int)):
-        raise RequestError(f"--data tar: {label}: {field!r} in a .json is {value!r}", remedy=f"{column.description}")
-    if column.dtype == "int64" and not whole:
-        raise RequestError(f"--data tar: {label}: {field!r} in a .json is {value!r}", remedy="whole numbers in all")
+    wanted: Any = str if column.kind == "text" else int if column.dtype == "int64" else float | int
+    if not isinstance(value, wanted):
+        remedy = "whole numbers in all" if wanted is int and isinstance(value, float) else column.description
+        raise RequestError(f"--data tar: {label}: {field!r} in a .json is {value!r}", remedy=remedy)
     return value
