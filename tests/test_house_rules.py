@@ -317,7 +317,7 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 220,  # 220
-    "lines": 43_951,  # 41,000
+    "lines": 43_944,  # 41,000
     "files to read": 30,
     "lines to read": 7_012,  # 7,500
     "files the engine reaches": 82,  # 100
