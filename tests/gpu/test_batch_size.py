@@ -13,7 +13,7 @@ from multigpu_cli.distributed import world
 from multigpu_cli.monitor import journal
 from multigpu_cli.optimizers import trial
 from multigpu_cli.run import batch_size
-from tests.gpu.simulated.gpus import train_on_gpus
+from tests.gpu.simulated.gpus import each_rank, train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Gpu, Machine
 
@@ -27,6 +27,9 @@ RUN: dict[str, Any] = {
     "data_on_device": "off",
     "num_workers": 0,
 }
+
+KINDS = {"all_gather_single": world, "reduce_scatter_single": world, "all_reduce": dist, "all_to_all_single": dist}
+"""The collectives that NCCL has memory for, and where they are called from."""
 
 
 class Trial(NamedTuple):
@@ -121,11 +124,10 @@ def test_the_search_leaves_room_and_takes_a_step_of_the_optimizer(tmp_path: Path
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_search_comes_after_all_that_nccl_takes(exact: bool, tmp_path: Path) -> None:
     """Which it takes for each kind of collective when one first comes."""
-    kinds = {"all_gather_single": world, "reduce_scatter_single": world, "all_reduce": dist, "all_to_all_single": dist}
 
     def note(sim: Simulated) -> None:
         called: list[str] = []
-        for kind, owner in kinds.items():
+        for kind, owner in KINDS.items():
             _note_calls(owner, kind, called)
         real = batch_size._find_largest_micro_batch
 
@@ -138,7 +140,21 @@ def test_the_search_comes_after_all_that_nccl_takes(exact: bool, tmp_path: Path)
     ended = train_on_gpus(2, prepare=note, **RUN | {"exact": exact, "save_dir": str(tmp_path / "run")})
     assert not ended.error, ended.error
     for rank in range(2):
-        assert set([*kinds][: 3 + exact]) <= set((tmp_path / f"{rank}.txt").read_text().split())
+        assert set([*KINDS][: 3 + exact]) <= set((tmp_path / f"{rank}.txt").read_text().split())
+
+
+def test_each_group_has_collectives_of_its_own() -> None:
+    """With --shard-size, say: NCCL takes their memory once more."""
+
+    def work(sim: Simulated, alone: world.World) -> list[str]:
+        called, group = [], dist.new_group([0])
+        for kind, owner in KINDS.items():
+            patch.object(owner, kind, lambda *_, group, kind=kind: called.append((kind, group))).start()
+        world.connect_collectives(alone, [group], pairs=True)
+        return [kind for kind, where in called if where is group]
+
+    (called,) = each_rank(1, work)
+    assert set(called) == set(KINDS)
 
 
 def _note_calls(owner: Any, name: str, called: list[str]) -> None:

@@ -29,6 +29,8 @@ def sharded(folder: Path) -> dict[str, Any]:
 def sharded_in_groups(folder: Path) -> dict[str, Any]:
     """Two groups of four, which replicate each other."""
     done = run(folder, *words(DIGITS), *_share(8), "--shard-size", "4", "--amp", "bf16")
+    plan = done.of("start")[-1]["plan"]["sharding"]
+    assert " within groups of 4 workers; " in plan, plan
     return holds(done, "fsdp", "bf16", ["cuda:0"])
 
 
