@@ -254,19 +254,22 @@ def test_other_failures_beside_an_old_note_are_not(agent: Agent) -> None:
         self_launch(make_config(save_dir="run"), ON_CPU, "normal")
 
 
-def fail_on_rank_1() -> None:
+def fail_on_rank_1(met: Path) -> None:
     """Rank 0 loses its peer before that peer's error is out."""
     if os.environ["RANK"] == "0":
+        while not met.exists():  # a busy machine starts the ranks seconds apart
+            time.sleep(0.01)
         raise RuntimeError("[127.0.0.1]:1234: Connection closed by peer")
+    met.touch()
     time.sleep(0.5)
     raise RequestError("--data nothing: planted", remedy="something")
 
 
 def test_the_error_of_a_called_function_is_that_of_the_rank_at_fault(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     with pytest.raises(WorkersFailed) as failed:
-        run_in_workers(ON_CPU, fail_on_rank_1)
+        run_in_workers(ON_CPU, fail_on_rank_1, tmp_path / "met")
     assert str(failed.value) == "rank 1: --data nothing: planted\n  try: something"
     assert failed.value.exit_code == 2
     assert "planted" not in capfd.readouterr().err, "whoever started them says it, once"
