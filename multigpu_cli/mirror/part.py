@@ -42,13 +42,14 @@ class MirrorProcess:
     def read_new_fault(self) -> str:
         """Why the last upload failed, unless it was said before; "" if none did."""
         self._companion.relay()
+        ended = not self._companion.running
         error = self._find_cause() if self._hangs or read_state(self._run).error else ""
-        if not self._companion.running:
-            error = f"training continues, but {self._explain_missing()}"
-        elif error:
-            error += "; training continues, and the copy is tried again"
-        new, self._reported = error if error != self._reported else "", error
-        return new
+        before, self._reported = self._reported, "ended" if ended else error
+        if self._reported in ("", before):
+            return ""
+        if ended:
+            return f"training continues, but {self._explain_missing()}"
+        return f"{error}; training continues, and the copy is tried again"
 
     def finish(
         self,
@@ -76,7 +77,7 @@ class MirrorProcess:
                 return False
             if not said and now - began > _SILENT:
                 said = True
-                say(f"the training is done; waiting until all is in {self.url} (Ctrl-C: no longer than 10 s)")
+                say(f"the training is done; waiting until all is in {self.url} (Ctrl-C: at most {_STOP_WAIT:.0f} s)")
             return True
 
         self._companion.end(waits)

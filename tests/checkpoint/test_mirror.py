@@ -4,11 +4,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from multigpu_cli.checkpoint.files import PIECE, ignore_progress
-from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, sign_manifest
+from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, read_manifest, sign_manifest
+from multigpu_cli.mirror import remote
 from multigpu_cli.mirror.remote import Mirror, MirrorError
 from tests.support.mirrors import CutMirror, s3_server, write_checkpoint
 
@@ -38,6 +40,7 @@ def test_what_was_uploaded_comes_back(mirror: Mirror, tmp_path: Path) -> None:
     assert (folder / BEST).read_bytes() == b"best of 100"
     mirror.discard(lambda step: step < 100)
     assert (mirror.list_steps(), mirror.measure_checkpoint(0)) == ([100], 0)
+    assert [path.name for path in tmp_path.glob("mirror/checkpoints/*")] == ["step_00000100"] * mirror._on_disk
 
 
 def test_other_files_follow_both_ways_but_never_over_others_and_a_summary_that_is_gone_leaves(
@@ -52,11 +55,13 @@ def test_other_files_follow_both_ways_but_never_over_others_and_a_summary_that_i
     (run / "journal.jsonl").write_text("later")
     for name in ("journal.jsonl", "summary.json"):
         mirror.upload_file(run / name, ignore_progress)
+    (run / "config.yaml").touch()
+    mirror.upload_file(run / "config.yaml", ignore_progress)
     other.mkdir()
     (other / "best.pt").write_text("its own")
     mirror.download_checkpoint(1, other)
     found = {file.name: file.read_text() for file in other.iterdir() if file.is_file()}
-    assert found == {"journal.jsonl": "later", "best.pt": "its own"}
+    assert found == {"journal.jsonl": "later", "best.pt": "its own", "config.yaml": ""}
 
 
 def test_a_large_file_is_sent_in_pieces_and_each_counts_as_progress(tmp_path: Path) -> None:
@@ -86,12 +91,29 @@ def test_a_checkpoint_that_the_run_removes_while_it_is_sent_arrives_whole(mirror
     mirror.download_checkpoint(5, tmp_path / "other")
 
 
-def test_a_damaged_checkpoint_of_the_run_folder_is_replaced_by_that_of_the_mirror(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_of_the_run_folder_is_replaced_by_that_of_the_mirror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, mirror = write_checkpoint(tmp_path / "run", 5), Mirror(f"file:{tmp_path}/mirror")
     mirror.upload_checkpoint(folder, ignore_progress)
     (folder / "state.pt").write_bytes(b"torn")
+    (folder.parent / ".draft_mirror_step_00000005").mkdir()  # of a copy that was killed
+    flushed: list[Path] = []
+    monkeypatch.setattr(remote, "flush_folder", flushed.append)
     mirror.download_checkpoint(5, tmp_path / "run")
-    assert find_damage(folder) is None
+    assert (find_damage(folder), flushed) == (None, [folder.parent])
+
+
+def test_best_weights_go_along_where_file_and_manifest_have_them(tmp_path: Path) -> None:
+    named, there = (write_checkpoint(tmp_path / "run", step) for step in (1, 2))
+    (named / BEST).unlink()
+    manifest = read_manifest(there)
+    del manifest["best"], manifest["sha256"]
+    (there / MANIFEST).write_bytes(sign_manifest(manifest))
+    for folder in (named, there):
+        Mirror(f"file:{tmp_path}/mirror").upload_checkpoint(folder, ignore_progress)
+    assert not list((tmp_path / "mirror").rglob(BEST))
+    assert len(list((tmp_path / "mirror").rglob("state.pt"))) == 2
 
 
 def test_a_folder_with_brackets_in_its_name_is_no_pattern(tmp_path: Path) -> None:
@@ -193,8 +215,10 @@ def test_a_server_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    mirror = Mirror("s3://bucket/run")
+    assert mirror._system.retries == 1, "of the driver, beside those of a request"
     with pytest.raises(MirrorError, match=r"mirror s3://bucket/run: listing failed \(EndpointConnectionError"):
-        Mirror("s3://bucket/run").list_steps()
+        mirror.list_steps()
 
 
 def test_an_error_names_no_password_and_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,3 +230,7 @@ def test_an_error_names_no_password_and_no_key(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(mirror._system, "find", refuse)
     with pytest.raises(MirrorError, match=r"listing failed \(OSError: https://…@host/ refuses …\)"):
         mirror.list_steps()
+    monkeypatch.setattr(mirror._system, "find", Mock(side_effect=OSError("x" * 999)))
+    with pytest.raises(MirrorError) as long:
+        mirror.list_steps()
+    assert len(long.value.problem) == len(f"mirror {mirror.url}: listing failed ()") + 300

@@ -6,13 +6,13 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from multigpu_cli.checkpoint import files
 from multigpu_cli.mirror import follower as module
-from multigpu_cli.mirror.follower import Follower, read_state
+from multigpu_cli.mirror.follower import Follower, MirrorState, read_state, write_state
 from multigpu_cli.mirror.remote import Mirror, MirrorError
 from tests.support.mirrors import read_mirrored_steps, write_checkpoint
 
@@ -20,7 +20,7 @@ from tests.support.mirrors import read_mirrored_steps, write_checkpoint
 class Refusing(Mirror):
     """A mirror that refuses everything at first."""
 
-    refusals = 2
+    refusals = 3
 
     def list_steps(self) -> list[int]:
         if self.refusals > 0:
@@ -56,6 +56,9 @@ def test_the_newest_is_sent_first_and_the_oldest_leave(run: Path) -> None:
         found.upload_new()
     assert read_mirrored_steps(mirror) == [3, 4]
     assert (read_state(run).step, read_state(run).complete) == (4, False)
+    write_checkpoint(run, 4, content=b"the same step once more")
+    found.upload_new()
+    assert (mirror / "checkpoints/step_00000004/state.pt").read_bytes() == b"the same step once more"
 
 
 def test_at_the_end_the_weights_follow(run: Path) -> None:
@@ -78,12 +81,28 @@ def test_what_was_sent_is_not_sent_again_by_the_next_attempt(run: Path, monkeypa
 
 
 def test_a_mirror_that_refuses_is_tried_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[str] = []
-    monkeypatch.setattr(time, "sleep", lambda _: errors.append(read_state(run).error))
+    seen: list[tuple[float, str, bool]] = []
+    monkeypatch.setattr(time, "sleep", lambda s: seen.append((s, read_state(run).error, read_state(run).complete)))
     write_checkpoint(run, 1)
+    write_state(run, MirrorState(complete=True))  # that of an earlier attempt
     assert Follower(run, Refusing(f"file:{run.parent}/mirror"), 3).follow(end())
-    assert errors == ["the server is gone"] * 2
+    assert seen == [(seconds, "the server is gone", False) for seconds in (2.0, 4.0, 6.0)]
     assert (read_state(run).error, read_mirrored_steps(run.parent / "mirror")) == ("", [1])
+
+
+def test_the_pauses_of_a_run_grow_while_the_mirror_refuses_and_are_short_again_after_that(run: Path) -> None:
+    waits: list[float] = []
+
+    class Ended:
+        def wait(self, pause: float) -> bool:
+            waits.append(pause)
+            return len(waits) == 9
+
+    write_checkpoint(run, 1)
+    mirror, ended = Refusing(f"file:{run.parent}/mirror"), cast(threading.Event, Ended())
+    mirror.refusals = 6
+    assert Follower(run, mirror, 3).follow(ended)
+    assert waits == [1, 2, 4, 8, 16, 30, 30, 1, 1]
 
 
 def test_it_gives_up_when_nothing_moves(run: Path) -> None:
@@ -169,7 +188,7 @@ def test_a_full_disk_of_the_run_ends_nothing(run: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "write_state", refuse)
     found = Follower(run, Mirror(f"file:{run.parent}/mirror"), 3, notes.append)
     assert not found.follow(end(), patience=0.05)
-    assert "[Errno 28] No space left on device" in notes
+    assert notes[:2] == ["", "[Errno 28] No space left on device"], "a sign of life, then what is wrong"
 
 
 def test_a_process_that_holds_the_lock_is_waited_for_while_it_moves(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +213,8 @@ def test_a_process_that_holds_the_lock_is_waited_for_while_it_moves(run: Path, m
 
 def test_who_sends_moves_the_lock(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(run, 1)
+    with module.lock_mirror(run):
+        pass  # what it wrote is not left before what the next one writes
     times: list[float] = []
 
     def note(text: str) -> None:
@@ -205,3 +226,4 @@ def test_who_sends_moves_the_lock(run: Path, monkeypatch: pytest.MonkeyPatch) ->
         module.main([str(run), f"file:{run.parent}/mirror", "3", "2"])
     assert len(times) > 2, "with each piece of a file, too"
     assert min(times) > 1.0
+    assert (run / ".mirror.lock").read_text() == f"{os.getpid()} on {os.uname().nodename}"

@@ -6,6 +6,7 @@ import shutil
 import signal
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -82,9 +83,20 @@ def test_a_mirror_that_fails_is_said_and_keeps_no_run_from_its_end(capfd: pytest
         from multigpu_cli.mirror import follower as mirror_process
 
         mirror_process.__name__ = "tests.support.no_such_module"
+        begin = MirrorProcess.__init__
+
+        def begin_and_fail(mirror: MirrorProcess, *arguments: Any) -> None:
+            begin(mirror, *arguments)
+            mirror._companion.process.wait()
+
+        MirrorProcess.__init__ = begin_and_fail  # type: ignore[method-assign,assignment]
 
     ended = run_training(1, **RUN, prepare=break_mirror)
     assert ended.error == ""
+    [fault] = ended.summary["faults"]
+    assert fault["kind"] == "mirror", "said once, not with each checkpoint"
+    assert "training continues, but file:" in fault["action"]
+    assert "(its process ended with exit code 1: " in fault["action"]
     assert ended.summary["status"] == "completed"
     assert "mirror lacks the checkpoint of step" in capfd.readouterr().out
     assert "no_such_module" in Path("run/logs/mirror.log").read_text()
@@ -97,15 +109,18 @@ def test_a_mirror_that_hangs_keeps_no_run_from_its_end(monkeypatch: pytest.Monke
     os.mkfifo("mirror/run.json")
     monkeypatch.setattr(part, "_HANGS", 2.0)
     monkeypatch.setattr(part, "_SILENT", 0.5)
-    said: list[str] = []
+    said, moves = list[str](), list[int]()
     mirror = MirrorProcess(Path("run"), "file:mirror", 3)
-    missing = mirror.finish(lambda: False, lambda: None, said.append)
+    missing = mirror.finish(lambda: False, lambda: moves.append(0), said.append)
+    assert len(moves) > 1, "that the run waits for it is no hang of the run"
     here = Path.cwd()
     assert missing == (
         f"file:{here}/mirror lacks the checkpoint of step 3 (it has not answered for 2 s); {here}/run has all of it; "
         f"multigpu mirror {here}/run --to file:{here}/mirror sends it"
     )
-    assert said == [f"the training is done; waiting until all is in file:{here}/mirror (Ctrl-C: no longer than 10 s)"]
+    assert said == [f"the training is done; waiting until all is in file:{here}/mirror (Ctrl-C: at most 10 s)"]
+    cause = "it has not answered for 2 s; training continues, and the copy is tried again"
+    assert [mirror.read_new_fault(), mirror.read_new_fault()] == [cause, ""]
     mirror._companion.process.kill()
 
 
@@ -119,7 +134,7 @@ def test_the_process_of_a_killed_attempt_is_waited_for(let_go: bool, monkeypatch
         patch.setattr(part, "_HANGS", 60.0 if let_go else 1.0)
         mirror = MirrorProcess(Path("run"), "file:mirror", 3)
         patch.undo()
-        wait_until(lambda: mirror._companion.relay() or mirror._note != "", "the new process has seen the lock")
+        wait_until(lambda: (mirror.read_new_fault(), mirror._note)[1] != "", "the new process has seen the lock")
         missing = mirror.finish(lambda: False, lambda: None, lambda text: killed.close() if let_go else None)
     here, node = Path.cwd(), os.uname().nodename
     told = (
@@ -258,7 +273,9 @@ def test_a_mirror_that_breaks_off_keeps_a_run_from_beginning_at_an_older_checkpo
     assert notes[-1] == f"copying step 2 (0.0 MiB) from file:{tmp_path}/mirror to run"
 
 
-def test_where_the_newer_checkpoint_is_damaged_there_none_that_the_run_has_is_copied() -> None:
+def test_where_the_newer_checkpoint_is_damaged_there_none_that_the_run_has_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for step in (2, 3, 4):
         Mirror("file:mirror").upload_checkpoint(write_checkpoint(Path("run"), step), lambda: None)
     Mirror("file:mirror").write_owner("a run")
@@ -266,9 +283,29 @@ def test_where_the_newer_checkpoint_is_damaged_there_none_that_the_run_has_is_co
     shutil.rmtree("run/checkpoints/step_00000004")
     Path("mirror/checkpoints/step_00000004/state.pt").write_bytes(b"torn")
     config, notes = resolve({"mirror": "file:mirror", "save_dir": "run"}, [], None), list[str]()
+    timers: list[Timer] = []
+    monkeypatch.setattr(restore, "Timer", lambda *given: timers.append(Timer(*given)) or timers[-1])
     folder, skipped = restore.restore_from_mirror(config, attempt=0, begun=[], note=notes.append)
     assert (folder, len(skipped)) == ("", 1)
     assert [note.partition(" (")[0] for note in notes] == ["copying step 4"]
+    assert [(timer.daemon, timer.finished.is_set()) for timer in timers] == [(True, True)]
+
+
+@pytest.mark.parametrize("known", ["id", "checkpoints", "place"])
+def test_checkpoints_of_another_run_are_not_those_of_a_folder_that_has_its_own(known: str) -> None:
+    """Or an id of its own, or comes from another place."""
+    flags: dict[str, Any] = {"mirror": "file:mirror", "save_dir": "run"}
+    Mirror("file:mirror").write_owner("theirs")
+    if known == "id":
+        Path("run").mkdir()
+        write_state(Path("run"), MirrorState(id="mine"))
+    else:
+        write_checkpoint(Path("run" if known == "checkpoints" else "there"), 2)
+    config = resolve(flags | ({"resume": "there"} if known == "place" else {}), [], None)
+    assert restore.restore_from_mirror(config, attempt=0, begun=[]) == ("", []), "it has none yet"
+    Mirror("file:mirror").upload_checkpoint(write_checkpoint(Path("theirs"), 3), lambda: None)
+    with pytest.raises(RequestError, match="holds the checkpoints of another run than run"):
+        restore.restore_from_mirror(config, attempt=0, begun=[])
 
 
 def test_the_user_is_told_that_a_mirror_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
