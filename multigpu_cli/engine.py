@@ -30,10 +30,11 @@ def run(request: ResolvedRequest) -> dict[str, Any]:
     """
     spec, console = request.spec, request.console
     if spec.is_complete:
+        summary = spec.resume_point.summary or {}
         console.note(f"complete: nothing trained, {spec.resume_point.folder} has the result")
-        console.report(spec.resume_point.summary or {})
+        console.report(summary)
         spec.factories.adopt_weights(spec.resume_point.folder, request.world)
-        return spec.resume_point.summary or {}
+        return summary
     with open_run(request) as run:
         frozen = gc.get_freeze_count()  # by a caller, who wants it to stay so
         if not frozen:

@@ -60,7 +60,7 @@ class NoIntactCheckpoint(CheckpointNotFound):
 
 def resume_exists(resume: str) -> bool:
     """Whether --resume names a run folder or a checkpoint on this node, intact or not."""
-    return (Path(resume) / MANIFEST).is_file() or bool(Store(Path(resume) / "checkpoints", 1).list_folders())
+    return (Path(resume) / MANIFEST).is_file() or bool(Store(Path(resume) / "checkpoints").list_folders())
 
 
 def choose_resume_point(
@@ -122,7 +122,7 @@ def _in_folder(folder: Path, attempt: int, find_damage: FindDamage) -> ResumePoi
     # waits first, since the other process may still replace the checkpoints
     if not wait_until_unlocked(folder, patience=_PATIENCE if attempt else 0):
         raise still_locked_error(folder) if attempt else locked_error(folder)
-    newest, notes = Store(folder / "checkpoints", 1).find_newest(find_damage)
+    newest, notes = Store(folder / "checkpoints").find_newest(find_damage)
     if newest is None and notes:
         raise _no_intact_error(folder, [note.removeprefix("skipped ") for note in notes])
     if newest is None and (read_summary(folder) or {}).get("status") == "completed":
@@ -176,7 +176,7 @@ def _from_path(
             )
         start = _resume_from(folder, Checkpoint(path, read_manifest(path)), None, [])
         return replace(start, rewind_from=str(path)) if own_step else start
-    newest, notes = Store(path / "checkpoints", 1).find_newest(find_damage)
+    newest, notes = Store(path / "checkpoints").find_newest(find_damage)
     if newest is None:
         raise _not_found_error(path, notes)
     return _resume_from(folder, newest, read_summary(folder) if folder == path else None, notes)
@@ -204,7 +204,7 @@ def _newest_unfinished(home: Path, config: Config, find_damage: FindDamage) -> P
         if is_locked(folder) or (read_summary(folder) or {}).get("status") == "completed":
             continue
         for look in (find_manifest_damage, find_damage):  # only what is meant is read whole
-            newest, _ = Store(folder / "checkpoints", 1).find_newest(look)
+            newest, _ = Store(folder / "checkpoints").find_newest(look)
             if newest is None or not is_same_run(config, newest.manifest["settings"]):
                 break
         else:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -156,7 +157,7 @@ class Store:
     `moved` is called after each chunk that is written, or read to verify an old checkpoint before it is removed.
     """
 
-    def __init__(self, folder: Path, keep: int, moved: Moved = ignore_progress) -> None:
+    def __init__(self, folder: Path, keep: int = 1, moved: Moved = ignore_progress) -> None:
         self.folder, self.keep, self.moved = folder, keep, moved
 
     def save(
@@ -221,7 +222,7 @@ class Store:
 
     def _rename(self, folder: Path, why: str) -> None:
         """Add a prefix, and a number where that name is taken."""
-        free = (folder.with_name(f"{why}_{folder.name}{suffix}") for suffix in ("", *(f"_{n}" for n in range(2, 1000))))
+        free = (folder.with_name(f"{why}_{folder.name}{suffix}") for suffix in chain([""], map("_{}".format, count(2))))
         folder.rename(next(name for name in free if not name.exists()))
 
     def discard_after(self, step: int) -> None:

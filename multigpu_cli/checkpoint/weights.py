@@ -215,7 +215,7 @@ def load_trained_weights(path: Path) -> TrainedWeights:
         return _from_file(path)
     if (path / "best.pt").is_file():
         return _from_file(path / "best.pt")
-    newest = None if (path / MANIFEST).exists() else Store(path / "checkpoints", 1).find_newest()[0]
+    newest = None if (path / MANIFEST).exists() else Store(path / "checkpoints").find_newest()[0]
     folder = newest.folder if newest else path
     if not (folder / MANIFEST).is_file():
         raise RequestError(

@@ -52,7 +52,6 @@ def find_rate(name: str) -> float | None:
 
 
 SHAPES = ("cosine", "linear", "constant", "step", "wsd")
-_ARGUMENTS = {"floor": 0.0, "decay": 0.2}
 _CHECKED = 1000  # steps of a user's own schedule that are computed before the run, evenly spread
 
 ScheduleFunction = Callable[[int, int], float]
@@ -106,7 +105,7 @@ class Schedule:
     warmup_steps: int  # linear warm-up from near zero; step `warmup_steps` is the first at the peak
     shape: str
     floor: float = 0.0  # share of the peak at which cosine, linear and wsd end, and below which step does not fall
-    decay: float = _ARGUMENTS["decay"]
+    decay: float = 0.2
     function: ScheduleFunction | None = None  # the user's own
 
     def rate_at(self, step: int) -> float:
@@ -177,7 +176,7 @@ def plan_schedule(
         warmup = 0 if function else min(2 * steps_per_epoch, total // 10)
     else:
         warmup = round(warmup_epochs * steps_per_epoch)
-        if warmup >= whole and warmup > 0:
+        if warmup >= whole:
             raise RequestError(
                 f"--warmup-epochs {warmup_epochs:g}: the warm-up does not end within --epochs {epochs}",
                 remedy="use a shorter warm-up, or more --epochs",
@@ -190,8 +189,8 @@ def plan_schedule(
 
 def _parse_shares(shape: str, args: Mapping[str, Any]) -> dict[str, float]:
     """The arguments of the schedules by name: shares of the peak rate, or of the run."""
-    known = _ARGUMENTS if shape == "wsd" else {"floor": 0.0}
-    if unknown := sorted(args.keys() - known):
+    known = ["floor", "decay"] if shape == "wsd" else ["floor"]
+    if unknown := sorted(args.keys() - set(known)):
         raise RequestError(
             f"schedule.args.{unknown[0]}: --schedule {shape} has no such argument",
             remedy="use " + " or ".join(f"schedule.args.{name}" for name in known),

@@ -155,8 +155,7 @@ def _find_largest_micro_batch(components: TrainComponents) -> None:
     """--batch-size auto: double until something does not fit, or a micro-batch is a worker's whole share."""
     batches = components.plan.batches
     share = components.config.batch.global_size or components.loaders.train.size
-    limit = max(1, -(-share // batches.workers))
-    limit = min(limit, components.spec.resume_point.micro_batch_after_oom or limit)
+    limit = min(-(-share // batches.workers), components.spec.resume_point.micro_batch_after_oom or share)
     if components.world.device.type != "cuda":
         limit = min(limit, _MAX_ON_CPU)
     size, best = 1, 0

@@ -170,7 +170,7 @@ def restore_best_file(run: Run) -> str:
 
     if run_on_main_rank(run.world, restore) or not best:
         return ""
-    run.progress.best, run.progress.score, run.progress.stale_epochs = {}, [], 0
+    run.progress.best, run.progress.score = {}, []
     return f"the best weights so far, of step {best['step']}, are lost: those of the next evaluation replace them"
 
 

@@ -49,7 +49,7 @@ class LossMeter:
 
     def __init__(self, world: World, progress: Progress, steps_per_epoch: int) -> None:
         self._world, self._progress, self._steps_per_epoch = world, progress, steps_per_epoch
-        self.last = math.nan
+        self.last: float
         self._copy: tuple[Tensor, torch.cuda.Event | None] | None = None  # of a loss, on its way from the device
         self._copied = -math.inf
         self._reset()

@@ -38,9 +38,9 @@ class Setup(NamedTuple):
     world: World
     placement: Placement
     config: Config
-    average: EMAModel | None = None
-    source: int | None = 0
-    options: Mapping[str, Any] = {}
+    average: EMAModel | None
+    source: int | None
+    options: Mapping[str, Any]
 
 
 class Saver:

@@ -189,7 +189,6 @@ class CommWait:
     def __init__(self, parameters: Iterable[Tensor], device: torch.device) -> None:
         self._watch = Stopwatch(of_gpu=device.type == "cuda")
         self._last: Tensor | None = None
-        self._watches_all = True
         self._hooks = {p: p.register_post_accumulate_grad_hook(self._record_arrival) for p in parameters}
 
     def __enter__(self) -> None:
@@ -198,12 +197,9 @@ class CommWait:
 
     def __exit__(self, *_: object) -> None:
         self._watch.__exit__()
-        if self._watches_all and self._last is not None:
-            for parameter, hook in self._hooks.items():
-                if parameter is not self._last:
-                    hook.remove()
-            self._hooks = {self._last: self._hooks[self._last]}
-            self._watches_all = False
+        if self._last is not None:
+            for parameter in [each for each in self._hooks if each is not self._last]:
+                self._hooks.pop(parameter).remove()
 
     def close(self) -> None:
         """Watch no parameter any more."""

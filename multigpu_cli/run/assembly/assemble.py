@@ -55,7 +55,7 @@ class BuiltModel(NamedTuple):
     initial_weights: WeightMatch | None  # what --init-from loaded, on rank 0
     average: EMAModel | None  # its exponential moving average, with --ema
     blocks: Sequence[nn.Module] = ()  # what --compile compiles by itself; none for the whole
-    source: int | None = 0  # the rank that has the weights, where only one has; None: a checkpoint has them
+    source: int | None = None  # the rank that has the weights, where only one has; None: each, or a checkpoint
     origin: str = ""  # where they come from, for the plan, unless each rank has them
 
 
@@ -331,7 +331,7 @@ def _read_checkpoint(point: ResumePoint, strategy: Strategy, world: World, own: 
 
 
 def build_strategy(
-    model: nn.Module, average: EMAModel | None, world: World, spec: RunSpec, *, source: int | None = 0
+    model: nn.Module, average: EMAModel | None, world: World, spec: RunSpec, *, source: int | None = None
 ) -> Strategy:
     """What shares a step's work over the devices, for the parameters that learn now; see `Setup`."""
     kind = choose_strategy(spec.placement, world, exact=spec.config.reproducibility.exact)

@@ -174,7 +174,7 @@ class ShardedSave:
     """
 
     def __init__(
-        self, world: World, store: Store, owner: str, step: int, rows: Mapping[str, Rows], number: int = 1
+        self, world: World, store: Store, owner: str, step: int, rows: Mapping[str, Rows], number: int
     ) -> None:
         self._number = number
         self._world, self._store, self._owner, self._step, self._rows = world, store, owner, step, rows
