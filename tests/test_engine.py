@@ -421,7 +421,12 @@ def test_garbage_is_collected_in_the_loop_but_not_among_what_stays(monkeypatch: 
         Path("seen.json").write_text(json.dumps([gc.isenabled(), gc.get_freeze_count() > 10_000]))
         return fit(run)
 
+    def ended(run: Run, status: str) -> dict[str, Any]:
+        Path("left").write_text(str(gc.get_freeze_count()))
+        return finish_run(run, status)
+
     monkeypatch.setattr(engine, "fit", watched)
+    monkeypatch.setattr(engine, "finish_run", ended)
 
     def begin() -> None:
         gc.unfreeze()  # as in a process that is not forked
@@ -429,6 +434,7 @@ def test_garbage_is_collected_in_the_loop_but_not_among_what_stays(monkeypatch: 
 
     assert run_training(**RUN | {"epochs": 1}, prepare=begin).summary["status"] == "completed"
     assert json.loads(Path("seen.json").read_text()) == [True, True]
+    assert Path("left").read_text() == "0"
 
 
 def test_what_a_caller_froze_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:

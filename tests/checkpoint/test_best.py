@@ -36,6 +36,11 @@ def test_each_checkpoint_has_the_best_of_its_time(tmp_path: Path, links: bool, m
     assert [read_weights(each) for each in (first, second, third)] == [b"best", b"best", b"better"]
     assert (first / BEST).samefile(second / BEST) is links
     assert not (third / BEST).samefile(tmp_path / "best.pt"), "whoever writes into best.pt must not reach it"
+    before = BestWeights(tmp_path / "best.pt", sha256(b"best").hexdigest())
+    Store(tmp_path / "checkpoints", 9).save(4, STATE, {}, before)
+    fourth = tmp_path / "checkpoints/step_00000004"
+    assert "best" in read_manifest(fourth) if links else "best" not in read_manifest(fourth), "an older one has them"
+    assert (read_weights(fourth) == b"best") is links
 
 
 def test_what_has_another_sum_is_not_taken(tmp_path: Path) -> None:

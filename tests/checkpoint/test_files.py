@@ -24,12 +24,21 @@ def test_a_file_gets_its_content(tmp_path: Path) -> None:
 
 def test_each_piece_that_has_reached_the_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "PIECE", 4)
-    told: list[int] = []
-    draft = lambda: next(tmp_path.glob(".a.*.draft"), tmp_path / "a")  # noqa: E731
-    publish(tmp_path / "a", b"0123456789", lambda: told.append(draft().stat().st_size))
-    assert told == [10, 10, 10], "two pieces, and the end; room for all of it was taken first"
-    assert compute_sha256(tmp_path / "a", lambda: told.append(0)) == sha256(b"0123456789").hexdigest()
-    assert told[3:] == [0, 0, 0]
+    told, flush = list[object](), os.fsync
+
+    def note_content() -> None:
+        content = next(tmp_path.glob(".a.*.draft"), tmp_path / "a").read_bytes()
+        told.append((len(content), content.rstrip(b"\0")))
+
+    monkeypatch.setattr(os, "fsync", lambda file: (told.append("flushed"), flush(file))[1])
+    parts, whole = (b"012", b"3", b"45678", b"9a"), b"0123456789a"
+    files.publish_stream(tmp_path / "a", lambda file: [file.write(part) for part in parts], 11, note_content)
+    assert told == ["flushed", (11, whole[:4]), "flushed", (11, whole[:8]), "flushed", "flushed", (11, whole)], (
+        "two pieces, the end and the folder; room for all of it was taken first"
+    )
+    moves = list[int]()
+    assert compute_sha256(tmp_path / "a", lambda: moves.append(0)) == sha256(whole).hexdigest()
+    assert len(moves) == 3
 
 
 @pytest.mark.parametrize("failing", ["posix_fallocate", "fsync"])
@@ -59,13 +68,13 @@ def test_content_that_breaks_off_leaves_no_draft(tmp_path: Path) -> None:
 
 def test_the_name_appears_only_after_the_bytes_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    for owner, name in ((os, "fsync"), (Path, "replace"), (files, "flush_folder")):
+    for owner, name in ((os, "fsync"), (Path, "replace"), (files, "flush_folder"), (os, "close")):
         original = getattr(owner, name)
         monkeypatch.setattr(
             owner, name, lambda *given, original=original, name=name: (order.append(name), original(*given))[1]
         )
     publish(tmp_path / "a.txt", b"bytes")
-    assert order == ["fsync", "replace", "flush_folder", "fsync"]
+    assert order == ["fsync", "replace", "flush_folder", "fsync", "close"]
 
 
 @pytest.mark.parametrize(("owner", "name"), [(os, "fsync"), (Path, "replace")])

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from multigpu_cli.checkpoint.initial_weights import load_initial_weights, match_weights, read_initial_weights
+from multigpu_cli.checkpoint.initial_weights import (
+    WeightMatch,
+    load_initial_weights,
+    match_weights,
+    read_initial_weights,
+)
 from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import fingerprint, save_weights
@@ -149,6 +154,11 @@ def test_partial_leaves_what_does_not_fit_and_tells_it(tmp_path: Path) -> None:
         "as initialised": "2 tensors: head.weight is (9, 4), the model has (2, 4); head.bias is missing",
         "not used": "1 tensor: extra",
     }
+
+
+def test_a_list_is_cut_where_there_is_more() -> None:
+    match = WeightMatch(dict.fromkeys("abcd", ""), {}, [*"abcde"])
+    assert [text for _, text in match.rows()] == ["4 tensors: a, b, c, d", "none", "5 tensors: a, b, c, d, …"]
 
 
 def test_partial_is_no_way_to_load_nothing(tmp_path: Path) -> None:

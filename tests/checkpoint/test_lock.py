@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from multigpu_cli.checkpoint import files
 from multigpu_cli.checkpoint.files import check_owner, fail_on_write_error, is_locked, lock_folder, wait_until_unlocked
 from multigpu_cli.errors import RequestError, TrainingError
 from tests.support.fork import exit_code
@@ -34,6 +35,7 @@ def test_one_process_owns_a_folder(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=r"another run is using .*run"), lock_folder(folder):
             pass
         assert is_locked(folder), "asking does not break the lock"
+        assert not (folder / ".lock").stat().st_mode & 0o111
     assert not is_locked(folder)
     assert another_process(lambda: take(folder))
 
@@ -123,6 +125,17 @@ def test_the_lock_names_its_owner_so_that_a_folder_in_its_place_is_told_apart(tm
         (run / ".lock").write_text("1")
         with pytest.raises(OSError, match="run now belongs to another run"):
             check_owner(run)
+
+
+def test_a_lock_that_becomes_a_link_after_the_look_at_it_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "refuse_links", lambda folder: None)
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / ".lock").symlink_to("theirs")
+    with pytest.raises(RequestError, match="--save-dir"):
+        take(tmp_path)
+    assert (tmp_path / "theirs").read_text() == "theirs"
 
 
 def test_what_must_be_written_and_cannot_is_a_failure_with_a_name(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_a_start_is_plain_values(tmp_path: Path) -> None:
 def test_where_nothing_is_a_new_run_gets_a_new_folder(resume: str, tmp_path: Path) -> None:
     starts = [choose_resume_point(make_config(resume=resume), attempt=0) for _ in range(5)]
     assert len({start.folder for start in starts}) == 5
-    assert all(Path(start.folder).parent == Path("checkpoints/digits") for start in starts)
+    assert all(re.fullmatch(r"checkpoints/digits/\d{8}-\d{6}-[0-9a-f]{4}", start.folder) for start in starts)
     assert all((start.checkpoint, start.reason) == (None, "a new run") for start in starts)
     assert tree(tmp_path) == set(), "nothing is written"
 
@@ -264,6 +265,8 @@ def test_a_folder_at_work_is_refused_before_its_checkpoints_are_read(monkeypatch
     monkeypatch.setattr(Store, "find_newest", lambda self: pytest.fail("read"))
     with lock_folder(Path("mine")), pytest.raises(RequestError, match="another run is using mine"):
         choose_resume_point(make_config("mine"), attempt=0)
+    with lock_folder(Path("mine")), pytest.raises(RequestError, match="another run is using mine"):
+        resolve_folder(make_config("mine"))
     with lock_folder(Path("checkpoints/digits/x")):
         Path("checkpoints/digits/x/config.yaml").write_text("")
         assert choose_resume_point(make_config(), attempt=0).reason == "a new run"

@@ -99,6 +99,8 @@ def test_what_forward_moves_is_copied_at_once_and_the_rest_before_the_optimizer_
     snapshot = live.begin_capture()
     live.model(torch.randn(8, 3)).square().mean().backward()
     assert serialize(snapshot.finish()) == before, "batch norm's buffers have moved since"
+    train(live, 1)
+    assert serialize(snapshot.finish()) == before, "it is complete"
 
 
 class Remembering(nn.Linear):

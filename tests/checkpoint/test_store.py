@@ -182,6 +182,8 @@ def test_the_same_step_can_be_saved_once_more(tmp_path: Path) -> None:
     assert found is not None
     assert (found.state()["progress"]["step"], skipped) == (999, [])
     assert len(names(store)) == 2
+    shutil.copytree(found.folder, store.folder / "step_00000020_earlier")  # of a save that was killed
+    assert [folder.name[5:] for folder in store.list_folders()] == ["00000020", "00000020_earlier", "00000010"]
 
 
 def test_drafts_of_a_killed_run_are_no_checkpoints_and_are_swept(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from multigpu_cli.checkpoint.weights import (
     check_fit,
     copy_to_host,
     fingerprint,
+    load_trained_weights,
     read_weights,
     save_weights,
 )
@@ -146,9 +147,10 @@ def test_state_beside_tensors_is_kept_as_it_is_and_has_no_part_in_the_fingerprin
     assert fingerprint(model.state_dict()) == before
     assert copied["_extra_state"]["kept"] == ["a"]
     save_weights(tmp_path / "best.pt", model.state_dict(), {}, {})
-    other = Telling(3, 2, None)
+    other, third = Telling(3, 2, None), Telling(3, 2, None)
     load_initial_weights(other, tmp_path / "best.pt", partial=False)
-    assert (other.kept, other.passes) == (["a", "b"], 7)
+    load_trained_weights(tmp_path / "best.pt").load_into(third)
+    assert (other.kept, other.passes) == (third.kept, third.passes) == (["a", "b"], 7)
     with pytest.raises(RequestError, match="_extra_state is not in the model"):
         check_fit(nn.Module(), model.state_dict(), "it")
     with pytest.raises(RequestError, match=r"_extra_state is \(1,\), the model has no tensor"):

@@ -38,7 +38,9 @@ def test_the_copy_comes_first_and_can_be_waited_for_while_writing_goes_on() -> N
         assert writer.wait() is None
         writer.submit(nothing, nothing)
         assert writer.waited == 0.0, "each job is waited for by itself"
-    assert order == ["copied", "the weights move", "written"]
+        assert writer.wait() is None
+        writer.submit(nothing, lambda: time.sleep(0.05) or order.append("and before the end"))
+    assert order == ["copied", "the weights move", "written", "and before the end"]
 
 
 def test_weights_for_use_take_the_place_of_others_only_once_a_checkpoint_has_copied_these() -> None:

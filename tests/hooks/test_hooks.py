@@ -6,13 +6,20 @@ from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.config.code_names import parse_hook
+from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.hooks.hooks import Hook, UserHooks, copy_state, load_hook
 from multigpu_cli.monitor.history import load_history
+from multigpu_cli.run.request import prepare
+from tests.run.test_spec import spec
 from tests.support.run_training import Ended, run_training
+from tests.support.world import ALONE
 
 HOOKS = """
 import json, os, time
@@ -24,6 +31,7 @@ class Notes:
         self.count = 0
     def note(self, name, numbers, **more):
         fields = ("step", "epoch", "loss", "grad_norm", "split", "status", "error", "samples", "learning_rate")
+        fields += ("skipped", "loss_scale", "total_steps", "world_size")
         told = {field: getattr(numbers, field) for field in fields} | more
         told["checkpoint"] = os.path.basename(numbers.checkpoint)
         told["metrics"] = sorted(numbers.metrics)
@@ -86,9 +94,15 @@ class Greedy:
     def load_state_dict(self, state): pass
 
 class Slow:
-    budget_ms = 5
-    def step_end(self, numbers, tensors): time.sleep(0.02)
+    budget_ms, every = 5, 3
+    def after_backward(self, numbers, tensors): self._note(numbers)
+    def step_end(self, numbers, tensors):
+        time.sleep(0.02)
+        self._note(numbers)
     def start(self, numbers): pass
+    def _note(self, numbers):
+        with open("slow.txt", "a") as file:
+            file.write(f"{numbers.step} ")
 """
 RUN: dict[str, Any] = {"epochs": 2, "batch_size": 10, "global_batch_size": 20, "save_dir": "run"}
 STEPS, NAMES = 3, ["2.weight", "3.weight", "3.bias", "6.weight", "6.bias"]
@@ -136,7 +150,10 @@ def test_each_method_has_its_moment_on_each_rank() -> None:
     assert [each for each in other if each[0] != "saved"] == [each for each in found if each[0] != "saved"]
     assert json.loads(Path("on-one.json").read_text()) == [2, 4, 6]
     plan = journal.plan["hooks"]
-    assert plan[0].startswith("own_hooks:Notes, on all ranks: start, after_backward, step_end, evaluated, epoch_end")
+    every = ", ".join(["start", *steps, "evaluated", "epoch_end", "saved", "end", "failed"])
+    assert plan[0] == f"own_hooks:Notes, on all ranks: {every}"
+    usual = {"skipped": False, "loss_scale": 1.0, "total_steps": 2 * STEPS, "world_size": 2}
+    assert all(usual.items() <= told.items() for _, told in found)
     assert plan[1] == "own_hooks:OnOne, on rank 1: step_end, saved, end; each 2 steps"
     assert run_training(**RUN | {"epochs": 3}, hook=["own_hooks:OnOne"]).error == ""
     [told] = load_history(Path("run")).plan["hooks"]
@@ -215,8 +232,62 @@ def test_one_that_turns_gradients_off_does_so_for_itself_alone() -> None:
 def test_a_slow_one_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_training(**RUN, hook=["own_hooks:Slow"]).error == ""
     said = "".join(capfd.readouterr())
-    assert said.count("--hook own_hooks:Slow: step_end took 2") == 1
+    assert said.count("warning: --hook own_hooks:Slow: ") == 1
     assert "of a budget of 5 ms" in said
+    assert Path("slow.txt").read_text() == "3 3 6 6 ", "each third step, also where no other hook asks for more"
+
+
+class Timed:
+    def start(self, numbers: Any) -> None:
+        """Never called."""
+
+
+def load_timed(**attributes: Any) -> Hook:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in attributes.items():
+            patch.setattr(Timed, name, value, raising=False)
+        return load_hook(parse_hook(f"{__name__}:Timed"), {})
+
+
+def test_a_rank_of_processes_that_are_to_be_launched_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Timed, "ranks", (1,), raising=False)
+    monkeypatch.setattr(prepare, "set_threads_per_rank", lambda *_, **__: 1)
+    for workers in (1, 2):
+        told = "".join(UserHooks(spec(workers, hook=[f"{__name__}:Timed"]), ALONE).plan_notes()["hooks"])
+        assert ("on rank 1, which is not there: " in told) == (workers == 1), told
+
+
+def test_where_and_when_it_is_called_follows_from_its_class() -> None:
+    usual, twice = load_timed(), load_timed(ranks=(2, 0, 2), every=3, budget_ms=0.5)
+    assert (usual.ranks, usual.every, usual.budget_ms) == ((0,), 1, 100)
+    assert (twice.ranks, twice.every, twice.budget_ms) == ((0, 2), 3, 0.5)
+    assert "not there" not in twice.describe(1), "one of them is"
+    assert (load_timed(ranks="all").ranks, load_timed(ranks=range(2)).ranks) == (None, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*(("ranks", ranks) for ranks in ((), (0, -1), (0, True), True, 1.5, "0")), ("every", 0), ("budget_ms", 0)],
+)
+def test_what_makes_no_sense_of_it_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"--hook {__name__}:Timed: its {name}"):
+        load_timed(**{name: value})
+
+
+def test_a_state_has_plain_values_and_tensors_of_its_own() -> None:
+    class Steps(int):
+        pass
+
+    tensor = torch.ones(2)
+    state = {"steps": Steps(3), "numbers": (numpy.int64(4), numpy.float32(0.5)), "on": [True, None, "x"], "t": tensor}
+    found = copy_state(state, "it")
+    tensor.zero_()
+    assert found == {"steps": 3, "numbers": (4, 0.5), "on": [True, None, "x"], "t": found["t"]}
+    assert [type(value) for value in (found["steps"], *found["numbers"])] == [int, int, float]
+    assert found["t"].tolist() == [1.0, 1.0]
+    for unfit in (numpy.ones(1), torch.float32):
+        with pytest.raises(TrainingError, match=r"it a .*, which a checkpoint can't hold"):
+            copy_state([unfit], "it")
 
 
 def test_a_failed_run_is_told_to_the_hook() -> None:

@@ -201,10 +201,19 @@ def test_r2_and_top5_take_what_they_can_compare_only() -> None:
     metric.update(outputs[:4], targets[:4])
     metric.update(outputs[4:], targets[4:])
     assert metric.compute() == pytest.approx(reference.r2_score(targets, outputs))
-    with pytest.raises(ValueError, match="one shape"):
-        metric.update(outputs, targets[:, 0])
-    with pytest.raises(ValueError, match="class numbers"):
-        compute_top5(outputs, targets)
+    flat = R2()
+    flat.update(outputs[:, 0], targets[:, 0])
+    assert flat.compute() == pytest.approx(reference.r2_score(targets[:, 0], outputs[:, 0]))
+    classes = torch.ones(9, dtype=torch.int64)
+    for other in (targets[:, 0], torch.ones(9, 2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="one shape"):
+            metric.update(outputs, other)
+    for unfit in ((outputs, targets[:, 0]), (outputs, classes[:8]), (outputs.unsqueeze(1), classes)):
+        with pytest.raises(ValueError, match="class numbers"):
+            compute_top5(*unfit)
+    for unfit in ((outputs[:, 0], classes), (torch.ones(9, 3), classes), (outputs, classes[:8])):
+        with pytest.raises(ValueError, match="two classes only"):
+            AUROC().update(*unfit)
 
 
 def test_a_regression_is_compared_in_its_own_unit() -> None:
@@ -241,6 +250,22 @@ class Ragged(Real):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return torch.ones(len(outputs), dtype=torch.int64)
+
+
+class Summed(Real):
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Any:
+        return self.found
+
+
+@pytest.mark.parametrize("found", ["no number", torch.ones(2, 2), torch.ones(2, dtype=torch.complex64)], ids=str)
+def test_sums_are_one_row_of_real_numbers(found: Any) -> None:
+    metric = load.SummedMetric("own", "own", lambda: Summed(found))
+    metric.begin(1, ALONE)
+    with pytest.raises(TrainingError, match="own: sums returned "):
+        metric.add(0, *make_samples(1), 1)
 
 
 class Mixed(Real):

@@ -127,6 +127,7 @@ def test_with_one_lane_a_process_passes_its_share(plan: BatchPlan) -> None:
 def test_the_global_batch_is_micro_batch_times_accumulation_times_workers() -> None:
     plan = plan_batches(samples=1000, micro_batch=16, workers=4, accumulation=2)
     assert (plan.global_batch, plan.accumulation, plan.steps_per_epoch, plan.last_batch_samples) == (128, 2, 8, 104)
+    assert (plan.drop_last, plan.interleaved) == (False, False)
 
 
 @pytest.mark.parametrize(("workers", "accumulation"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])

@@ -194,6 +194,7 @@ def test_wsd_is_stable_until_its_decay() -> None:
         "a fifth, if not said"
     )
     assert plan(shape="wsd", warmup_epochs=15, args={"decay": 1.0}).rate_at(149) < 1.0
+    assert plan(shape="wsd", args={"decay": 0.0}).rate_at(200) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,12 @@ def test_a_share_of_decay_is_of_wsd_alone(shape: str, args: dict[str, object]) -
 
 @given(total=st.integers(1, 3000), peak=st.floats(1e-6, 10))
 def test_an_own_function_gives_the_share_of_the_peak(total: int, peak: float) -> None:
-    schedule = plan(peak=peak, shape="my_code:ramp", max_steps=total, epochs=300, function=lambda step, of: step / of)
+
+    def ramp(step: int, of: int) -> float:
+        assert step < of, "steps beyond the end are nobody's"
+        return step / of
+
+    schedule = plan(peak=peak, shape="my_code:ramp", max_steps=total, epochs=300, function=ramp)
     assert schedule.warmup_steps == 0
     assert [schedule.rate_at(step) for step in (0, total - 1)] == [0.0, peak * ((total - 1) / total)]
 
@@ -215,6 +221,7 @@ def test_an_own_function_gives_the_share_of_the_peak(total: int, peak: float) ->
     ("function", "told"),
     [
         (lambda step, total: 1 / abs(step - 7), "its factor of step 7 of 200 raised ZeroDivisionError"),
+        (lambda step, total: 1 / (total - 1 - step), "its factor of step 199 of 200 raised ZeroDivisionError"),
         (lambda step, total: float("nan") if step > 190 else 1.0, "its factor of step 191 of 200 is nan"),
         (lambda step, total: 1 - step, "its factor of step 2 of 200 is -1"),
         (lambda step, total: "much", "its factor of step 0 of 200 is 'much'"),

@@ -19,6 +19,16 @@ def _refused(names: set[str]) -> set[str]:
     return {name for name in names if name.lower() in REFUSED}
 
 
+def test_rates_are_torchs_own_but_for_those_with_a_source_and_who_needs_whole_weights_says_so() -> None:
+    kinds = {name: getattr(torch.optim, known.class_name, None) for name, known in OPTIMIZERS.items()}
+    rates = {name: inspect.signature(kind).parameters["lr"].default for name, kind in kinds.items() if kind}
+    assert {name: OPTIMIZERS[name].rate for name, rate in rates.items() if rate != OPTIMIZERS[name].rate} == {
+        "sgd": 0.1,
+        "rmsprop": 1e-3,
+    }
+    assert {name for name, known in OPTIMIZERS.items() if known.needs_whole_weights} == {"adafactor", "muon"}
+
+
 def test_a_name_is_that_of_its_class() -> None:
     assert all(name == known.class_name.lower() for name, known in OPTIMIZERS.items())
     assert not OPTIMIZERS.keys() & REFUSED.keys()

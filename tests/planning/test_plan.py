@@ -50,13 +50,15 @@ def test_the_batch_line_multiplies_out() -> None:
     rows = dict(make_plan(accumulation=2).rows())
     assert rows["batch"] == "16 per device × 2 accumulation × 4 workers = 128 global batch"
     assert "1e-3" not in rows["learning rate"]
-    assert "√(128/32)" in rows["learning rate"]
+    assert rows["learning rate"] == "base rate 0.001 × √(128/32) (sqrt rule) = 0.002; cosine schedule"
+    assert rows["where"] == "ddp: torchrun started 4 processes"
 
 
 def test_an_uneven_batch_says_how_it_is_shared() -> None:
     assert dict(make_plan(global_batch=100).rows())["batch"] == (
         "global batch 100 as 7 micro-batches of up to 16, at most 2 on each of 4 workers"
     )
+    assert "idle" not in dict(make_plan(global_batch=60).rows())["batch"], "four micro-batches for four workers"
 
 
 def test_idle_workers_are_named_with_the_way_out() -> None:
@@ -73,7 +75,7 @@ def test_idle_workers_are_named_with_the_way_out() -> None:
 
 def test_the_length_counts_optimizer_steps_and_what_is_left_over() -> None:
     text = dict(make_plan().rows())["length"]
-    assert text.startswith("64 optimizer steps: 16 per epoch, 4 epochs")
+    assert text.startswith("64 optimizer steps: 16 per epoch, 4 epochs; ")
     assert text.endswith("the epoch's last 40 samples are trained as a short batch")
     assert dict(make_plan(drop_last=True).rows())["length"].endswith("40 samples are left out (--drop-last)")
     assert dict(make_plan(samples=961).rows())["length"].endswith(
@@ -116,8 +118,18 @@ def test_the_machine_readable_plan_has_the_same_figures() -> None:
         "lr_rule": "sqrt",
         "strategy": "ddp",
         "because": "ddp: torchrun started 4 processes",
+        "contents": "convnet on digits",
+        "hooks": [],
+        "adapter": "",
     }.items() <= found.items()
     assert found["learning_rate"] == 1e-3 * (100 / 32) ** 0.5
+    assert "compiled" not in found
+
+
+def test_what_not_every_run_has_is_a_row_where_there_is_some() -> None:
+    rows = dict(replace(make_plan(), notes={"hooks": ["first", "second"], "adapter": "LoRA", "logits": ""}).rows())
+    assert (rows["hook 1"], rows["hook 2"], rows["adapter"]) == ("first", "second", "LoRA")
+    assert "logits" not in rows
 
 
 def test_flags_without_effect_are_named() -> None:

@@ -21,6 +21,10 @@ def test_order_and_number_of_the_parts_matter() -> None:
     assert len({make_key(1, 2), make_key(2, 1), make_key(1), make_key(1, 0), make_key(0, 1), make_key(0, 1, 2)}) == 6
 
 
+def test_a_resumed_run_finds_the_keys_of_earlier_versions() -> None:
+    assert (make_key(42, 3, 17), make_key(2**64 - 1, 1)) == (5674814503582151999, 912937166735423958)
+
+
 def test_near_numbers_give_unrelated_bits() -> None:
     flipped = [(make_key(42, n) ^ make_key(42, n + 1)).bit_count() for n in range(1000)]
     assert 28 < sum(flipped) / 1000 < 35

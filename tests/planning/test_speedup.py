@@ -37,6 +37,9 @@ def test_across_machines_each_worker_carries_its_part() -> None:
     network = Interconnect(inside, between, per_machine=4)
     assert network.all_reduce(4e9, 4) == inside.all_reduce(4e9, 4)
     assert network.all_reduce(4e9, 8) == pytest.approx(1.5 * 0.5 + 2 * 0.5 * 1)
+    usual = Interconnect(inside, between)
+    assert usual.all_reduce(4e9, 8) == inside.all_reduce(4e9, 8), "a machine has eight, if not said"
+    assert usual.all_reduce(4e9, 9) == pytest.approx(1.75 * 0.5 + 1 * 0.5)
 
 
 def test_buckets_are_those_of_ddp() -> None:
@@ -100,7 +103,7 @@ def test_a_measurement_that_other_work_disturbed_is_found() -> None:
         alone = replace(WORK, forward=slowed * WORK.forward, backward=slowed * WORK.backward)
         return forecast([1, 2], [alone, WORK], free, batches(8, 80), 1, grows=True)
 
-    assert find_disturbance(rows(1.0), (0.3, 0.39)) == ""
+    assert find_disturbance(rows(1.0), (0.3, 0.39)) == find_disturbance(rows(1.0), (3.0, 4.0)) == ""
     assert find_disturbance(rows(1.0), (0.3, 0.41)) == "a step of one worker took 300.00 ms, then 410.00 ms"
     assert find_disturbance(rows(2.0), (0.3, 0.3)).startswith("2 workers would have an efficiency of 19")
     assert find_disturbance(rows(1.0), ()) == ""
@@ -112,7 +115,7 @@ def test_a_fixed_batch_is_shared_out() -> None:
     rows = forecast([1, 2, 3, 4], [WORK] * 4, free, batches(32, 1000, global_batch=100), 1, grows=False)
     assert [row.steps for row in rows] == [10] * 4
     assert [row.step for row in rows] == [pytest.approx(n * 0.31 + 0.02) for n in (4, 2, 2, 1)]
-    assert find_scaling_limit(rows) == 2
+    assert find_scaling_limit(rows) == find_scaling_limit(rows[:2]) == 2
 
 
 def test_accumulation_makes_steps_larger_and_fewer() -> None:

@@ -86,6 +86,7 @@ def test_the_best_weights_outlive_the_checkpoint_they_came_with(
     monkeypatch.chdir(tmp_path)
     best = run_training(**RUN | {"keep": "99", "save_dir": "all"}).summary["best"]
     ended = run_training(**RUN, keep="1")
+    assert ended.summary["faults"] == []
     assert ended.summary["best"]["step"] == best["step"] < 48
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step_00000048"]
     found = torch.load("run/best.pt", weights_only=True)["model"]

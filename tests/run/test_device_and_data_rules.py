@@ -19,6 +19,13 @@ def test_losses_of_replicas_have_no_weights_with_dp() -> None:
         assert sum("--task from-model can't be used with --multi-gpu dp" in str(error) for error in found) == count
 
 
+@pytest.mark.parametrize(("launched", "size"), [(3, 1), (0, 3)], ids=["in the launcher", "in a worker"])
+def test_groups_must_divide_the_workers(launched: int, size: int) -> None:
+    cpu, config = torch.device("cpu"), resolve({"multi_gpu": "fsdp", "shard_size": 2}, (), None)
+    [error] = check_device(config, Placement("fsdp", (cpu,), launched, "as asked"), World(cpu, 0, size))
+    assert "3 workers can't be divided into groups of 2" in str(error)
+
+
 def test_a_torch_that_cannot_do_it_with_sharded_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
 

@@ -236,10 +236,11 @@ def test_a_model_that_fails_in_training_alone_is_refused() -> None:
 def test_a_last_micro_batch_of_one_sample_is_found_before_the_first_step() -> None:
     """BatchNorm over single features can't train on one; without it there is nothing to refuse."""
     alone = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
-    ended = run_training(**RUN | alone, sets=["data.args.train=61"])
-    assert ended.kind == "RequestError"
-    assert "--drop-last" in ended.error
-    assert not Path("run").exists()
+    for dry in (True, False):
+        ended = run_training(**RUN | alone, sets=["data.args.train=61"], dry_run=dry)
+        assert ended.kind == "RequestError"
+        assert "--drop-last" in ended.error
+        assert not Path("run").exists()
     assert run_training(**RUN | alone, sets=["data.args.train=61", "model.args.norm=false"]).error == ""
     assert (
         run_training(**RUN | alone | {"save_dir": "dropped", "drop_last": True}, sets=["data.args.train=61"]).error
@@ -363,3 +364,47 @@ def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatc
     count = 2 * len(made.strategy.local_parameters)
     assert done == [f"tried beside {count} tensors", "emptied", "cuda counted anew"]
     assert len(held) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "accumulates"),
+    [
+        ({"batch_size": "10", "grad_accum_steps": "2"}, 10, True),
+        ({"batch_size": "10", "grad_accum_steps": "2"}, 20, False),
+        ({"batch_size": "auto", "global_batch_size": "20"}, 10, True),
+        ({"batch_size": "auto"}, 10, False),
+    ],
+)
+def test_the_trial_has_as_many_passes_as_a_step(
+    flags: dict[str, str], size: int, accumulates: bool, tmp_path: Path
+) -> None:
+    """What a micro-batch leaves of the global batch is another pass, during which gradients are held."""
+    made, probed = components(tmp_path, "tests.run.test_profile_micro_batch:plain", **flags), list[Any]()
+
+    def probe(work: Any, **probing: bool) -> None:
+        probed.append(probing)
+        work()
+
+    made.strategy.probe_memory = probe  # type: ignore[method-assign]
+    assert batch_size._fits_in_memory(made, size)
+    assert probed == [{"accumulates": accumulates}]
+
+
+@pytest.mark.parametrize(
+    ("sharded", "draws", "state", "rehearsed"),
+    [(False, False, {}, True), (True, False, {}, False), (False, True, {}, False), (False, False, {0: {}}, False)],
+)
+def test_after_the_passes_a_twelfth_of_the_gpu_stays_free(
+    sharded: bool, draws: bool, state: dict[int, Any], rehearsed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer's step is part of it where it can be undone."""
+    made, done = Mock(optimizer_draws=draws), list[Any]()
+    made.strategy.sharded, made.state.optimizer.state = sharded, state
+    monkeypatch.setattr(batch_size, "rehearse_step", done.append)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 92)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8, 1000))
+    batch_size._take_rest_of_step(made)
+    assert done == [made.state.optimizer] * rehearsed
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7, 1000))
+    with pytest.raises(torch.OutOfMemoryError, match="less than 8% of the GPU's memory would be left"):
+        batch_size._take_rest_of_step(made)

@@ -61,10 +61,39 @@ def test_a_run_that_its_caller_leaves_counts_as_stopped_and_goes_on_later(tmp_pa
         assert is_locked(tmp_path)
     assert not is_locked(tmp_path)
     assert ends(tmp_path) == ["stopped", "stopped"]
+    (tmp_path / "checkpoints/.draft_step_00000009").mkdir()  # as a kill leaves them
+    (tmp_path / ".best.pt.1.draft").touch()
     with prepare_run(tmp_path) as run:
+        assert not [path for path in tmp_path.rglob("*") if "draft" in path.name]
         assert run.progress.step == 6
         finish_run(run, "completed")
     assert ends(tmp_path) == ["completed", "stopped", "completed"]
+
+
+def test_a_run_that_is_to_pause_stops_after_that_step(tmp_path: Path) -> None:
+    with prepare_run(tmp_path) as run:
+        run.control.pause_at = 3
+        assert (engine.fit(run), run.progress.step) == ("stopped", 3)
+
+
+def test_evaluations_leave_nothing_behind_in_model_and_task(tmp_path: Path) -> None:
+    with prepare_run(tmp_path) as run:
+        shown = run.task.batch_evaluated
+        finish_run(run, engine.fit(run))
+        assert run.task.batch_evaluated == shown
+        assert not run.state.eval_model()._forward_pre_hooks
+
+
+def test_an_epoch_is_one_line_and_the_end_is_no_stop(tmp_path: Path) -> None:
+    with prepare_run(
+        tmp_path, out := io.StringIO(), epochs="2", log_interval="100", lr="1e-30", schedule="constant"
+    ) as run:
+        finish_run(run, engine.fit(run))
+        shown = out.getvalue()
+    lines = re.findall(r"^epoch +(\d/\d)  train loss +[\d.]+  val loss +[\d.]+  .*?(best)?$", shown, re.MULTILINE)
+    assert lines == [("1/2", "best"), ("2/2", "")], "nothing is learned in the second"
+    assert "stopped" not in shown
+    assert re.findall(r"^epoch \d +(\w+) +loss", shown, re.MULTILINE) == ["test"], "val is in the lines"
 
 
 def test_only_a_run_of_another_length_says_that_its_schedule_is_another(tmp_path: Path) -> None:

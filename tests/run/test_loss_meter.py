@@ -60,10 +60,11 @@ def test_a_recent_loss_is_read_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
     assert losses.peek() is None
     losses.add(0, 4, {0: torch.tensor(3.0), 1: torch.tensor([5.0])}, 32)
     assert losses.peek() == 8 * 2 / 32, "half of the micro-batches are this worker's"
-    losses.add(1, 4, {0: torch.tensor(1.0), 1: torch.tensor(1.0)}, torch.tensor(8))
+    losses.add(1, 4, {0: torch.tensor(1.0), 1: torch.tensor(2.0)}, torch.tensor(8))
+    now[0] += 0.9
     assert losses.peek() == 0.5
-    now[0] += 1
-    assert losses.peek() == 0.5
+    now[0] += 0.1
+    assert losses.peek() == 0.75
     losses.add(2, 1, {0: torch.tensor(3.0)}, torch.tensor(2))
     now[0] += 1
     assert losses.peek() == 1.5

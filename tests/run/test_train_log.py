@@ -55,6 +55,13 @@ def test_a_worker_that_waits_for_nobody_has_no_such_share() -> None:
     }
 
 
+def test_where_one_worker_does_not_know_its_wait_nobody_has_a_share() -> None:
+    rows = [(100.0, 0.0, wait, NAN, 0.0, 0.0, 0.0) for wait in (0.001, NAN)]
+    fields = combine_ranks(rows, {"step_ms": 5.0}, 2)
+    assert fields["comm_share"] is None
+    assert fields.keys().isdisjoint({"straggler_share", "own_ms"})
+
+
 def test_a_worker_tells_what_it_measured_of_itself() -> None:
     run: Any = SimpleNamespace(
         strategy=SimpleNamespace(read_comm_wait=lambda: None),
@@ -75,6 +82,28 @@ def test_a_gpu_adds_its_own() -> None:
     fields = combine_ranks([(1.0, 0.0, NAN, NAN, 0.0, 0.0, 0.0, 7.0, 98.0, 61.5, NAN, 2.0**30)], {"step_ms": 5.0}, 2)
     assert (fields["memory_reserved"], fields["gpu_utilisation"], fields["gpu_temperature"]) == ([7.0], [98.0], [61.5])
     assert (fields["gpu_power"], fields["gpu_memory_used"]) == ([None], [2.0**30])
+
+
+def test_beyond_64_ranks_a_line_has_no_list_of_them() -> None:
+    few, many = ([2.0 * rank for rank in range(count)] for count in (64, 65))
+    assert train_log.summarize_ranks({"own_ms": few, "loss": 1.0}) == {"own_ms": few, "loss": 1.0}
+    assert train_log.summarize_ranks({"own_ms": many}) == {
+        "own_ms": {"min": 0.0, "mean": 64.0, "max": 128.0, "worst_rank": 64}
+    }
+    idle = train_log.summarize_ranks({"cpu_utilisation": many})["cpu_utilisation"]
+    assert idle["worst_rank"] == 0, "the one that does least"
+
+
+def test_each_new_retry_of_an_allocator_is_told_once() -> None:
+    told: list[str] = []
+    run: Any = SimpleNamespace(log=SimpleNamespace(allocator_retries=0), log_fault=lambda kind, _: told.append(kind))
+    for exact in (True, False):
+        run.config = SimpleNamespace(reproducibility=SimpleNamespace(exact=exact))
+        counts = []
+        for retries in ([], [0, 0], [1, 0], [1, 0], [1, 2]):
+            train_log._warn_of_retries(run, retries)
+            counts.append(len(told))
+        assert counts == ([0, 0, 1, 1, 2] if exact else [2] * 5)
 
 
 def test_what_nvml_does_not_say_is_told_once() -> None:

@@ -98,7 +98,7 @@ def test_a_state_of_another_model_leaves_the_weights_as_they_were() -> None:
         nn.init.zeros_(next(model.parameters()))
         strategy = DDP(model, world, CommunicationConfig())
         other = {"model": {name: torch.ones(2, 2) for name in model.state_dict()}}
-        received = strategy.scatter_state(other, into={"model": model.state_dict()})
+        received = strategy.scatter_state(other, into={"model": model.state_dict(), "average": {}})
         return next(model.parameters()).detach().sum().item(), list(received["model"]["1.weight"].shape)
 
     assert run_on_each_rank(2, work) == [(0.0, [2, 2])] * 2

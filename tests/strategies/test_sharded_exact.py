@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
@@ -20,7 +21,10 @@ COUNTS = (1, 2, 5, 7, 8, 13)
 
 
 class Recalled(nn.Module):
-    """A weight in a module that is called twice in a pass, or not at all; the first call's gradient comes last."""
+    """A weight in a module that is called twice in a pass, or not at all; the first call's gradient comes last.
+
+    Its activations are recomputed, which is no call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +34,7 @@ class Recalled(nn.Module):
     def forward(self, leaf: Tensor) -> Tensor:
         found = self.beside.sum() * 0
         for _ in range(self.calls):
-            found = self.inner(leaf / 2 + found * 0) + found
+            found = checkpoint(self.inner, leaf / 2 + found * 0, use_reentrant=False) + found
         return found
 
 
@@ -75,6 +79,7 @@ def test_a_module_that_is_called_twice_is_one_leaf_and_one_that_is_not_called_is
         strategy.begin_step(3)  # one that is not finished leaves nothing behind
         with strategy.accumulate(last=True):
             model(leaf(9, world.rank)).backward()
+            assert not [rows for rows in strategy._sums if rows._leaves_at_hand is not None], "sums wait for no module"
         strategy.after_backward(world.rank)
         found.append(take_gradient(strategy, model, 5, world))
         model.calls = 0

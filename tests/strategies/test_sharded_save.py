@@ -114,8 +114,10 @@ def test_a_folder_that_now_belongs_to_another_run_is_left_alone(run: Run, tmp_pa
 
 
 def test_ranks_share_the_look_at_old_checkpoints(run: Run) -> None:
+    run.store.keep = 3
     for step in (1, 2, 3):
         save_in_pieces(run.store, step, STATE)
+    run.store.keep = 2
     flip_byte(run.store.folder / "step_00000002" / "rank_1.safetensors")
     for rank in (1, 2):
         run.rank(rank).take_part()

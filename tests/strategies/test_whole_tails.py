@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -90,6 +91,28 @@ def test_rows_that_learn_later_have_no_state_before() -> None:
         model.weight.grad = gradient
         optimizer.step()
     assert torch.equal(model.weight, optimize(values, "adamw", whole=(0, torch.cat([values[0]] * 2)))[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "start", "whole", "padding"),
+    [
+        (64, 0, 128, None),
+        (64, 64, 128, None),
+        (64, 0, 127, (0, 63)),
+        (64, 0, 65, (0, 1)),
+        (64, 1, 65, (1, 0)),
+        (60, 0, 124, (0, 64)),
+        (60, 100, 200, (36, 40)),
+        (0, 200, 200, None),
+    ],
+)
+def test_rows_are_copied_where_they_end_elsewhere_alone(
+    rows: int, start: int, whole: int, padding: tuple[int, int] | None
+) -> None:
+    weight = nn.Parameter(torch.zeros(rows))
+    tails = SimdTails(torch.optim.SGD([weight]))
+    tails.add(weight, start, whole, None)
+    assert [(piece.before, piece.after) for piece in tails._pieces.values()] == [padding] * (padding is not None)
 
 
 def test_without_it_the_bits_differ() -> None:
