@@ -122,7 +122,7 @@ def test_runs_have_some_seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(bench, "run_trainer", return_figures)
     monkeypatch.setattr("multigpu_cli.commands.plan.measure._SECONDS", 0)
-    for pause, expected in (("0", (400, 40_000)), ("0.1", (64, 64))):
+    for pause, expected in (("0", (65, 40_000)), ("0.1", (64, 64))):
         monkeypatch.setenv("OWN_PAUSE", pause)
         run_benchmark(resolve(OWN | {"batch_size": "20"}, [], None), [1], None, 2, {})
         assert expected[0] <= asked[-1] <= expected[1]
