@@ -198,8 +198,9 @@ class CommWait:
     def __exit__(self, *_: object) -> None:
         self._watch.__exit__()
         if self._last is not None:
-            for parameter in [each for each in self._hooks if each is not self._last]:
-                self._hooks.pop(parameter).remove()
+            for parameter in [*self._hooks]:
+                if parameter is not self._last:
+                    self._hooks.pop(parameter).remove()
 
     def close(self) -> None:
         """Watch no parameter any more."""
