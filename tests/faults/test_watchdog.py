@@ -95,12 +95,14 @@ def test_a_process_that_was_stopped_and_goes_on_is_left_alone(tmp_path: Path) ->
     def work() -> None:
         goes_on = threading.Event()
         signal.signal(signal.SIGCONT, lambda *_: goes_on.set())
+        stopped = f"grep -q 'State:.T' /proc/{os.getpid()}/status"
+        wake = f"until {stopped}; do sleep 0.05; done; sleep 4.3; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", wake])  # on a busy machine its start takes longer than the watch is patient
         with Watchdog(ALONE, 4.0, lambda error: None) as watch:
             watch.start(0, tmp_path)
             watch.set_position(1, "forward")
-            time.sleep(0.2)  # the watch has seen that
-            me = os.getpid()
-            subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 4.3; kill -CONT {me}"])
+            time.sleep(1)  # the watch, which looks every 0.4 s, has seen that
+            os.kill(os.getpid(), signal.SIGSTOP)
             assert goes_on.wait(20)
             time.sleep(0.2)  # and looks again
 
