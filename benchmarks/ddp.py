@@ -2,9 +2,10 @@
 
     python -m benchmarks.ddp
 
-The MLP shows what we add to a short step (CPU time of all threads, both ranks). The convnet at global batch 128 shows
-how much of the communication hides behind backward (wall time): its bound is the greater of the same step without
-communication and of one all-reduce of all gradients, as if the two overlapped perfectly.
+The MLP shows what we add to a short step (CPU time of all threads, both ranks): with the rivals in the same processes,
+and with each in processes of its own, as trainings are. The convnet at global batch 128 shows how much of the
+communication hides behind backward (wall time): its bound is the greater of the same step without communication and of
+one all-reduce of all gradients, as if the two overlapped perfectly.
 """
 
 import json
@@ -12,7 +13,8 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from contextlib import ExitStack
+from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -29,10 +31,16 @@ from multigpu_cli.models.networks.convnet import ConvNet
 
 WORKERS = 2
 Rivals = dict[str, Callable[[], object]]
+_SIDES: dict[str, tuple[bool, float | None]] = {  # of the MLP: fused, and the greatest norm of its gradient
+    "raw": (True, MAX_NORM),
+    "control": (True, MAX_NORM),
+    "out of the box": (False, None),
+}
+_APART = 20, 10  # steps of a turn between processes, and those at its begin that find their caches taken
 
 
 def measure(tiny: bool = False) -> list[Row]:
-    return [*_mlp(16 if tiny else 350), *_convnet(4 if tiny else 8, 16 if tiny else 128)]
+    return [*_mlp(16 if tiny else 350), *_apart(8 if tiny else 50), *_convnet(4 if tiny else 8, 16 if tiny else 128)]
 
 
 def _mlp(turns: int) -> list[Row]:
@@ -43,6 +51,18 @@ def _mlp(turns: int) -> list[Row]:
         found.ratio("DDP, MLP: ours at defaults / raw, both fused and clipped", "ours", "raw", aim=1.02),
         found.over("DDP, MLP: ours at defaults over raw, both ranks", "ours", "raw"),
         found.ratio("DDP, MLP: ours at defaults / raw out of the box", "ours", "out of the box", aim=0.87),
+    ]
+
+
+def _apart(turns: int) -> list[Row]:
+    store, sides = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False), ("ours", *_SIDES)
+    batons = [Baton(store.port, place, len(sides)) for place in range(len(sides))]
+    found = raced(*(partial(_run_apart, *each, turns) for each in zip(sides, batons, strict=True)))
+    name = "DDP, MLP, each in its own processes"
+    return [
+        found.ratio(f"{name}: raw / itself (control)", "control", "raw"),
+        found.ratio(f"{name}: ours at defaults / raw, both fused and clipped", "ours", "raw", aim=1.02),
+        found.ratio(f"{name}: ours at defaults / raw out of the box", "ours", "out of the box", aim=0.87),
     ]
 
 
@@ -58,25 +78,50 @@ def _convnet(turns: int, batch: int) -> list[Row]:
     ]
 
 
-def raced(run: Callable[[Path], Seconds], joined: Callable[[Iterable[float]], float] = sum) -> Seconds:
+def raced(*runs: Callable[[Path], Seconds], joined: Callable[[Iterable[float]], float] = sum) -> Seconds:
     """What each turn took both ranks together.
 
     Args:
-        run: what a rank does under torchrun's environment; it is told a folder, the same for both.
+        runs: what a rank does under torchrun's environment; it is told a folder, the same for both. Several have two
+            processes each, all at once; a `Baton` says whose turn it is.
         joined: makes one figure of the ranks': the sum of CPU seconds, the slower one's of wall seconds.
     """
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        context = get_context("spawn")
-        ranks = [context.Process(target=_rank, args=(rank, store.port, Path(folder), run)) for rank in range(WORKERS)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        every = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(WORKERS)]
-    together = Seconds()
-    together.of = {side: list(map(joined, zip(*(one[side] for one in every), strict=True))) for side in every[0]}
+    together, context = Seconds(), get_context("spawn")
+    with ExitStack() as stack:
+        ranks = []
+        for run in runs:
+            store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            pair = [context.Process(target=_rank, args=(rank, store.port, folder, run)) for rank in range(WORKERS)]
+            ranks.append((store, folder, pair))
+            for process in pair:
+                process.start()
+        for _, folder, pair in ranks:
+            for process in pair:
+                process.join()
+            every = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORKERS)]
+            for side in every[0]:
+                together.of[side] = list(map(joined, zip(*(one[side] for one in every), strict=True)))
     return together
+
+
+class Baton:
+    """Lets sides that have processes of their own take turns: each waits for both ranks of the one before."""
+
+    def __init__(self, port: int, turn: int, sides: int) -> None:
+        self._port, self._turn, self._sides = port, turn, sides
+
+    def wait(self) -> None:
+        if self._turn:
+            self._store.wait([f"{self._turn - 1}-{rank}" for rank in range(WORKERS)])
+
+    def pass_on(self) -> None:
+        self._store.set(f"{self._turn}-{os.environ['RANK']}", "")
+        self._turn += self._sides
+
+    @cached_property
+    def _store(self) -> dist.TCPStore:
+        return dist.TCPStore("localhost", self._port)
 
 
 def _rank(rank: int, port: int, folder: Path, run: Callable[[Path], Seconds]) -> None:
@@ -87,6 +132,33 @@ def _rank(rank: int, port: int, folder: Path, run: Callable[[Path], Seconds]) ->
     os.environ.update(ONE_THREAD | {name: str(value) for name, value in told.items()})
     (folder / f"{rank}.json").write_text(json.dumps(run(folder).of))
     os._exit(0)
+
+
+class _Alone(Seconds):
+    """Between its turns a side waits."""
+
+    def turn(self, side: str, work: Callable[[], object]) -> None:
+        work()
+
+
+def _run_apart(side: str, baton: Baton, turns: int, folder: Path) -> Seconds:
+    if side == "ours":
+        ours = _Alone(time.process_time, *_APART)
+
+        def wait() -> None:
+            baton.pass_on()
+            baton.wait()
+
+        flags = MLP | {"batch_size": str(BATCH // WORKERS), "epochs": "1000", "max_steps": str(turns * ours.stretch)}
+        return against({"others": wait}, flags, folder / "run", ours, LaunchEnv.current())
+    seconds = Seconds(time.process_time, *_APART)
+    dist.init_process_group("gloo")
+    step = _build_raw(*_SIDES[side])
+    for _ in range(turns):
+        baton.wait()
+        seconds.turn(side, step)
+        baton.pass_on()
+    return seconds
 
 
 def _run(job: str, turns: int, batch: int, folder: Path) -> Seconds:
@@ -114,19 +186,14 @@ def late(build: Callable[[], Callable[[], None]]) -> Callable[[], None]:
 
 
 def _short() -> Rivals:
-    data = vectors("train")
+    return {side: late(partial(_build_raw, *how)) for side, how in _SIDES.items()}
+
+
+def _build_raw(fused: bool, max_norm: float | None) -> Callable[[], None]:
+    model, data = mlp(), vectors("train")
     assert data is not None
-
-    def raw(fused: bool, max_norm: float | None) -> Callable[[], None]:
-        model = mlp()
-        batches = shuffled(data, BATCH // WORKERS)
-        return one_step(_raw(model), adamw(model, fused=fused), batches, max_norm=max_norm)
-
-    return {
-        "raw": late(lambda: raw(True, MAX_NORM)),
-        "control": late(lambda: raw(True, MAX_NORM)),
-        "out of the box": late(lambda: raw(False, None)),
-    }
+    batches = shuffled(data, BATCH // WORKERS)
+    return one_step(_raw(model), adamw(model, fused=fused), batches, max_norm=max_norm)
 
 
 def _long(batch: int) -> Rivals:

@@ -62,11 +62,12 @@ class Seconds:
     """What each side took, turn by turn.
 
     Attributes:
+        stretch, skipped: steps of a turn, and how many of them, the first ones, are not counted.
         count: blocks into which the turns are cut.
     """
 
-    def __init__(self, clock: Clock = time.thread_time) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock = time.thread_time, stretch: int = STRETCH, skipped: int = 1) -> None:
+        self.clock, self.stretch, self.skipped = clock, stretch, skipped
         self.of: dict[str, list[float]] = {}
         self.count = BLOCKS
 
@@ -74,10 +75,10 @@ class Seconds:
         self.of.setdefault(side, []).append(seconds)
 
     def turn(self, side: str, work: Callable[[], object]) -> None:
-        for position in range(STRETCH):
+        for position in range(self.stretch):
             began = self.clock()
             work()
-            if position:
+            if position >= self.skipped:
                 self.add(side, self.clock() - began)
 
     def blocks(self, side: str) -> list[float]:

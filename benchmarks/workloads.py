@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import Dataset, TensorDataset
 
-from benchmarks.paired_timing import STRETCH, Seconds
+from benchmarks.paired_timing import Seconds
 from multigpu_cli import engine
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.source import DataSource
@@ -164,9 +164,9 @@ class Rivals(ProgressDisplay):
         self._last, self._position = 0.0, 0
 
     def update(self, step: int, fields: Mapping[str, Any] | None = None) -> None:
-        if self._position:
+        if self._position >= self._seconds.skipped:
             self._seconds.add("ours", self._seconds.clock() - self._last)
-        self._position = (self._position + 1) % STRETCH
+        self._position = (self._position + 1) % self._seconds.stretch
         if not self._position:
             for name, rival in self.rivals.items():
                 self._seconds.turn(name, rival)
