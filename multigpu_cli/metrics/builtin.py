@@ -82,7 +82,7 @@ class AUROC(_WholeSplit):
     def compute(self) -> float:
         """From the ranks of the scores, where equal scores share theirs: doubled, so that they are whole numbers."""
         scores, targets = self._read()
-        positive = targets > 0.5
+        positive = targets == 1
         hits, others = int(positive.sum()), int((~positive).sum())
         if not hits or not others or scores.isnan().any():
             return nan

@@ -123,7 +123,8 @@ def greedy(how: str, **more: Any) -> Ended:
 
 
 def test_each_method_has_its_moment_on_each_rank() -> None:
-    ended = run_training(2, **RUN, hook=["own_hooks:Notes", "own_hooks:OnOne"], log_interval=1, keep=9)
+    hooks = [f"own_hooks:{name}" for name in ("Notes", "OnOne", "Greedy")]
+    ended = run_training(2, **RUN, hook=hooks, log_interval=1, keep=9, sets=["hook.args.Greedy={how: not}"])
     assert ended.error == ""
     found = notes()
     steps = ["after_backward", "step_end"]

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.monitor.format import format_epoch
+from multigpu_cli.run import evaluation
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.batch_size import halve_micro_batch
 from multigpu_cli.run.finalize import finish_run
@@ -73,7 +76,15 @@ def test_a_run_that_its_caller_leaves_counts_as_stopped_and_goes_on_later(tmp_pa
 def test_a_run_that_is_to_pause_stops_after_that_step(tmp_path: Path) -> None:
     with prepare_run(tmp_path) as run:
         run.control.pause_at = 3
+        phases, begin = [], run.loaders.train.epoch
+
+        def note(*args: Any) -> Any:
+            phases.append(run.observer.watchdog.own.phase)
+            return begin(*args)
+
+        run.loaders.train.epoch = note  # type: ignore[method-assign,assignment]
         assert (engine.fit(run), run.progress.step) == ("stopped", 3)
+        assert phases == ["fetching data"]
 
 
 def test_evaluations_leave_nothing_behind_in_model_and_task(tmp_path: Path) -> None:
@@ -84,12 +95,16 @@ def test_evaluations_leave_nothing_behind_in_model_and_task(tmp_path: Path) -> N
         assert not run.state.eval_model()._forward_pre_hooks
 
 
-def test_an_epoch_is_one_line_and_the_end_is_no_stop(tmp_path: Path) -> None:
+def test_an_epoch_is_one_line_and_the_end_is_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(evaluation, "format_epoch", lambda *given: told.append(given[3:]) or format_epoch(*given))
     with prepare_run(
         tmp_path, out := io.StringIO(), epochs="2", log_interval="100", lr="1e-30", schedule="constant"
     ) as run:
         finish_run(run, engine.fit(run))
-        shown = out.getvalue()
+        shown, so_far = out.getvalue(), run.log.at_last_epoch
+    assert [rate * seconds for rate, seconds in told] == pytest.approx([60, 60])
+    assert sum(seconds for _, seconds in told) == pytest.approx(so_far[1])
     lines = re.findall(r"^epoch +(\d/\d)  train loss +[\d.]+  val loss +[\d.]+  .*?(best)?$", shown, re.MULTILINE)
     assert lines == [("1/2", "best"), ("2/2", "")], "nothing is learned in the second"
     assert "stopped" not in shown
@@ -139,9 +154,16 @@ def test_a_failure_is_recorded_once_whether_it_leaves_the_run_or_only_a_call(
 ) -> None:
     with pytest.raises(type(error)), prepare_run(tmp_path / "whole"):
         raise error
-    with prepare_run(tmp_path / "call") as run, pytest.raises(type(error)), record_failure(run):
-        raise error
-    assert ends(tmp_path / "whole") == ends(tmp_path / "call") == ["failed", "failed"]
+    for restarts, printed in enumerate([1, 0]):
+        with prepare_run(tmp_path / "call") as run:
+            told: list[Any] = []
+            run.log.console.print_json = told.append  # type: ignore[method-assign,assignment]
+            run.world = replace(run.world, restarts_left=restarts)
+            with pytest.raises(type(error)), record_failure(run):
+                raise error
+        assert len(told) == printed
+    assert ends(tmp_path / "whole") == ["failed", "failed"]
+    assert ends(tmp_path / "call") == ["failed", "failed", "failed"]
 
 
 def test_an_error_after_the_end_leaves_the_summary_as_it_is(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.strategies.base import Single, Strategy
 from multigpu_cli.strategies.ddp import DDP, Replica
 from multigpu_cli.strategies.exact import ExactReduction
-from tests.strategies.one_step import network, reduce_step, state
+from tests.strategies.one_step import network, reduce_step, samples, state
 from tests.support.ranks import run_on_each_rank
 
 SHARES = {
@@ -46,6 +46,16 @@ def steps(
         config = CommunicationConfig(**communication)
         strategy = DDP(model, world, config) if world.size > 1 else Single(model)
         found = []
+        if isinstance(strategy, DDP) and world.size > 2 and not norm:
+            seen: list[torch.Tensor] = []
+
+            def loss() -> torch.Tensor:
+                total: torch.Tensor = strategy.callable(samples(2)[0]).sum()
+                total.register_hook(seen.append)
+                return total
+
+            strategy.warm_up(loss)
+            assert (seen, {parameter.grad for parameter in model.parameters()}) == ([torch.zeros(())], {None})
         for _ in range(count):
             reduce_step(strategy, plan, world.rank)
             found.append(state(model))

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.distributed.world import World
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.optimizers.eval_weights import EMAModel
@@ -323,6 +323,16 @@ def test_weights_that_cannot_be_divided_are_named(build: Callable[[], nn.Module]
     model = build()
     with pytest.raises(RequestError, match=named):
         FSDP2(model, World(CPU))
+
+
+def test_a_worker_that_runs_fewer_blocks_is_told_as_the_others_are() -> None:
+    def work(world: World) -> None:
+        strategy, inputs = FSDP2(Pair(), world, blocks=["always", "sometimes"]), torch.ones(2, 3).double()
+        strategy.warm_up(lambda: strategy.callable(inputs, whole=True).sum())
+        with pytest.raises(TrainingError, match="ran different blocks of the model"):
+            strategy.callable(inputs, whole=world.is_main)
+
+    run_on_each_rank(2, work)
 
 
 def test_an_optimizer_that_needs_whole_weights_is_refused() -> None:

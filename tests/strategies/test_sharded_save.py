@@ -125,3 +125,8 @@ def test_ranks_share_the_look_at_old_checkpoints(run: Run) -> None:
     assert run.names() == ["damaged_step_00000002", "step_00000003", "step_00000010"]
     shares = [json.loads(run.table.get(f"checkpoint-10-checked-{rank}")) for rank in (1, 2)]
     assert shares == [{"step_00000002": "rank_1.safetensors does not match its checksum"}, {}]
+    for step in (11, 12):
+        for rank in (1, 2):
+            run.rank(rank, step).take_part()
+        run.save(step)
+    assert run.table.num_keys() == 8, "what each of two ranks has told twice, of the newest two"

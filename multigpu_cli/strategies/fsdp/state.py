@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +146,7 @@ class RowSaver(Saver):
 
     def __init__(self, strategy: Strategy, world: World, store: Store, writer: Writer, owner: str) -> None:
         super().__init__(strategy, world, store, writer)
-        self._owner, self._saves = owner, 0
+        self._owner, self._numbers = owner, count()
 
     def wait(self) -> None:
         """By a collective, which fails if a rank is gone."""
@@ -154,12 +155,11 @@ class RowSaver(Saver):
         all_reduce_max(self._world, [0.0])
 
     def capture(self, state: TrainState, held: dict[str, Any], step: int) -> Snapshot | None:
-        self._saves += 1
         outline, rows = self._strategy.sharded_state_dict(held)
         rest = outline if self._world.is_main else {"model": {}}
         snapshot = self._capture(state, rest | {_ROWS: {name: tensor for name, (tensor, _) in rows.items()}})
         copied = {name: Rows(tensor, rows[name][1]) for name, tensor in snapshot.state[_ROWS].items()}
-        save = ShardedSave(self._world, self._store, self._owner, step, copied, self._saves)
+        save = ShardedSave(self._world, self._store, self._owner, step, copied, next(self._numbers))
         if self._world.is_main:
             return replace(snapshot, state={name: snapshot.state[name] for name in rest}, peers=save)
         self._writer.submit(snapshot.finish, save.take_part)
