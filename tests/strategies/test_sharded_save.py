@@ -29,8 +29,13 @@ class Gone:
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Run":
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody else is to come; a busy machine may stop the process for as long as that."""
     monkeypatch.setattr(sharded_save, "_GRACE", 0.3)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> "Run":
     (tmp_path / ".lock").write_text("rank 0")
     return Run(tmp_path)
 
@@ -83,6 +88,7 @@ def test_any_other_error_is_told_too(run: Run, monkeypatch: pytest.MonkeyPatch) 
         run.save()
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_rank_that_has_ended_is_not_waited_for(run: Run) -> None:
     run.rank(1).take_part()
     run.table.set("end-1", json.dumps({}))
@@ -91,6 +97,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(run: Run) -> None:
     assert run.names() == []
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_without_the_store_it_gives_up(run: Run) -> None:
     with pytest.raises(OSError, match="a rank has ended before its rows were written"):
         Run(run.store.folder.parent, Gone()).save()
