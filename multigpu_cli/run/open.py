@@ -48,6 +48,7 @@ from multigpu_cli.monitor.run_state import RunState
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents, describe_groups
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_batch
+from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.finalize import build_summary, restore_best_file, write_run_end
 from multigpu_cli.run.part import Part, bind_moments, load_parts
 from multigpu_cli.run.request.prepare import prepare_spec
@@ -153,7 +154,7 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
                 begin(run, stack)
             yield run
         if not run.control.summary_written:
-            run.checkpointer.writer.wait()
+            finish_pending_checkpoint(run)
             write_run_end(run, build_summary(run, "stopped", {}))
 
 

@@ -73,6 +73,14 @@ def test_a_run_that_its_caller_leaves_counts_as_stopped_and_goes_on_later(tmp_pa
     assert ends(tmp_path) == ["completed", "stopped", "completed"]
 
 
+def test_a_run_that_its_caller_leaves_says_that_its_last_checkpoint_is_not_there(tmp_path: Path) -> None:
+    with prepare_run(tmp_path) as run:
+        (tmp_path / "checkpoints").touch()  # in the way of the folder
+        engine.fit(run, until=6)
+    (fault,) = [event for event in journal.read_events(str(tmp_path / "journal.jsonl")) if event["event"] == "fault"]
+    assert fault["action"].startswith("a checkpoint was not written ([Errno")
+
+
 def test_a_run_that_is_to_pause_stops_after_that_step(tmp_path: Path) -> None:
     with prepare_run(tmp_path) as run:
         run.control.pause_at = 3
