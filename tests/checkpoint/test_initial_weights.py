@@ -21,7 +21,7 @@ from multigpu_cli.checkpoint.initial_weights import (
     read_initial_weights,
 )
 from multigpu_cli.checkpoint.pieces import serialize
-from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.store import BestWeights, Store
 from multigpu_cli.checkpoint.weights import fingerprint, save_weights
 from multigpu_cli.commands.export import export_weights
 from multigpu_cli.config.paths import find_weight_file
@@ -195,6 +195,17 @@ def test_a_checkpoint_is_compared_with_its_checksum(tmp_path: Path) -> None:
     for named in (folder, folder / "state.pt"):
         with pytest.raises(RequestError, match=r"state\.pt does not match its checksum"):
             read_initial_weights(named)
+
+
+def test_the_best_weights_of_a_checkpoint_are_compared_with_theirs(tmp_path: Path) -> None:
+    best = network(1).state_dict()
+    sha256 = save_weights(tmp_path / "best.pt", best, {}, {})
+    Store(tmp_path, 3).save(1, {"model": network().state_dict()}, {}, BestWeights(tmp_path / "best.pt", sha256))
+    found = read_initial_weights(tmp_path / "step_00000001" / "best.pt")
+    assert all(torch.equal(found[name], value) for name, value in best.items())
+    flip_byte(tmp_path / "step_00000001" / "best.pt")
+    with pytest.raises(RequestError, match=r"best\.pt: does not match its checksum"):
+        read_initial_weights(tmp_path / "step_00000001" / "best.pt")
 
 
 def test_any_file_of_a_checkpoint_in_pieces_means_all_of_its_weights(tmp_path: Path) -> None:
