@@ -201,11 +201,11 @@ def test_the_best_weights_of_a_checkpoint_are_compared_with_theirs(tmp_path: Pat
     best = network(1).state_dict()
     sha256 = save_weights(tmp_path / "best.pt", best, {}, {})
     Store(tmp_path, 3).save(1, {"model": network().state_dict()}, {}, BestWeights(tmp_path / "best.pt", sha256))
-    found = read_initial_weights(tmp_path / "step_00000001" / "best.pt")
+    found = read_initial_weights(tmp_path / "step_00000001" / "best_weights.pt")
     assert all(torch.equal(found[name], value) for name, value in best.items())
-    flip_byte(tmp_path / "step_00000001" / "best.pt")
-    with pytest.raises(RequestError, match=r"best\.pt: does not match its checksum"):
-        read_initial_weights(tmp_path / "step_00000001" / "best.pt")
+    flip_byte(tmp_path / "step_00000001" / "best_weights.pt")
+    with pytest.raises(RequestError, match=r"best_weights\.pt: does not match its checksum"):
+        read_initial_weights(tmp_path / "step_00000001" / "best_weights.pt")
 
 
 def test_any_file_of_a_checkpoint_in_pieces_means_all_of_its_weights(tmp_path: Path) -> None:
