@@ -41,9 +41,7 @@ class LoaderOptions:
 class Codec:
     """What makes samples of a dataset's own texts or rows; this one, of samples that are numbers already."""
 
-    record: Mapping[str, str] = MappingProxyType(
-        {}
-    )  # of a pretrained model's tokenizer that makes them, in checkpoints
+    record: Mapping[str, str] = MappingProxyType({})  # what checkpoints say of a pretrained tokenizer that makes them
 
     def serialize(self) -> str:
         """The codec as text, from which it can be built again; empty where that takes the data."""
