@@ -28,6 +28,7 @@ _LOGITS = 2**26
 
 _TILE = 128  # rows that a GPU's kernels for matrix products take at a time
 _PROBE = 11  # tokens
+_Head = Callable[..., Tensor]  # of hidden states (k, width), and perhaps weights; returns logits
 
 
 class TokenTargets(NamedTuple):
@@ -54,7 +55,7 @@ class ComputesTokenLosses(nn.Module):
 
 
 def compute_token_losses(
-    head: Callable[..., Tensor], vocabulary: int, hidden: Tensor, wanted: TokenTargets, *weights: Tensor
+    head: _Head, vocabulary: int, hidden: Tensor, wanted: TokenTargets, *weights: Tensor
 ) -> TokenLosses:
     """The losses of the tokens that have a target, from hidden states (n, t, width).
 
@@ -69,10 +70,10 @@ def compute_token_losses(
     if wanted.summed and not wanted.smoothing and len(targets) > size and _can_differentiate(rows):
         total = _sum_losses(head, vocabulary, weights, rows, targets)
         return TokenLosses(total, torch.zeros_like(wanted.targets, dtype=torch.bool))
-    score = partial(_score, lambda some: head(some, *weights)[:, :vocabulary], wanted.smoothing)
+    score = partial(_score, lambda some: head(some, *weights), vocabulary, wanted.smoothing)
     *earlier, last = zip(rows.split(size), targets.split(size), strict=True)
-    scored = [checkpoint(score, *chunk, use_reentrant=False) for chunk in earlier]
-    scored.append(score(*last))  # backward begins with it, when it would have the logits of one chunk anyway
+    # not the last: backward begins with it, when it would have the logits of one chunk anyway
+    scored = [*(checkpoint(score, *chunk, use_reentrant=False) for chunk in earlier), score(*last)]
     losses, right = (_spread(torch.cat(part), places, wanted.targets) for part in zip(*scored, strict=True))
     return TokenLosses(torch.stack([losses.sum()]) if wanted.summed else losses, right)
 
@@ -91,13 +92,16 @@ def _find_places(targets: Tensor, learned: int | None) -> Tensor | None:
     return torch.argsort((targets == IGNORED).byte(), stable=True)[: max(1, learned)]
 
 
-def _score(head: Callable[[Tensor], Tensor], smoothing: float, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _score(head: _Head, vocabulary: int, smoothing: float, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits = head(rows)
+    if logits.shape[1] > vocabulary and torch.compiler.is_compiling() and not smoothing:  # kernels want whole rows
+        logits = logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= vocabulary, -inf)
+    else:
+        logits = logits[:, :vocabulary]
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     losses = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing)
-    if torch.is_grad_enabled():
-        return losses, torch.zeros_like(targets, dtype=torch.bool)
-    return losses, logits.argmax(1) == targets
+    right = torch.zeros_like(targets, dtype=torch.bool) if torch.is_grad_enabled() else logits.argmax(1) == targets
+    return losses, right
 
 
 def _find_dtype(rows: Tensor) -> torch.dtype:
@@ -112,9 +116,7 @@ def _can_differentiate(rows: Tensor) -> bool:
     return rows.requires_grad and not plain
 
 
-def _sum_losses(
-    head: Callable[..., Tensor], vocabulary: int, weights: Sequence[Tensor], rows: Tensor, targets: Tensor
-) -> Tensor:
+def _sum_losses(head: _Head, vocabulary: int, weights: Sequence[Tensor], rows: Tensor, targets: Tensor) -> Tensor:
     """The sum (1,) of the losses, which has its gradients with it; those of weights are added in at least 32 bits."""
     size = count_tokens_at_once(vocabulary)
     size -= size % _TILE if size > _TILE else 0
@@ -202,9 +204,8 @@ def find_difference(model: nn.Module, vocabulary: int, device: torch.device, pla
             return (str(error).splitlines() or [type(error).__name__])[0]
     expected = score_logits(logits, targets).losses
     close = torch.finfo(logits.dtype).eps ** 0.5
-    if torch.allclose(found, expected, rtol=close, atol=close):
-        return ""
-    return f"the losses differ by {float((found - expected).abs().max()):.2g}"
+    same = torch.allclose(found, expected, rtol=close, atol=close)
+    return "" if same else f"the losses differ by {float((found - expected).abs().max()):.2g}"
 
 
 _FIRST, _SECOND = 5, 6  # tokens of two texts

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from multigpu_cli.models import token_losses
 from multigpu_cli.models.build import checkpoint_activations
@@ -182,3 +183,23 @@ def test_the_losses_of_the_gpt_are_part_of_its_graph() -> None:
         few.setattr(token_losses, "_LOGITS", 9)
         torch.testing.assert_close(compiled(TokenTargets(tokens, tokens)).losses, expected)
     assert (graphs(), made.count("cross_entropy"), made.count("linear")) == (1, 1, 5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_compiled_head_with_rows_beyond_the_vocabulary_gives_the_same(
+    smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, tokens = build_gpt((6,), 9, depth=1, heads=1, width=8), torch.arange(12).view(2, 6) % 9
+    wanted, weight = TokenTargets(tokens, tokens.roll(1), smoothing=smoothing, summed=True), model.tokens.weight
+    compiled = CompiledModel(model, None, backend="eager")
+    compiled.full_batch_size = lambda: 2
+
+    def train(network: nn.Module) -> tuple[Tensor, Tensor]:
+        loss = network(wanted).losses
+        return loss, torch.autograd.grad(loss, weight)[0]
+
+    expected = train(model)
+    monkeypatch.setattr(model, "_pad_head", lambda hidden: pad(weight, (0, 0, 0, 7)))
+    torch.testing.assert_close(train(compiled), expected)
+    assert compiled.seconds is not None

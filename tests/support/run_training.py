@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import os
+import sys
 import time
 import traceback
 import warnings
@@ -97,6 +98,8 @@ def run_training(
     kind, error, _ = errors[0] if errors else ("", "", None)
     summaries = [answer[2] for answer in answers if answer is not None and answer[2] is not None]
     killed = [rank for rank, answer in enumerate(answers) if answer is None]
+    for rank in killed:
+        print(f"rank {rank} was ended by signal {-(ranks[rank].exitcode or 0)}", file=sys.stderr)
     return Ended(summaries[0] if summaries and answers[0] is not None else {}, error, kind, killed)
 
 
