@@ -183,11 +183,11 @@ class Task(ABC):
         with eval_mode(model):
             slots, counts, units = measure() if self.equal_passes else run_on_all_ranks(world, measure)
         size = int(all_reduce_max(world, [0 if counts is None else counts.numel()])[0])
-        if counts is None:  # a worker that had no batch does not know how many numbers there are
-            counts = torch.zeros(size, dtype=torch.int64, device=world.device)
-        counts = all_reduce_sum(world, counts).cpu()
-        seen = int(all_reduce_sum(world, units))
-        sums = (add_exactly(row) / seen if seen else nan for row in all_reduce_sum(world, slots).tolist())
+        counts = torch.zeros(size) if counts is None else counts  # a worker without a batch does not know how many
+        parts = [slots.flatten(), units.to(slots)[None], counts.to(slots)]  # whole numbers are exact below 2⁵³
+        totals, number, whole = all_reduce_sum(world, torch.cat(parts)).cpu().split([len(part) for part in parts])
+        seen, counts = int(number), whole.long()
+        sums = (add_exactly(row) / seen if seen else nan for row in totals.view_as(slots).tolist())
         means = dict(zip(("loss", *self.sums), sums, strict=True))
         figures = self.metrics(counts, max(1, seen)) | self.figures(means) | meter.reduce(world, self.moved)
         return Evaluation({"loss": means["loss"]} | figures, loader.size, self.details(counts))

@@ -1,10 +1,12 @@
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -114,10 +116,12 @@ def test_a_lower_loss_is_better_where_a_task_says_nothing() -> None:
 
 def test_workers_add_up_without_a_batch_of_their_own() -> None:
     def work(world: World) -> Any:
-        found, _, _ = counting(world, count=6)
-        return found.metrics
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduced:
+            found, _, _ = counting(world, count=6)
+        return found.metrics, reduced.call_count
 
-    assert run_on_each_rank(4, work) == [{"loss": 2.5}] * 4
+    # whether all could, how many counts there are, and the sums
+    assert run_on_each_rank(4, work) == [({"loss": 2.5}, 3)] * 4
 
 
 class Scarce(Counting):
