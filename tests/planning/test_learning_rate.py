@@ -3,7 +3,7 @@ from dataclasses import replace
 from math import isclose, sqrt
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from multigpu_cli.errors import RequestError
@@ -74,6 +74,7 @@ def test_the_rate_stays_between_zero_and_the_peak(schedule: Schedule) -> None:
 
 
 @given(schedule=schedules())
+@example(Schedule(peak=0.1, total_steps=9, warmup_steps=2, shape="constant"))  # 0.1 * 3 / 3 is not 0.1
 def test_warm_up_climbs_evenly_from_near_zero_to_the_peak(schedule: Schedule) -> None:
     climb = [schedule.rate_at(step) for step in range(schedule.warmup_steps + 1)]
     assert climb[-1] == schedule.peak

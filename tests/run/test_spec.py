@@ -1,11 +1,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch import nn
 
 from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
@@ -17,6 +19,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.run.request.checks import check_data
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig, RunSpec
+from multigpu_cli.strategies.base import Single
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import Items, tensors
 from tests.support.world import ALONE
@@ -75,6 +78,27 @@ def test_a_schedule_of_ones_own_says_which_arguments_it_has() -> None:
     told = "can't be called with step, total and schedule.args: .*\n  try: .*; schedule.args has peak_at, floor$"
     with pytest.raises(RequestError, match=told):
         spec(schedule=own, **{"schedule.args": {"peak": 0.5}})
+
+
+class Noting(nn.Linear):
+    def __init__(self, model_dir: str = "its own") -> None:
+        super().__init__(6, 3)
+        self.folder = model_dir
+
+
+def test_a_model_is_told_its_folder_where_one_is_given() -> None:
+    for flags, told in (({}, "its own"), ({"model_dir": "given"}, "given")):
+        found = spec(model=f"{__name__}:Noting", **flags)
+        assert found.factories.build_model(found.config, found.source).folder == told
+
+
+def test_what_steps_in_one_place_need_not_step_alike_in_several() -> None:
+    """An optimizer that reads the clock moves the copies of ddp apart; dp has one."""
+    found, model = spec(2, optimizer="tests.support.optimizers:Clocked", lr=0.1), nn.Linear(6, 3)
+    build = partial(found.factories.build_optimizer, found.config, model=model, strategy=Single(model))
+    with pytest.raises(RequestError, match="two steps from the same state give different bits"):
+        build(found.plan)
+    build(replace(found.plan, strategy="dp"))
 
 
 def test_a_fixed_global_batch_does_not() -> None:

@@ -71,7 +71,7 @@ def test_two_workers_add_by_themselves_too(tmp_path: Path) -> None:
 def test_the_tree_of_a_sharded_sum_lies_on_one_stream() -> None:
     """Memory that one stream frees, it may use again while another still reads it."""
 
-    def work(sim: Any, world: World) -> tuple[int, list[float]]:
+    def work(sim: Any, world: World) -> tuple[int, list[float], list[float]]:
         rows, side, seen = RowSum(2), torch.cuda.Stream(), set[int]()
         real, group = rows._push, dist.distributed_c10d._get_default_group()
 
@@ -90,9 +90,11 @@ def test_the_tree_of_a_sharded_sum_lies_on_one_stream() -> None:
                     rows(sums[passed], torch.full((6,), world.rank + 1.0, device=world.device), group, None)
             rows.end_pass()
         rows.finish_step()
-        return len(seen), sums[0].tolist()
+        rows(sums[1], torch.ones(6, device=world.device), group, None)  # outside of a step nothing is summed
+        rows.finish_step()
+        return len(seen), sums[0].tolist(), sums[1].tolist()
 
-    assert gpus.each_rank(2, work) == [(1, [6.0] * 3)] * 2
+    assert gpus.each_rank(2, work) == [(1, [6.0] * 3, [0.0] * 3)] * 2
 
 
 def test_what_chooses_a_kernel_is_pinned(tmp_path: Path) -> None:
