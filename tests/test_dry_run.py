@@ -43,7 +43,7 @@ def idle() -> Any:
     class Idle(nn.Linear):
         def __init__(self) -> None:
             super().__init__(6, 3)
-            self.spare = nn.Linear(2, 2)
+            self.spare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     return Idle()
 
@@ -95,7 +95,7 @@ def test_for_several_processes_too_without_starting_them(capfd: pytest.CaptureFi
     assert code == 2
     refused = run_training(2, model=f"{HERE}:idle", save_dir="run", num_workers=0)
     assert said.removeprefix("error: ").strip() == refused.error
-    assert "spare.weight, spare.bias took no part in the loss" in said
+    assert "spare.0.weight, spare.0.bias, spare.1.weight, spare.1.bias took no part in the loss" in said
     assert run_apart([*words, "--find-unused-parameters"], capfd)[0] == 0
     assert not list(Path().iterdir())
 

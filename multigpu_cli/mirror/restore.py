@@ -63,7 +63,6 @@ def restore_from_mirror(
 @contextmanager
 def _note_when_slow(url: str, note: Callable[[str], None]) -> Iterator[None]:
     timer = Timer(_SLOW, note, [f"--mirror {url}: no answer for {_SLOW:g} s; still waiting"])
-    timer.daemon = True
     timer.start()
     try:
         yield

@@ -99,8 +99,8 @@ def track_best(run: Run, result: Evaluation) -> None:
     """Record an evaluation of the validation split: the best so far, or one epoch without improvement."""
     progress, patience = run.progress, run.config.length.early_stopping_patience
     score, best = list((run.score or run.task.score)(result.metrics)), progress.score
-    # one with NaN is never the greatest so far, and any other is better than it
-    if not any(map(isnan, score)) and (not best or any(map(isnan, best)) or score > best):
+    # one with NaN is never the greatest so far, and any other is better than it: nothing is >= NaN, nor is []
+    if not any(map(isnan, score)) and not best >= score:
         progress.score, progress.stale_epochs = score, 0
         named = {f"val_{name}": value for name, value in result.metrics.items()}
         progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}

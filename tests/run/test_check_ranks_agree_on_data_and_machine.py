@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.data.source import DataSource
@@ -17,12 +17,11 @@ from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 
 
-def source(size: int = 30, shift: float = 0.0) -> DataSource:
+def source(size: int = 30, shift: float = 0.0, val: int = 8) -> DataSource:
     inputs = torch.arange(3.0 * size).view(size, 3)
     inputs[7] += shift
-    return DataSource(
-        train=TensorDataset(inputs, torch.arange(size) % 2), val=None, test=None, input_shape=(3,), num_classes=2
-    )
+    train = TensorDataset(inputs, torch.arange(size) % 2)
+    return DataSource(train=train, val=Subset(train, range(val)), input_shape=(3,), num_classes=2)
 
 
 def read_refusal(world: World, hosts: tuple[str, ...], data: list[DataSource]) -> str:
@@ -44,6 +43,7 @@ def test_the_node_that_differs_is_named() -> None:
             read_refusal(world, two, [source(), source(size=31), source(size=31)]),
             read_refusal(world, two, [source(), source(shift=1), source()]),
             read_refusal(world, ("here",) * 3, [source(), source(), source(size=29)]),
+            read_refusal(world, two, [source(), source(), source(val=7)]),
         ]
 
     told = run_on_each_rank(3, work)
@@ -53,6 +53,7 @@ def test_the_node_that_differs_is_named() -> None:
     assert told[0][2].startswith("--data mine: rank 0 and the others see different data: 30 training samples instead")
     assert "rank 1 and the others" in told[0][3], "not its whole node"
     assert "rank 2 and the others see different data: 29 training samples instead of 30" in told[0][4]
+    assert told[0][5].endswith("30, 7 and 0 samples to train, validate and test on instead of 30, 8 and 0")
 
 
 def test_exact_needs_gpus_of_one_kind() -> None:

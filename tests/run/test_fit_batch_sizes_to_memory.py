@@ -364,6 +364,9 @@ def test_what_was_only_tried_is_not_the_peak_of_a_run(tmp_path: Path, monkeypatc
     count = 2 * len(made.strategy.local_parameters)
     assert done == [f"tried beside {count} tensors", "emptied", "cuda counted anew"]
     assert len(held) == 0
+    made.state.optimizer.state[made.strategy.local_parameters[0]] = {"resumed": torch.ones(())}
+    assert batch_size._fits_in_memory(made, 10)
+    assert done[3] == "tried beside 0 tensors", "a resumed run has its state already"
 
 
 @pytest.mark.parametrize(
@@ -388,6 +391,16 @@ def test_the_trial_has_as_many_passes_as_a_step(
     made.strategy.probe_memory = probe  # type: ignore[method-assign]
     assert batch_size._fits_in_memory(made, size)
     assert probed == [{"accumulates": accumulates}]
+
+
+def test_two_samples_show_what_takes_no_part_where_the_probe_leaves_no_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, tried = components(tmp_path, "tests.run.test_profile_micro_batch:plain"), list[int]()
+    made.strategy.sharded = True
+    monkeypatch.setattr(batch_size, "_run_micro_batch", lambda _, size: tried.append(size))
+    assert all(batch_size._fits_in_memory(made, size) for size in (10, 1))
+    assert tried == [10, 2, 1, 1]
 
 
 @pytest.mark.parametrize(

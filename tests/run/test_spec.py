@@ -16,6 +16,7 @@ from multigpu_cli.data import load
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
+from multigpu_cli.run.request import prepare
 from multigpu_cli.run.request.checks import check_data
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig, RunSpec
@@ -53,6 +54,12 @@ def test_the_global_batch_and_with_it_the_rate_grow_with_the_workers() -> None:
         plan = spec(workers, batch_size=5).plan
         assert plan.batches.global_batch == 5 * workers
         assert plan.rate.value == pytest.approx(1e-3 * (5 * workers / 32) ** 0.5)
+
+
+def test_processes_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    monkeypatch.setattr(prepare, "count_cores", lambda: 14)
+    assert (spec(1).plan.threads, spec(2).plan.threads) == (1, 7), "a single one uses what OMP_NUM_THREADS says"
 
 
 def test_the_plan_says_how_the_network_is_compiled() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,6 +227,8 @@ def test_the_numbers_of_learning_are_those_of_plain_torch(tmp_path: Path) -> Non
     assert b"per device" in board.Tensors("plan/text_summary")[0].tensor_proto.string_val[0]
 
 
-def test_memory_of_a_process_is_what_the_kernel_says() -> None:
+def test_memory_of_a_process_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     assert peak_memory(torch.device("cpu")) == pytest.approx(1024 * int(status["VmHWM"].split()[0]), rel=0.02)
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3))
+    assert peak_memory(torch.device("cpu")) == 3 * 1024

@@ -54,10 +54,11 @@ def test_several_buckets_do_not_wait_for_each_other() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(8)))
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.03)
-        PowerSGD(ddp, plain_steps=3)
+        hook = PowerSGD(ddp, plain_steps=3)
         for _ in range(8):
             ddp(torch.randn(4, 96)).sum().backward()
             model.zero_grad(set_to_none=False)
+        assert len(hook._state.error_dict) > 1, "one of each bucket: they were sent in low rank"
         return float(next(model.parameters()).detach().sum())
 
     first, second = run_on_each_rank(2, work)

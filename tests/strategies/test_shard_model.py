@@ -30,7 +30,7 @@ def test_every_group_waits_as_long_as_that_of_all_workers() -> None:
     [
         ("cuda", "bf16", nn.Linear(2, 2), {}, "bf16"),
         ("cuda", "bf16", nn.Linear(2, 2), {"exact": True}, "fp32"),
-        ("cuda", "bf16", nn.BatchNorm1d(2), {}, "fp32"),  # it takes weights in 32 bits only
+        ("cuda", "bf16", nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), {}, "fp32"),  # it takes 32 bits only
         ("cuda", "bf16", nn.InstanceNorm2d(2, affine=True), {}, "fp32"),  # and it, for inputs in 32 bits
         ("cuda", "bf16", nn.Linear(2, 2).bfloat16(), {}, "fp32"),  # as they are
         ("cuda", "fp16", nn.Linear(2, 2), {}, "fp32"),

@@ -206,6 +206,7 @@ def test_a_loss_that_no_parameter_is_part_of_is_refused(tmp_path: Any) -> None:
     )
     assert ended.kind == "RequestError"
     assert "no trainable parameter is part of the loss" in ended.error
+    assert ended.error.endswith("another --model, or --task; --debug shows the traceback")
     assert not (tmp_path / "x").exists()
 
 

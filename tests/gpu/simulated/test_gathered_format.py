@@ -102,7 +102,7 @@ def test_no_copies_of_weights_wait_for_the_backward_pass() -> None:
     blocks = 4 * 12 * 256**2
 
     def work(sim: Simulated, world: World) -> dict[str, int]:
-        found = {}
+        found, embedded = {}, list[torch.dtype]()
         for name, dtype, learns in (
             ("cast", None, True),
             ("gathered", torch.bfloat16, True),
@@ -110,6 +110,7 @@ def test_no_copies_of_weights_wait_for_the_backward_pass() -> None:
         ):
             model = GPT((4,), 8, depth=4, heads=2, width=256).to(world.device)
             strategy = FSDP2(model, world, blocks=find_blocks_to_wrap(model), param_dtype=dtype)
+            model.tokens.register_forward_hook(lambda *passed: embedded.append(passed[-1].dtype))
             before = sim.device.memory(world.rank)["allocated"]
             precision = Precision("bf16", world.device)
             precision.keeps_casts = strategy.keeps_casts
@@ -122,6 +123,7 @@ def test_no_copies_of_weights_wait_for_the_backward_pass() -> None:
                 found[name] = sim.device.memory(world.rank)["allocated"] - before
             if learns:
                 logits.float().sum().backward()
+        assert embedded == [torch.float32] * 3, "what the layers add to"
         return found
 
     for found in each_rank(2, work, Machine.of(2)):
