@@ -147,7 +147,6 @@ class _DtypeGroup:
         self.format, self.floating = buffers[0].dtype, buffers[0].is_floating_point()
         narrow = torch.int32 if self.format.itemsize <= 2 else torch.int64
         self._wide = self.format if self.floating else narrow
-        self.begin()
 
     @torch.no_grad()
     def read(self) -> Tensor:

@@ -30,6 +30,8 @@ def test_no_code_runs_from_a_malicious_file(kind: str, tmp_path: Path) -> None:
     torch.save({"model": Evil(target)}, content) if kind == "torch" else pickle.dump(Evil(target), content)
     with pytest.raises(RequestError, match=r"foreign\.pt can't be loaded safely as weights"):
         deserialize(content.getvalue(), "foreign.pt")
+    with pytest.raises(RequestError, match="it is a pickle of Python objects"):
+        deserialize(pickle.dumps([1]), "foreign.pt")
     assert not target.exists()
     torch.load(io.BytesIO(content.getvalue()), weights_only=False) if kind == "torch" else pickle.loads(  # noqa: S301
         content.getvalue()

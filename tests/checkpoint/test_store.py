@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -247,6 +248,13 @@ def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
     assert found is not None
     assert found.step == 20
     assert moment > 6, "and there were moments at which it was killed"
+
+
+def test_a_save_that_fails_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "publish", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        fill_store(tmp_path, 20)
+    assert list(tmp_path.rglob("*step*")) == []
 
 
 def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,9 @@ def test_weights_are_found_in_each_kind_of_file(layout: str, tmp_path: Path) -> 
     assert fingerprint(model.state_dict()) == fingerprint(state)
 
 
-@pytest.mark.parametrize("content", [{"model": {}}, {"model": {"x": 1}}, [torch.ones(1)], {}, torch.ones(2), "text"])
+@pytest.mark.parametrize(
+    "content", [{"model": {}}, {"model": {"x": 1}}, [torch.ones(1)], {}, {"x": torch.ones(1), 1: torch.ones(1)}, "text"]
+)
 def test_a_file_without_weights_is_refused(content: object, tmp_path: Path) -> None:
     (tmp_path / "file.pt").write_bytes(serialize(content))
     with pytest.raises(RequestError, match=r"file\.pt holds no weights"):

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import wait
+from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from multigpu_cli.config.code_names import parse_hook
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.hooks.hooks import Hook, UserHooks, copy_state, load_hook
 from multigpu_cli.monitor.history import load_history
+from multigpu_cli.monitor.journal import read_events
 from multigpu_cli.run.request import prepare
 from tests.run.test_spec import spec
 from tests.support.run_training import Ended, run_training
@@ -181,6 +183,8 @@ def test_a_checkpoint_that_was_not_written_is_not_said_to_be_saved(monkeypatch: 
     for rank in range(2):
         told = [told["checkpoint"] for name, told in notes(rank) if name == "saved"]
         assert told == ["step_00000001", "step_00000003"]
+    lines = [event["event"] for event in read_events("run/journal.jsonl")]
+    assert lines.index("fault") < lines.index("eval"), "with the next train line, not the next checkpoint"
 
 
 def test_state_goes_on_with_another_number_of_workers_and_hooks_may_change() -> None:
@@ -262,7 +266,10 @@ def test_where_and_when_it_is_called_follows_from_its_class() -> None:
     usual, twice = load_timed(), load_timed(ranks=(2, 0, 2), every=3, budget_ms=0.5)
     assert (usual.ranks, usual.every, usual.budget_ms) == ((0,), 1, 100)
     assert (twice.ranks, twice.every, twice.budget_ms) == ((0, 2), 3, 0.5)
-    assert "not there" not in twice.describe(1), "one of them is"
+    assert twice.describe(1).endswith(", on rank 0, 2: start"), "one of them is there, and start is called once"
+    ranks = [hook.first_rank(replace(ALONE, size=3)) for hook in (twice, load_timed(ranks=(3,)))]
+    assert ranks == [0, None]
+    assert load_timed(_saved=print, ended=3).methods == ("start",), "neither is a method that was misspelt"
     assert (load_timed(ranks="all").ranks, load_timed(ranks=range(2)).ranks) == (None, (0, 1))
 
 

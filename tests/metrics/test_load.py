@@ -10,7 +10,7 @@ from multigpu_cli.monitor.history import load_history
 from tests.support.run_training import run_training
 
 RUN: dict[str, Any] = {
-    "metric": ["torchmetrics:F1Score", "torchmetrics:AUROC", "own:worst"],
+    "metric": ["torchmetrics:F1Score", "torchmetrics:AUROC", "own:worst", "own:right"],
     "sets": ["metric.args.f1_score={average: micro}"],
     "best": "val_f1_score:max",
     "exact": True,
@@ -20,6 +20,9 @@ RUN: dict[str, Any] = {
 }
 OWN = """
 from torchmetrics import Accuracy, MinMaxMetric
+
+def right(outputs, targets):
+    return (outputs.argmax(1) == targets).float()
 
 class worst(MinMaxMetric):
     def __init__(self, num_classes):
@@ -40,6 +43,7 @@ def test_its_classes_exchange_nothing_and_are_exact(tmp_path: Path, monkeypatch:
         for event in evals:
             assert event["f1_score"] == pytest.approx(event["accuracy"]), "as with one label for each sample"
             assert event["worst"] == pytest.approx(event["accuracy"]), "a metric within a metric"
-        found.append([[event[name] for name in ("f1_score", "auroc", "worst")] for event in evals])
+            assert event["right"] == pytest.approx(event["accuracy"]), "a function beside them"
+        found.append([[event[name] for name in ("f1_score", "auroc", "worst", "right")] for event in evals])
     assert json.dumps(found[0]) == json.dumps(found[1])
     assert len(found[0]) > 2

@@ -47,7 +47,7 @@ class Late(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.LazyConv2d(4, 3), nn.LazyConv2d(6, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(num_classes)
+            nn.Conv2d(1, 4, 3), nn.LazyConv2d(6, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(num_classes)
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -111,6 +111,15 @@ def test_a_network_that_does_not_take_two_samples_is_told_as_such(tmp_path: Path
             model="tests.support.awkward_models:greedy",
             data="tests.support.user_code:tensors",
         )
+
+
+def test_what_does_not_go_with_a_batch_or_a_checkpoint_is_told_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as raised:
+        components(tmp_path, "model.args.num_classes=2", **NAMED)
+    assert raised.value.remedy == "--set model.num_classes=3, or another --task; --debug shows the traceback"
+    own = {"model": "tests.support.awkward_models:telling", "data": "tests.support.user_code:tensors"}
+    with pytest.raises(RequestError, match="get_extra_state of layers returns what could not be read back"):
+        components(tmp_path, "model.args.plain=false", **own)
 
 
 @pytest.mark.parametrize(("kind", "language"), [("cpu", "C++"), ("cuda", "C")])

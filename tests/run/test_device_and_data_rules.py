@@ -19,6 +19,14 @@ def test_losses_of_replicas_have_no_weights_with_dp() -> None:
         assert sum("--task from-model can't be used with --multi-gpu dp" in str(error) for error in found) == count
 
 
+def test_statistics_over_workers_are_for_gpus_and_a_sharded_model_takes_no_environments() -> None:
+    sync, ppo = resolve({"sync_bn": True, "amp": "off"}, (), None), resolve({"task": "ppo"}, (), None)
+    for config, strategy, kind, refused in ((sync, "ddp", "cuda", 0), (sync, "ddp", "cpu", 1), (ppo, "fsdp", "cpu", 1)):
+        device = torch.device(kind)
+        found = check_device(config, Placement(strategy, (device,), 0, "as asked"), World(device))
+        assert len(list(found)) == refused
+
+
 @pytest.mark.parametrize(("launched", "size"), [(3, 1), (0, 3)], ids=["in the launcher", "in a worker"])
 def test_groups_must_divide_the_workers(launched: int, size: int) -> None:
     cpu, config = torch.device("cpu"), resolve({"multi_gpu": "fsdp", "shard_size": 2}, (), None)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.format import format_epoch
-from multigpu_cli.run import evaluation
+from multigpu_cli.run import evaluation, finalize
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.batch_size import halve_micro_batch
 from multigpu_cli.run.finalize import finish_run
@@ -93,6 +94,19 @@ def test_a_run_that_is_to_pause_stops_after_that_step(tmp_path: Path) -> None:
         run.loaders.train.epoch = note  # type: ignore[method-assign,assignment]
         assert (engine.fit(run), run.progress.step) == ("stopped", 3)
         assert phases == ["fetching data"]
+
+
+def test_a_run_that_is_done_has_saved_its_end_and_says_which_weights_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finalize, "restore_file", lambda *_: False)
+    with prepare_run(tmp_path, checkpoint_every="4") as run:
+        status = engine.fit(run)
+        assert run.checkpointer.saved_step == run.progress.step == 6, "whether or not a checkpoint is due"
+        run.log.progress_bar = Mock(wraps=run.log.progress_bar)
+        finish_run(run, status)
+        run.log.progress_bar.close.assert_called_once()
+        assert [fault["action"] for fault in run.progress.faults] == ["best.pt is lost: the last weights replace it"]
 
 
 def test_evaluations_leave_nothing_behind_in_model_and_task(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,6 +71,22 @@ def test_a_recent_loss_is_read_once_a_second(monkeypatch: pytest.MonkeyPatch) ->
     assert losses.peek() == 1.5
     losses.all_reduce_pending()
     assert losses.peek() is None, "the reduced loss is the better one"
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_loss_that_is_on_its_way_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    event, arrived = Mock(), Mock(return_value=False)
+    event.query.return_value = False
+    event.record.side_effect = lambda: event.configure_mock(query=arrived)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    losses = LossMeter(ALONE, Progress(), 3)
+    losses.add(0, 1, {0: torch.tensor(3.0).as_subclass(OnGpu)}, 1)
+    assert losses.peek() is None
+    arrived.return_value = True
+    assert losses.peek() == 3
 
 
 @pytest.mark.parametrize("loose", [1000, 2])

@@ -2,7 +2,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -13,6 +15,7 @@ from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data import load
+from multigpu_cli.data.source import Codec
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
@@ -85,6 +88,19 @@ def test_a_schedule_of_ones_own_says_which_arguments_it_has() -> None:
     told = "can't be called with step, total and schedule.args: .*\n  try: .*; schedule.args has peak_at, floor$"
     with pytest.raises(RequestError, match=told):
         spec(schedule=own, **{"schedule.args": {"peak": 0.5}})
+
+
+class Recorded(Codec):
+    record = MappingProxyType({"tokenizer": "its sum"})
+
+
+def test_what_was_done_with_the_data_has_a_row_of_its_own_where_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = spec().source
+    for codec, row in ((Codec(), ""), (Recorded(), "all of it")):
+        found = replace(source, note="all of it; ", codec=codec)
+        monkeypatch.setattr(prepare, "open_data", Mock(return_value=found))
+        plan = spec().plan
+        assert (plan.data, "(all of it; " in plan.description) == (row, not row)
 
 
 class Noting(nn.Linear):

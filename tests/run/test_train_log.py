@@ -6,6 +6,7 @@ import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -105,6 +106,14 @@ def test_each_new_retry_of_an_allocator_is_told_once() -> None:
             train_log._warn_of_retries(run, retries)
             counts.append(len(told))
         assert counts == ([0, 0, 1, 1, 2] if exact else [2] * 5)
+
+
+def test_what_was_compiled_is_told_with_its_breaks() -> None:
+    for breaks, told in (([], "none"), (["a.py:1", "b.py:2"], "a.py:1; b.py:2")):
+        run, report = Mock(), {"seconds": 2.0, "graph_breaks": breaks}
+        run.compiled.report.return_value = report
+        assert train_log.compiler_fields(run) == {"compile": report}
+        run.log.console.note.assert_called_once_with(f"compiled in 2.0 s; graph breaks: {told}")
 
 
 def test_what_nvml_does_not_say_is_told_once() -> None:

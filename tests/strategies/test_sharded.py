@@ -22,6 +22,7 @@ from multigpu_cli.strategies.base import Single, Strategy
 from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.fsdp.exact import ExactFSDP2
 from multigpu_cli.strategies.fsdp.fsdp import FSDP2
+from multigpu_cli.strategies.fsdp.shard import ModelSharder
 from tests.strategies.one_step import network, reduce_step, samples
 from tests.support.ranks import run_on_each_rank
 
@@ -232,6 +233,17 @@ def test_each_worker_holds_its_rows_only() -> None:
     assert max(shares) < 1.1 * whole / 4
 
 
+def test_a_pass_without_backward_frees_what_it_gathered() -> None:
+    def work(world: World) -> bool:
+        model = network(norm=False)
+        strategy = FSDP2(model, world)
+        with torch.no_grad():
+            strategy.callable(samples(2)[0])
+        return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    assert run_on_each_rank(2, work) == [True] * 2
+
+
 def test_gradients_are_taken_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """`to_local` is an operation of autograd, which a step has no need of."""
     calls: list[int] = []
@@ -297,18 +309,22 @@ class Tables(nn.Module):
         self.again, self.row = self.table, self.table[1]
 
 
-def test_buffers_keep_their_other_names_and_their_views_and_are_no_ones_else() -> None:
+def test_buffers_keep_their_other_names_and_their_views_and_are_no_ones_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, real = [], ModelSharder._receive
+    monkeypatch.setattr(ModelSharder, "_receive", lambda *given: sent.append(1) or real(*given))
+
     def shard(world: World) -> Any:
         model = Tables(1.0 + world.rank)
-        average = EMAModel(model, 0.9)
-        FSDP2(model, world, average.module)
+        whole = nn.Sequential(model)
+        average = EMAModel(whole, 0.9)
+        FSDP2(whole, world, average.module, blocks=["0"])
         numbers = [float(value.real) for value in (model.table[0, 0], model.row[0], model.turns[0, 0, 0], model.steps)]
         model.table += 1
         model.turns *= 2
-        copy = cast(Tables, average.module)
-        return model.again is model.table, *numbers, copy.again.tolist(), float(copy.turns.abs().mean())
+        copy = cast(Any, average.module)[0]
+        return len(sent), model.again is model.table, *numbers, copy.again.tolist(), float(copy.turns.abs().mean())
 
-    expected = (True, 1.0, 1.0, pytest.approx(0.5403, abs=1e-4), 1.0, [[1.0] * 3] * 2, pytest.approx(1.0))
+    expected = (5, True, 1.0, 1.0, pytest.approx(0.5403, abs=1e-4), 1.0, [[1.0] * 3] * 2, pytest.approx(1.0))
     assert run_on_each_rank(2, shard) == [expected] * 2
 
 
@@ -331,6 +347,9 @@ def test_a_worker_that_runs_fewer_blocks_is_told_as_the_others_are() -> None:
         strategy.warm_up(lambda: strategy.callable(inputs, whole=True).sum())
         with pytest.raises(TrainingError, match="ran different blocks of the model"):
             strategy.callable(inputs, whole=world.is_main)
+        for save in (strategy.gather_state, strategy.sharded_state_dict):
+            with pytest.raises(TrainingError, match="ran different blocks of the model"):
+                save({})
 
     run_on_each_rank(2, work)
 

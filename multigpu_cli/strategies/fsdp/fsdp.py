@@ -68,7 +68,7 @@ class FSDP2(Strategy):
         self._keeps_weights, self._casts = keeps_weights, param_dtype is not None
         mesh = create_mesh(world, shard_size)
         self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
-        self.num_shards = mesh.size(mesh.ndim - 1)
+        self.num_shards = mesh.size(-1)
         sharder = ModelSharder(model, average, world, source)
         sharder.shard(mesh, blocks, frees_after_forward=not keeps_weights, param_dtype=param_dtype)
         super().__init__(model, world)  # not before: it has views of buffers, which keep these from getting memory

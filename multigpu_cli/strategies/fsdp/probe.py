@@ -109,7 +109,7 @@ class _OwnPart:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+        """Leave the gradient as it is: the trial's is thrown away."""
 
 
 def check_can_be_sharded(model: nn.Module) -> None:
@@ -195,7 +195,6 @@ def find_direct_use(work: Callable[[], object], names: Mapping[DTensor, str]) ->
 
 class _Watch(TorchFunctionMode):
     def __init__(self, names: Mapping[DTensor, str]) -> None:
-        super().__init__()
         self._names, self.found = names, ""  # the first that failed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
