@@ -9,14 +9,19 @@ from errno import ENOSPC
 from functools import partial
 from math import inf, nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY, MagicMock, Mock, call
 
 import pytest
 import torch
 
 from multigpu_cli.checkpoint import weights
+from multigpu_cli.checkpoint.snapshot import Progress
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.monitor import console, journal
-from multigpu_cli.run import checkpointing
+from multigpu_cli.run import checkpointing, evaluation
+from multigpu_cli.tasks.base import Evaluation
 from tests.support.run_training import Ended, run_training
 from tests.support.user_code import Deed
 
@@ -221,3 +226,103 @@ def test_a_longer_run_has_all_its_patience_again() -> None:
     assert run_with_scores([0.2, 0.1, 0.1], **patient).summary["epochs"] == 3
     longer = run_with_scores([0.1, 0.1], **patient | {"epochs": 9}).summary
     assert (longer["epochs"], longer["best"]["epoch"]) == (5, 1)
+
+
+# -- each decision, on parts that note what is asked of them
+
+
+@pytest.mark.parametrize("show", [True, False])
+def test_an_evaluation_is_told_to_all_who_ask(show: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = Evaluation({"loss": 2.0}, 21, {})
+    monkeypatch.setattr(evaluation, "_evaluate_in_batches", lambda *_: result)
+    run = MagicMock(progress=Progress(step=6, last={"train_loss": 1.0}), epoch=2)
+    run.moments.evaluated = (run.told,)
+    assert evaluation.evaluate(run, "val", Mock(), **{} if show else {"show": False}) is result
+    run.log.journal.write.assert_called_once_with("eval", epoch=2, step=6, split="val", samples=21, loss=2.0)
+    assert run.log.console.eval.mock_calls == [call(run.log.journal.write.return_value)] * show
+    assert run.progress.last == {"train_loss": 1.0, "val_loss": 2.0}
+    run.told.assert_called_once_with(run, "val", {"loss": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("sharded", "error", "ends"),
+    [
+        (False, torch.OutOfMemoryError("played"), False),
+        (False, RuntimeError("mine"), False),
+        (True, RuntimeError("mine"), False),
+        (True, torch.OutOfMemoryError("played"), True),
+    ],
+)
+def test_where_others_wait_in_a_pass_lack_of_memory_ends_the_attempt(
+    sharded: bool, error: RuntimeError, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, loader, ended = MagicMock(), Mock(size=21), TrainingError("ended")
+    run.strategy.sharded, run.task.evaluate.side_effect, run.eval_batch_size, run.world.size = sharded, error, 10, 1
+    monkeypatch.setattr(evaluation, "end_evaluation_without_memory", Mock(side_effect=ended))
+    with pytest.raises((RuntimeError, TrainingError)) as raised:
+        evaluation._evaluate_in_batches(run, Mock(), "val", loader)
+    assert raised.value is (ended if ends else error)
+
+
+@pytest.mark.parametrize(("size", "workers", "batches"), [(21, 1, 3), (20, 1, 2), (25, 2, 1), (21, 4, 0), (None, 1, 0)])
+def test_the_bar_of_an_evaluation_has_the_batches_of_one_rank(size: int | None, workers: int, batches: int) -> None:
+    run, loader = MagicMock(eval_batch_size=10), SimpleNamespace(**{"size": size} if size else {})
+    run.world.size, run.task.batch_evaluated = workers, "before"
+    shown = run.log.console.evaluation_progress
+    with evaluation._show_progress(run, "val", loader):  # type: ignore[arg-type]
+        assert run.task.batch_evaluated == shown.return_value.__enter__.return_value.update
+    shown.assert_called_once_with("val", batches)
+    assert isinstance(shown.call_args.args[1], int)
+    assert run.task.batch_evaluated == "before"
+
+
+@pytest.mark.parametrize(
+    ("reached", "step", "wanted", "evaluates"),
+    [("", 6, False, False), ("", 6, True, True), ("", 12, False, True), ("solved", 6, False, True)],
+)
+def test_the_last_epoch_is_evaluated_whatever_the_task_wants(
+    reached: str, step: int, wanted: bool, evaluates: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = MagicMock(progress=Progress(step=step, last={}, best={"step": step}), epoch=1, epochs=2)
+    run.task.stop_reason.return_value, run.task.should_evaluate.return_value = reached, wanted
+    run.plan.schedule.total_steps, run.loaders.val, run.moments.epoch_end = 12, None, (run.told,)
+    run.observer.timer.samples, run.observer.timer.seconds, run.log.at_last_epoch = 60, 3.0, (0, 0.0)
+    monkeypatch.setattr(evaluation, "report_skipped_steps", run.report_skipped_steps)
+    evaluation.evaluate_epoch(run)
+    run.report_skipped_steps.assert_called_once_with(run)
+    run.observer.loss.all_reduce_pending.assert_called_once_with()
+    assert run.progress.stopped_early is bool(reached)
+    assert run.log.console.note.mock_calls == [call(f"ending early: {reached}")] * bool(reached)
+    assert run.log.console.epoch.mock_calls == [call(ANY, best=False)] * evaluates, "nothing was evaluated"
+    run.told.assert_called_once_with(run)
+
+
+def test_what_counts_as_better_is_kept_and_what_does_not_is_counted() -> None:
+    """By patience 2; each score of one evaluation may be several numbers."""
+    run = MagicMock(progress=Progress(), score=None, epoch=0)
+    run.config.length.early_stopping_patience = 2
+    run.strategy.copy_state.side_effect = lambda state: run.checkpointer.best == {} and {"model": {"epoch": run.epoch}}
+    told = [
+        ([nan, 1.0], {}, 0),
+        ([0.1, 1.0], {"epoch": 2}, 0),
+        ([0.1, 1.0], {"epoch": 2}, 1),
+        ([0.1, 2.0], {"epoch": 4}, 0),
+        ([0.3, nan], {"epoch": 4}, 1),
+    ]
+    for run.epoch, (scores, kept, stale) in enumerate(told, 1):
+        run.task.score.return_value, run.progress.step = scores, 6 * run.epoch
+        run.checkpointer.best = dict(run.checkpointer.best) if run.epoch > 1 else {}
+        evaluation.track_best(run, Evaluation({"loss": 0.5}, 21, {}))
+        assert (run.checkpointer.best, run.progress.stale_epochs, run.progress.stopped_early) == (kept, stale, False)
+    assert run.progress.best == {"epoch": 4, "step": 24, "loss": 0.5, "val_loss": 0.5}
+    assert run.progress.score == [0.1, 2.0]
+    run.config.length.early_stopping_patience = 0
+    evaluation.track_best(run, Evaluation({"loss": 0.5}, 21, {}))
+    assert (run.progress.stale_epochs, run.progress.stopped_early) == (2, False)
+    run.config.length.early_stopping_patience = 3
+    evaluation.track_best(run, Evaluation({"loss": 0.5}, 21, {}))
+    assert run.progress.stopped_early is True
+    run.log.console.note.assert_called_once_with("stopping early: no improvement in 3 epochs")
+    run.score = lambda metrics: [metrics["loss"]]
+    evaluation.track_best(run, Evaluation({"loss": 0.6}, 21, {}))
+    assert (run.progress.score, run.progress.stale_epochs) == ([0.6], 0), "the user's own score comes first"
