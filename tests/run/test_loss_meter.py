@@ -82,9 +82,13 @@ def test_a_loss_that_is_on_its_way_is_not_shown(monkeypatch: pytest.MonkeyPatch)
     event.query.return_value = False
     event.record.side_effect = lambda: event.configure_mock(query=arrived)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    host = Mock()
+    host.copy_.return_value = torch.tensor(3.0)
+    monkeypatch.setattr(run, "empty_on_host", lambda _: host)
     losses = LossMeter(ALONE, Progress(), 3)
     losses.add(0, 1, {0: torch.tensor(3.0).as_subclass(OnGpu)}, 1)
     assert losses.peek() is None
+    assert host.copy_.call_args.kwargs == {"non_blocking": True}
     arrived.return_value = True
     assert losses.peek() == 3
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -41,9 +42,13 @@ def components(tmp_path: Path, model: str, **flags: str | bool) -> TrainComponen
     )
 
 
-def test_two_matrices(tmp_path: Path) -> None:
+def test_two_matrices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Forward 2·n·in·out each; backward the same for each weight, and once for the input of the second layer."""
-    found = profile_micro_batch(components(tmp_path, "tests.run.test_profile_micro_batch:plain"), 10)
+    made = components(tmp_path, "tests.run.test_profile_micro_batch:plain")
+    made.strategy.accumulate = accumulate = Mock(wraps=made.strategy.accumulate)  # type: ignore[method-assign]
+    found = profile_micro_batch(made, 10)
+    accumulate.assert_called_once_with(last=False)
+    assert capsys.readouterr().out == "", "torch's counter would print a table"
     first, second = 2 * 10 * 6 * 16, 2 * 10 * 16 * 3
     assert found.samples == 10
     assert found.flops == 2 * first + 3 * second
@@ -82,7 +87,7 @@ def test_it_leaves_no_trace(tmp_path: Path) -> None:
 def test_mfu_needs_a_known_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from multigpu_cli.run import open as assemble_run
 
-    made = components(tmp_path, "tests.run.test_profile_micro_batch:plain")
+    made = components(tmp_path, "tests.run.test_profile_micro_batch:plain", batch_size="10")
     assert assemble_run._count_flops(made) is None
     monkeypatch.setattr(assemble_run, "peak_flops", lambda device, precision: 1e12)
     assert assemble_run._count_flops(made) == 2 * 2 * 6 * 16 + 3 * 2 * 16 * 3

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,23 +49,23 @@ def test_after_a_stop_nothing_is_done_again_and_the_gap_is_journalled(tmp_path: 
     assert fault["action"].startswith("attempt 2 of this launch: stopped in good order")
 
 
-def test_steps_that_are_done_again_are_counted_once() -> None:
-    written: list[dict[str, Any]] = []
-    run: Any = SimpleNamespace(
-        control=SimpleNamespace(
-            previous_attempt=PreviousAttempt("rank 2 ended without an error message", 12, time.time() - 8)
-        ),
-        progress=SimpleNamespace(step=11),
-        log=SimpleNamespace(
-            journal=SimpleNamespace(write=lambda kind, **fields: written.append(fields)),
-            console=SimpleNamespace(note=lambda text: None),
-        ),
+@pytest.mark.parametrize(
+    ("last", "first", "lost"), [(12, 11, "2 steps"), (12, 13, "0 steps"), (None, 1, "0 steps"), (0, 1, "0 steps")]
+)
+@pytest.mark.parametrize("age", [8.0, -8.0], ids=["", "another clock"])
+def test_steps_that_are_done_again_are_counted_once(
+    last: int | None, first: int, lost: str, age: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    run = Mock(progress=SimpleNamespace(step=first))
+    run.control.previous_attempt = PreviousAttempt("killed", last, 1000.0 - age)
+    log_recovery(run)
+    log_recovery(run)
+    seconds = max(0.0, age)
+    run.log.journal.write.assert_called_once_with(
+        "recovery", step=first, seconds=seconds, lost_steps=int(lost[0]), cause="killed"
     )
-    log_recovery(run)
-    log_recovery(run)
-    [found] = written
-    assert (found["step"], found["lost_steps"]) == (11, 2), "steps 11 and 12"
-    assert 8 <= found["seconds"] < 9
+    run.log.console.note.assert_called_once_with(f"recovered in {seconds} s, {lost} repeated")
 
 
 # -- after a resume and at the end best.pt's step equals progress.best.step

@@ -13,10 +13,14 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from multigpu_cli.distributed.world import World
-from multigpu_cli.monitor.meters import StepTimer
+from multigpu_cli.errors import TrainingError
+from multigpu_cli.monitor.meters import NoiseScale, StepTimer
+from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.run import open, train_log
+from multigpu_cli.run.assembly.components import StepResult
 from multigpu_cli.run.train_log import combine_ranks, peak_memory
 from tests.monitor.test_tensorboard import read_board
+from tests.run.test_lifecycle import prepare_run
 from tests.run.test_profile_micro_batch import plain
 from tests.support import user_code
 from tests.support.run_training import run_training
@@ -66,7 +70,7 @@ def test_where_one_worker_does_not_know_its_wait_nobody_has_a_share() -> None:
     assert fields.keys().isdisjoint({"straggler_share", "own_ms"})
 
 
-def test_a_worker_tells_what_it_measured_of_itself() -> None:
+def test_a_worker_tells_what_it_measured_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     run: Any = SimpleNamespace(
         strategy=SimpleNamespace(read_comm_wait=lambda: None),
         observer=SimpleNamespace(
@@ -80,6 +84,14 @@ def test_a_worker_tells_what_it_measured_of_itself() -> None:
     told = train_log.measure_rank(run, 1000)
     assert told.dtype == torch.float64
     assert told.tolist() == pytest.approx([1000, 0.5, NAN, 2.5, 6 / 4, 30, 40], nan_ok=True)
+    run.world, run.strategy.read_comm_wait = World(torch.device("cuda")), lambda: 0.25
+    monkeypatch.setattr(torch, "tensor", lambda values, **_: values)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2000)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 3})
+    for sampler, read in ((None, [NAN] * 4), (SimpleNamespace(read=lambda: [1.0, 2.0, 3.0, 4.0]), [1, 2, 3, 4])):
+        run.log = SimpleNamespace(gpu_monitor=sampler)
+        wanted = [1000, 0.5, 0.25, 2.5, 6 / 4, 30, 40, 2000, *read, 3]
+        assert train_log.measure_rank(run, 1000) == pytest.approx(wanted, nan_ok=True)
 
 
 def test_a_gpu_adds_its_own() -> None:
@@ -89,10 +101,10 @@ def test_a_gpu_adds_its_own() -> None:
 
 
 def test_beyond_64_ranks_a_line_has_no_list_of_them() -> None:
-    few, many = ([2.0 * rank for rank in range(count)] for count in (64, 65))
+    few, many = ([2.0 * rank + 1 for rank in range(count)] for count in (64, 65))
     assert train_log.summarize_ranks({"own_ms": few, "loss": 1.0}) == {"own_ms": few, "loss": 1.0}
     assert train_log.summarize_ranks({"own_ms": many}) == {
-        "own_ms": {"min": 0.0, "mean": 64.0, "max": 128.0, "worst_rank": 64}
+        "own_ms": {"min": 1.0, "mean": 65.0, "max": 129.0, "worst_rank": 64}
     }
     idle = train_log.summarize_ranks({"cpu_utilisation": many})["cpu_utilisation"]
     assert idle["worst_rank"] == 0, "the one that does least"
@@ -250,3 +262,85 @@ def test_memory_of_a_process_is_what_the_kernel_says(monkeypatch: pytest.MonkeyP
     assert peak_memory(torch.device("cpu")) == pytest.approx(1024 * int(status["VmHWM"].split()[0]), rel=0.02)
     monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3))
     assert peak_memory(torch.device("cpu")) == 3 * 1024
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5)
+    assert peak_memory(torch.device("cuda")) == 5
+
+
+def test_a_line_is_logged_with_all_that_belongs_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report, retries = Mock(), Mock()
+    monkeypatch.setattr(train_log, "report_skipped_steps", report)
+    monkeypatch.setattr(train_log, "_warn_of_retries", retries)
+    with prepare_run(tmp_path, log_interval="100") as run:
+        run.task.log_fields = fields = Mock(return_value={"more": 7})  # type: ignore[method-assign]
+        run.log.console.note = note = Mock()  # type: ignore[method-assign]
+        for step, gap, done in ((2, "a gap", False), (4, "", True)):
+            run.complete_step()
+            run.complete_step()
+            run.observer.loss.add(step - 1, 1, {0: torch.tensor(15.0 * step)}, 10)
+            run.checkpointer.writer = Mock(is_done=done)
+            monkeypatch.setattr(train_log, "describe_missing_gpu_metrics", lambda *_, gap=gap: gap)
+            monkeypatch.setattr(train_log, "finish_pending_checkpoint", finish := Mock())
+            train_log.log_step(run, StepResult(1, {}, torch.tensor(2.0), torch.zeros(())))
+            line = last_line(tmp_path)
+            numbers = [line[name] for name in ("step", "epoch", "samples", "loss", "mean_loss", "grad_norm", "more")]
+            assert numbers == [step, 1, 10 * step, 1.5 * step, 1.5 * step, 2.0, 7]
+            assert finish.called == done
+            assert run.observer.watchdog.own.phase == "logging"
+            assert fields.call_args.args == (pytest.approx(2 * line["step_ms"] / 1e3),), "seconds since the last line"
+        note.assert_called_once_with("a gap")
+        assert report.call_count == retries.call_count == 2
+        report.assert_called_with(run)
+        retries.assert_called_with(run, [])
+
+
+def test_skipped_steps_are_told_with_the_samples_of_the_last() -> None:
+    run = Mock()
+    run.plan.batches = BatchPlan(samples=60, micro_batch=5, global_batch=25, workers=1)
+    run.loaders.train.sample_order.side_effect = lambda epoch: 100 * epoch + torch.arange(60)
+    run.observer.nonfinite.read.return_value = []
+    train_log.report_skipped_steps(run)
+    assert not run.log_fault.called
+    run.observer.nonfinite.read.return_value = [1, 4, 8]
+    train_log.report_skipped_steps(run)
+    samples, shown = list(range(250, 260)), "of samples 250, 251, 252, 253, 254, 255, 256, 257 …"
+    text = f"3 steps skipped: the gradient was NaN or infinite, last in step 9, {shown}"
+    run.log_fault.assert_called_once_with("nonfinite", text, samples=samples)
+    run.strategy.check_passes.assert_called_once_with()
+    run.observer.nonfinite.read.return_value = [7]
+    run.observer.nonfinite.check_may_continue.side_effect = TrainingError("too many")
+    with pytest.raises(TrainingError) as caught:
+        train_log.report_skipped_steps(run)
+    assert caught.value.problem == "too many, of samples 225, 226, 227, 228, 229, 230, 231, 232 …"
+    assert run.log_fault.call_args.kwargs == {"samples": list(range(225, 250))}
+    assert [train_log._first_samples(list(range(count)))[-6:] for count in (8, 9)] == [", 6, 7", "6, 7 …"]
+
+
+@pytest.mark.parametrize(("units", "real"), [(12, 12), (1, 1), (0, 1)])
+def test_the_first_micro_batches_count_by_their_own_samples(units: int, real: int) -> None:
+    """Two replicas of two samples begin the last step of an epoch, of 10 samples; three units are expected of each."""
+    run = Mock()
+    run.plan.batches = BatchPlan(samples=60, micro_batch=2, global_batch=25, workers=1)
+    run.progress.step, run.strategy.replicas_per_process = 6, 2
+    run.loss_normalizer.divisor, run.loss_normalizer.last = lambda samples: 3 * samples, torch.tensor(units)
+    scale = 30 / (real * 4 / 10)
+    wanted = ((2 * scale) ** 2 + (4 * scale) ** 2) / 2
+    run.observer.noise.value.return_value = None
+    rows = [(1.0, 1.0, 1.0, small, 1.0) for small in (2.0, NAN, 4.0)]
+    assert train_log.gradient_fields(run, rows, 3.0) == {"grad_norm": 3.0}
+    run.observer.noise.add.assert_called_once_with((pytest.approx(wanted), 9.0, 4, 10))
+    run.observer.noise.value.return_value = NoiseScale(5.0, 0.5)
+    fields = {"grad_norm": 3.0, "noise_scale": 5.0, "noise_scale_spread": 0.5}
+    assert train_log.gradient_fields(run, [(1.0, 1.0, 1.0, NAN, 1.0)], 3.0) == fields
+    run.observer.noise.add.assert_called_once()
+
+
+@pytest.mark.parametrize(("peak", "flops", "share"), [(None, 2.0, None), (1e3, None, None), (1e3, 2.0, 2 * 50 / 4e3)])
+def test_a_share_of_the_peak_needs_the_peak_and_the_work(
+    peak: float | None, flops: float | None, share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_log, "peak_flops", lambda *_: peak)
+    run = Mock()
+    run.observer.timer.step_ms.return_value = {"p50": 3.0, "p95": 4.0}
+    run.log.flops_per_sample, run.plan.batches.workers = flops, 4
+    wanted = {"step_p50_ms": 3.0, "step_p95_ms": 4.0} | ({"mfu": share} if share else {})
+    assert train_log.device_fields(run, 50.0) == wanted
