@@ -5,7 +5,8 @@ from concurrent.futures import wait
 from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.code_names import parse_hook
 from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.hooks import hooks as user_hooks
 from multigpu_cli.hooks.hooks import Hook, UserHooks, copy_state, load_hook
 from multigpu_cli.monitor.history import load_history
 from multigpu_cli.monitor.journal import read_events
@@ -172,29 +174,33 @@ def test_a_checkpoint_that_was_not_written_is_not_said_to_be_saved(monkeypatch: 
         wait([self._job])  # so that the next log line finds it done
 
     def save_but_not_the_second(self: Store, step: int, *state: Any) -> int:
-        if step == 2:
+        if step == 4:
             raise OSError(ENOSPC, "No space left on device")
         return save(self, step, *state)
 
     monkeypatch.setattr(Writer, "submit", submit_and_wait)
     monkeypatch.setattr(Store, "save", save_but_not_the_second)
-    flags = RUN | {"epochs": 1, "log_interval": 1, "checkpoint_every": 1, "keep": 9}
+    flags = RUN | {"log_interval": 1, "checkpoint_every": 2, "keep": 9}
     assert run_training(2, **flags, hook=["own_hooks:Notes"]).error == ""
     for rank in range(2):
         told = [told["checkpoint"] for name, told in notes(rank) if name == "saved"]
-        assert told == ["step_00000001", "step_00000003"]
+        assert told == ["step_00000002", "step_00000006"]
     lines = [event["event"] for event in read_events("run/journal.jsonl")]
-    assert lines.index("fault") < lines.index("eval"), "with the next train line, not the next checkpoint"
+    names = [name for name, _ in notes()]
+    late = "with the next train line, not the next checkpoint"
+    assert names.index("saved") < names.index("evaluated"), late
+    assert lines.index("fault") < lines.index("eval", lines.index("eval") + 1), late
 
 
 def test_state_goes_on_with_another_number_of_workers_and_hooks_may_change() -> None:
     flags = RUN | {"hook": ["own_hooks:Notes", "own_hooks:OnOne"], "max_steps": 3}
     assert run_training(2, **flags).error == ""
-    more = RUN | {"epochs": 3, "hook": ["own_hooks:OnOne", "again=own_hooks:Slow", "own_hooks:Notes"]}
-    assert run_training(**more).error == "", "one worker, on which OnOne has no place"
+    hooks = ["own_hooks:OnOne", "again=own_hooks:Slow", "own_hooks:Notes", "new=own_hooks:OnOne"]
+    assert run_training(**RUN | {"epochs": 3, "hook": hooks}).error == "", "one worker, on which OnOne has no place"
     starts = [told["count"] for name, told in notes() if name == "start"]
     assert starts == [0, 3]
     state = torch.load("run/checkpoints/step_00000009/state.pt", weights_only=True)
+    assert list(state["hooks"]) == ["OnOne", "Notes"]
     assert state["hooks"]["OnOne"] == {"steps": [2]}, "for the workers that the run may have next"
     assert run_training(2, **RUN | {"epochs": 4}, hook=["own_hooks:Notes"]).error == ""
     assert [told["count"] for name, told in notes(1) if name == "start"] == [0, 9], "of the lowest rank"
@@ -213,8 +219,9 @@ def test_state_goes_on_with_another_number_of_workers_and_hooks_may_change() -> 
         ("state", "state_dict returned a builtins.object, which a checkpoint can't hold"),
     ],
 )
-def test_what_a_hook_must_not_do_ends_the_run_by_name(how: str, words: str) -> None:
+def test_what_a_hook_must_not_do_ends_the_run_by_name(how: str, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     ended = greedy(how)
+    assert "warning: --hook own_hooks:Greedy: failed raised ValueError in own_hooks.py:" in "".join(capfd.readouterr())
     assert ended.kind == "TrainingError"
     assert f"--hook own_hooks:{words}" in ended.error or words in ended.error
     summary = json.loads(Path("run/summary.json").read_text())
@@ -242,9 +249,92 @@ def test_a_slow_one_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert Path("slow.txt").read_text() == "3 3 6 6 ", "each third step, also where no other hook asks for more"
 
 
+def test_a_call_takes_the_time_of_its_own_and_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    times = iter([5.0, 5.25, 6.0, 6.05])
+    monkeypatch.setattr(user_hooks, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    watchdog = SimpleNamespace(mark_progress=lambda: seen.append("progress"))
+    log = SimpleNamespace(console=SimpleNamespace(warn=seen.append))
+    run: Any = SimpleNamespace(observer=SimpleNamespace(watchdog=watchdog), log=log, world=ALONE)
+    hook = replace(load_timed(), object=SimpleNamespace(start=lambda numbers: seen.append("called")))
+    for _ in range(2):
+        user_hooks._call_one(run, hook, "start", cast(Any, SimpleNamespace(step=3)), (), {})
+    warning = (
+        f"--hook {__name__}:Timed: start took 250.0 ms at step 3, of a budget of 100 ms (its budget_ms): "
+        "training waits for it. This is said once."
+    )
+    assert seen == ["progress", "called", "progress", warning, "progress", "called", "progress"]
+
+
 class Timed:
     def start(self, numbers: Any) -> None:
         """Never called."""
+
+
+class Misspelt(Timed):
+    def on_step_end(self, numbers: Any, tensors: Any) -> None:
+        """Nor is it."""
+
+
+class Empty:
+    def run(self) -> None:
+        """Nor is it."""
+
+
+class Nothing:
+    pass
+
+
+class Short:
+    def step_end(self, numbers: Any) -> None:
+        """It takes no tensors."""
+
+
+class Half(Timed):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Later:
+    async def start(self, numbers: Any) -> None:
+        """Would be a coroutine."""
+
+
+class Yielding:
+    def start(self, numbers: Any) -> Any:
+        yield numbers
+
+
+METHODS = "start, after_backward, step_end, evaluated, epoch_end, saved, end, failed"
+
+
+@pytest.mark.parametrize(
+    ("found", "problem", "remedy"),
+    [
+        (load_hook, "it is a function, not a class", "name a class"),
+        (
+            Misspelt,
+            "it has a method 'on_step_end', which is never called",
+            "did you mean 'step_end'? (Or _on_step_end, if it is meant.)",
+        ),
+        (Empty, "it has none of the methods of a hook; it has run", f"one of: {METHODS}"),
+        (Nothing, "it has none of the methods of a hook", f"one of: {METHODS}"),
+        (
+            Short,
+            "step_end does not take 2 arguments: too many positional arguments",
+            "def step_end(self, numbers, tensors)",
+        ),
+        (Half, "it has state_dict, and no load_state_dict", "both of them, or neither"),
+        *(
+            (each, "calling start would not run its body", "a plain method, without async and yield")
+            for each in (Later, Yielding)
+        ),
+    ],
+)
+def test_a_class_that_is_no_hook_is_refused(found: Any, problem: str, remedy: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        load_hook(parse_hook(f"{__name__}:{found.__name__}"), {})
+    assert (refused.value.problem, refused.value.remedy) == (f"--hook {__name__}:{found.__name__}: {problem}", remedy)
 
 
 def load_timed(**attributes: Any) -> Hook:
@@ -260,6 +350,10 @@ def test_a_rank_of_processes_that_are_to_be_launched_is_there(monkeypatch: pytes
     for workers in (1, 2):
         told = "".join(UserHooks(spec(workers, hook=[f"{__name__}:Timed"]), ALONE).plan_notes()["hooks"])
         assert ("on rank 1, which is not there: " in told) == (workers == 1), told
+    with_dp = spec(2, hook=[f"{__name__}:Timed"])
+    with_dp = replace(with_dp, placement=with_dp.placement._replace(strategy="dp"))
+    told = "".join(UserHooks(with_dp, ALONE).plan_notes()["hooks"])
+    assert "on rank 1, which is not there: " in told, "one process has all GPUs"
 
 
 def test_where_and_when_it_is_called_follows_from_its_class() -> None:

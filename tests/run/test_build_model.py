@@ -3,7 +3,8 @@
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from multigpu_cli.run.assembly.assemble import ModelFactory, build_components
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
+from multigpu_cli.strategies.fsdp import shard
 from multigpu_cli.strategies.fsdp.fsdp import FSDP2
 from multigpu_cli.strategies.fsdp.shard import agree_on_source
 from tests.support.ranks import run_on_each_rank
@@ -122,29 +124,63 @@ def test_where_a_checkpoint_has_all_weights_nobody_builds_them(in_tmp_path: None
 def test_with_exact_kernels_are_laid_out_as_without_sharding(model: str, last: bool, tmp_path: Path) -> None:
     """Rank 0 tries it in host memory, and the others do the same on the meta device."""
 
-    def work(world: World) -> list[Any]:
+    def work(world: World) -> tuple[list[Any], list[Any]]:
         flags = {"model": model, "data": "tests.run.test_build_components:Pictures"}
         config = resolve(flags | {"save_dir": str(tmp_path / str(world.rank))}, [], None)
         spec = prepare_spec(config, Placement("fsdp", (CPU,), 0, "a test"), world, FromConfig())
         spec = replace(spec, config=replace_settings(config, {"exact": True}))
         task = spec.factories.build_task(spec.config, spec.source)
         loader = task.train_stream(config.data, world, 1)
-        built = FSDP2.build_model(ModelFactory(spec, world, task, lambda: first_batch(loader, 2)))
-        return [list(parameter.stride()) for parameter in built.model.parameters()]
+        factory, freed = ModelFactory(spec, world, task, lambda: first_batch(loader, 2)), []
+        with patch.object(shard, "return_freed_tensors", lambda: freed.append("freed")):
+            built = FSDP2.build_model(factory)
+        on_meta, reason = shard._build_without_weights(factory)
+        assert freed == ["freed"]
+        compiled_spec = replace(spec, config=replace_settings(spec.config, {"compile": "default"}))
+        compiled = FSDP2.build_model(factory._replace(spec=compiled_spec))
+        gathered = find_blocks_to_wrap(compiled.model) or [""]
+        assert compiled.blocks == [compiled.model.get_submodule(name) for name in gathered]
+        assert built.blocks == []
+        return [on_meta is None, reason], [list(parameter.stride()) for parameter in built.model.parameters()]
 
-    one, other = run_on_each_rank(2, work)
+    (why, one), (why_not, other) = run_on_each_rank(2, work)
     assert one == other
+    assert (why, why_not) == ([True, "the layout of its kernels is tried on it"], [False, ""])
     shapes = any(strides[1] == 1 and strides[0] > 4 for strides in one if len(strides) == 4)
     assert shapes == last
 
 
 def test_ranks_that_build_other_networks_are_told_so() -> None:
-    def work(world: World) -> str:
-        model = torch.nn.Linear(3, 3 + world.rank)
-        try:
-            agree_on_source(world, model, "")
-        except RequestError as error:
-            return str(error)
-        return ""
+    """Also where they differ only in the names that one weight or one buffer has."""
 
-    assert all("rank 1 built other parameters or buffers than rank 0" in each for each in run_on_each_rank(2, work))
+    def work(world: World) -> list[str]:
+        layer, norm = torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3, affine=False)
+        once = torch.nn.Sequential(layer, norm)
+        told = []
+        for other in (
+            torch.nn.Linear(3, 4),
+            torch.nn.Sequential(layer, norm, layer),
+            torch.nn.Sequential(layer, norm, norm),
+        ):
+            with pytest.raises(RequestError) as refused:
+                agree_on_source(world, other if world.rank else once, "")
+            told.append(refused.value.problem)
+        return told
+
+    told = "--model: rank 1 built other parameters or buffers than rank 0"
+    assert run_on_each_rank(2, work) == [[told] * 3] * 2
+
+
+def test_rank_0_sends_the_weights_whoever_else_builds_them() -> None:
+    def work(world: World) -> tuple[int | None, str]:
+        return agree_on_source(world, torch.nn.Linear(3, 3), ("it sends the weights", "its factory reads")[world.rank])
+
+    assert run_on_each_rank(2, work) == [(0, f"{EACH}its factory reads")] * 2
+
+
+def test_what_a_checkpoint_could_not_hold_is_refused(tmp_path: Path) -> None:
+    flags = {"model": "tests.support.awkward_models:telling", "save_dir": str(tmp_path / "run")}
+    config = resolve(flags, ["model.args.plain=false"], None)
+    spec = prepare_spec(config, Placement("fsdp", (CPU,), 0, "a test"), World(CPU), FromConfig())
+    with pytest.raises(RequestError, match="get_extra_state of layers returns what could not be read back"):
+        shard._build(ModelFactory(spec, World(CPU), cast(Any, None), cast(Any, None)))

@@ -10,6 +10,7 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.run.request.checks import check_device
+from multigpu_cli.strategies.fsdp.rules import RULES
 
 
 def test_losses_of_replicas_have_no_weights_with_dp() -> None:
@@ -32,6 +33,24 @@ def test_groups_must_divide_the_workers(launched: int, size: int) -> None:
     cpu, config = torch.device("cpu"), resolve({"multi_gpu": "fsdp", "shard_size": 2}, (), None)
     [error] = check_device(config, Placement("fsdp", (cpu,), launched, "as asked"), World(cpu, 0, size))
     assert "3 workers can't be divided into groups of 2" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("workers", "groups", "sizes"), [(6, 4, "2 or 3 or 6"), (2, 3, "2"), (6, 3, None), (1, 3, None), (None, 3, None)]
+)
+def test_groups_that_would_fit_are_named(workers: int | None, groups: int, sizes: str | None) -> None:
+    """Without a number of workers there may be one."""
+    config = resolve({"multi_gpu": "fsdp", "shard_size": groups, "nproc_per_node": workers}, (), None)
+    assert [(error.problem, error.remedy) for rule in RULES for error in rule.check(config)] == (
+        [
+            (
+                f"--shard-size {groups}: {workers} workers can't be divided into groups of {groups}",
+                f"--shard-size {sizes}; with {workers} all workers are one group",
+            )
+        ]
+        if sizes
+        else []
+    )
 
 
 def test_a_torch_that_cannot_do_it_with_sharded_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -79,6 +79,30 @@ def test_one_that_has_taken_steps_is_refused_too() -> None:
     optimizer.step()
     with pytest.raises(RequestError, match="Adafactor needs all of them"):
         check_is_elementwise(optimizer)
+
+
+class Picky(Normalizing):
+    """Of weights of so many dimensions only."""
+
+    def __init__(self, parameters: Iterable[Tensor], dimensions: int) -> None:
+        super().__init__(parameters)
+        for group in self.param_groups:
+            group["dimensions"] = dimensions
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim == group["dimensions"]:
+                    parameter.grad /= parameter.grad.norm()
+        torch.optim.SGD.step(self)
+
+
+@pytest.mark.parametrize(("dimensions", "shapes"), [(2, ((3,), (3, 4))), (2, ((3, 4), (3,))), (1, ((3,), (4,)))])
+def test_matrices_are_tried_where_a_group_has_any_and_else_vectors(
+    dimensions: int, shapes: Sequence[Sequence[int]]
+) -> None:
+    with pytest.raises(RequestError, match="Picky needs all of them"):
+        check_is_elementwise(Picky([nn.Parameter(torch.ones(*shape)) for shape in shapes], dimensions))
 
 
 def list_matrices(model: nn.Module) -> list[Tensor]:

@@ -22,6 +22,7 @@ from multigpu_cli.strategies.base import Single, Strategy
 from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.fsdp.exact import ExactFSDP2
 from multigpu_cli.strategies.fsdp.fsdp import FSDP2
+from multigpu_cli.strategies.fsdp.probe import find_direct_use
 from multigpu_cli.strategies.fsdp.shard import ModelSharder
 from tests.strategies.one_step import network, reduce_step, samples
 from tests.support.ranks import run_on_each_rank
@@ -242,6 +243,28 @@ def test_a_pass_without_backward_frees_what_it_gathered() -> None:
         return all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
     assert run_on_each_rank(2, work) == [True] * 2
+
+
+def test_a_sharded_weight_on_which_an_operation_fails_is_named() -> None:
+    """However it is given; not one that comes of it, nor one in a list."""
+
+    def work(world: World) -> list[str]:
+        model, inputs = network(norm=False), torch.ones(2, 5).double()
+        FSDP2(model, world)
+        names = {cast(DTensor, parameter): name for name, parameter in model.named_parameters()}
+        weight = next(iter(names))
+        passes = [
+            lambda: linear(inputs, weight),
+            lambda: linear(inputs, weight=weight),
+            lambda: linear(inputs, weight.clone()),
+            lambda: torch.cat([inputs, weight]),
+            lambda: torch.ones(2) + torch.ones(3),
+            lambda: torch.ones(2),
+        ]
+        return [find_direct_use(each, names) for each in passes]
+
+    first = next(name for name, _ in network(norm=False).named_parameters())
+    assert run_on_each_rank(2, work) == [[first, first, "", "", "", ""]] * 2
 
 
 def test_gradients_are_taken_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """A worker that runs out of memory while its sharded model is tried leaves no trace, and no other worker waiting."""
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
@@ -14,6 +15,7 @@ from multigpu_cli.models.blocks import find_blocks_to_wrap
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.strategies.fsdp.fsdp import FSDP2
+from multigpu_cli.strategies.fsdp.probe import _RepeatedRows
 from tests.strategies.one_step import reduce_step, samples
 from tests.support.ranks import run_on_each_rank
 
@@ -59,6 +61,13 @@ def probe_and_step(world: World, place: str, *, keeps_weights: bool, accumulates
     reduce_step(strategy, PLAN, world.rank)
     strategy.gather_state({})  # which compares what the workers have run
     return raised, [row.grad.flatten().tolist() for row in strategy.local_parameters if row.grad is not None]
+
+
+def test_in_place_of_the_others_rows_a_worker_has_its_own() -> None:
+    rows, group = torch.tensor([3.0, 4.0]), cast(Any, SimpleNamespace(size=lambda: 3, rank=lambda: 1))
+    whole = torch.tensor([0.0, 0.0, 3.0, 4.0, 0.0, 0.0])
+    _RepeatedRows(SimpleNamespace(allocate=None))(whole, rows, group)
+    assert whole.tolist() == [3.0, 4.0] * 3
 
 
 def test_it_is_raised_on_all_ranks_and_the_next_step_is_right() -> None:

@@ -78,6 +78,16 @@ def test_the_error_of_another_rank_is_its_own(run: Run) -> None:
     assert run.names() == []
 
 
+def test_a_draft_is_given_up_once_nobody_writes_to_it(run: Run) -> None:
+    others = [Timer(0.2, run.rank(rank).take_part) for rank in (1, 2)]
+    for other in others:
+        other.start()
+    run.rank(0).abandon()
+    for other in others:
+        other.join()
+    assert run.names() == []
+
+
 def test_any_other_error_is_told_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as faulty:
         faulty.setattr(sharded_save, "write_piece", lambda *_: 1 / 0)
@@ -125,13 +135,15 @@ def test_ranks_share_the_look_at_old_checkpoints(run: Run) -> None:
     for step in (1, 2, 3):
         save_in_pieces(run.store, step, STATE)
     run.store.keep = 2
-    flip_byte(run.store.folder / "step_00000002" / "rank_1.safetensors")
+    for step in (1, 2):
+        flip_byte(run.store.folder / f"step_0000000{step}" / "rank_1.safetensors")
     for rank in (1, 2):
         run.rank(rank).take_part()
     run.save()
-    assert run.names() == ["damaged_step_00000002", "step_00000003", "step_00000010"]
+    assert run.names() == ["damaged_step_00000001", "damaged_step_00000002", "step_00000003", "step_00000010"]
     shares = [json.loads(run.table.get(f"checkpoint-10-checked-{rank}")) for rank in (1, 2)]
-    assert shares == [{"step_00000002": "rank_1.safetensors does not match its checksum"}, {}]
+    damage = "rank_1.safetensors does not match its checksum"
+    assert shares == [{"step_00000002": damage, "step_00000001": damage}, {}]
     for step in (11, 12):
         for rank in (1, 2):
             run.rank(rank, step).take_part()

@@ -57,10 +57,8 @@ def can_probe() -> bool:
 def list_groups(roots: Iterable[nn.Module]) -> list[Any]:
     """What FSDP gathers as one, each."""
     modules = [module for root in roots for module in root.modules() if isinstance(module, FSDPModule)]
-    states = [module._get_fsdp_state() for module in modules]
-    if not can_probe():  # before torch 2.13 one at most
-        return [state._fsdp_param_group for state in states if state._fsdp_param_group]
-    return [group for state in states for group in state._fsdp_param_groups]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in modules]
+    return [group for group in groups if group]
 
 
 @contextmanager

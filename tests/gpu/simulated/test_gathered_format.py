@@ -111,6 +111,7 @@ def test_no_copies_of_weights_wait_for_the_backward_pass() -> None:
             model = GPT((4,), 8, depth=4, heads=2, width=256).to(world.device)
             strategy = FSDP2(model, world, blocks=find_blocks_to_wrap(model), param_dtype=dtype)
             model.tokens.register_forward_hook(lambda *passed: embedded.append(passed[-1].dtype))
+            model.get_submodule("blocks.0").register_forward_pre_hook(lambda _, given: embedded.append(given[0].dtype))
             before = sim.device.memory(world.rank)["allocated"]
             precision = Precision("bf16", world.device)
             precision.keeps_casts = strategy.keeps_casts
@@ -123,7 +124,7 @@ def test_no_copies_of_weights_wait_for_the_backward_pass() -> None:
                 found[name] = sim.device.memory(world.rank)["allocated"] - before
             if learns:
                 logits.float().sum().backward()
-        assert embedded == [torch.float32] * 3, "what the layers add to"
+        assert embedded == [torch.float32] * 6, "what the layers add to"
         return found
 
     for found in each_rank(2, work, Machine.of(2)):
