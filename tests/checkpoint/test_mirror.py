@@ -1,5 +1,6 @@
 """The remote folder: what is there is whole, whenever a transfer is cut; on disk, and on a local S3 server."""
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -193,13 +194,16 @@ def test_a_store_that_changes_content_is_noticed(tmp_path: Path) -> None:
         Lossy(f"file:{tmp_path}/mirror").upload_checkpoint(write_checkpoint(tmp_path, 5), ignore_progress)
 
 
-def test_a_damaged_checkpoint_is_not_brought_back(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_brought_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, mirror = write_checkpoint(tmp_path, 5), Mirror(f"file:{tmp_path}/mirror")
     mirror.upload_checkpoint(folder, ignore_progress)
     (tmp_path / "mirror" / "checkpoints" / folder.name / "state.pt").write_bytes(b"torn")
     with pytest.raises(MirrorError, match=r"step_00000005 is damaged: state.pt has 4 bytes instead of"):
         mirror.download_checkpoint(5, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+    monkeypatch.setattr(remote, "find_damage", lambda draft, moved: shutil.rmtree(draft) or "gone")
+    with pytest.raises(MirrorError, match=r"step_00000005 is damaged: gone"):
+        mirror.download_checkpoint(5, tmp_path / "other")
 
 
 def test_a_manifest_that_lists_a_file_elsewhere_is_damaged(tmp_path: Path) -> None:
@@ -215,8 +219,11 @@ def test_a_server_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    logging.getLogger("gcsfs").setLevel(logging.NOTSET)
     mirror = Mirror("s3://bucket/run")
     assert mirror._system.retries == 1, "of the driver, beside those of a request"
+    assert mirror._system.config_kwargs == remote._S3_LIMITS
+    assert not logging.getLogger("gcsfs").isEnabledFor(logging.ERROR), "what is raised is not logged as well"
     with pytest.raises(MirrorError, match=r"mirror s3://bucket/run: listing failed \(EndpointConnectionError"):
         mirror.list_steps()
 

@@ -57,4 +57,7 @@ def test_a_wrong_request_is_refused(run: Path, tmp_path: Path) -> None:
         mirror_run(str(run), f"file:{tmp_path}/mirror")
     with lock_folder(run), pytest.raises(RequestError, match="the run is active"):
         mirror_run(str(run), f"file:{tmp_path}/mirror")
+    (run / "mirror.json").symlink_to(tmp_path / "theirs")
+    with pytest.raises(RequestError, match=r"run/mirror\.json is a symbolic link"):
+        mirror_run(str(run), f"file:{tmp_path}/mirror")
     assert not (tmp_path / "mirror").exists()

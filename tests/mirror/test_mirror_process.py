@@ -12,7 +12,7 @@ import pytest
 
 from multigpu_cli.checkpoint import files
 from multigpu_cli.mirror import follower as module
-from multigpu_cli.mirror.follower import Follower, MirrorState, read_state, write_state
+from multigpu_cli.mirror.follower import Follower, MirrorState, explain_missing, read_state, write_state
 from multigpu_cli.mirror.remote import Mirror, MirrorError
 from tests.support.mirrors import read_mirrored_steps, write_checkpoint
 
@@ -113,11 +113,14 @@ def test_it_gives_up_when_nothing_moves(run: Path) -> None:
     assert read_state(run).error == "the server is gone"
 
 
-def test_a_damaged_checkpoint_is_left_out(run: Path) -> None:
+def test_a_damaged_checkpoint_is_left_out_and_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(run, 1)
     (write_checkpoint(run, 2) / "state.pt").write_bytes(b"torn")
-    follower(run).upload_new()
+    found = follower(run)
+    found.upload_new()
     assert read_mirrored_steps(run.parent / "mirror") == [1]
+    monkeypatch.setattr(module, "find_damage", None)
+    found.upload_new()
 
 
 def test_a_run_that_went_back_takes_its_mirror_along(run: Path) -> None:
@@ -141,10 +144,24 @@ def test_a_mirror_of_another_run_is_left_as_it_is(run: Path) -> None:
     write_checkpoint(other, 1)
     follower(other, name="elsewhere").upload_new()  # so it has an id of its own
     (run.parent / "empty").mkdir()
-    for folder in (other, run.parent / "empty"):
+    shutil.rmtree(run / "checkpoints")  # so what is there may be of this run, or not
+    for folder in (other, run.parent / "empty", run):
         with pytest.raises(MirrorError, match="holds checkpoints of another run"):
             follower(folder).upload_new()
     assert read_mirrored_steps(run.parent / "mirror") == [7]
+
+
+def test_what_a_mirror_lacks_is_told(run: Path) -> None:
+    def told(url: str, step: int | None) -> str:
+        write_state(run, MirrorState(url=url, step=step))
+        return explain_missing(run, "file:/m", "no route")
+
+    last = f"file:/m lacks the last files of the run (no route); {run} has all of it; multigpu mirror {run} --to "
+    assert told("file:/m", None) == f"{last}file:/m sends it", "there is no checkpoint"
+    write_checkpoint(run, 3)
+    newest = last.replace("last files of the run", "checkpoint of step 3")
+    assert told("file:/m", 3) == f"{last}file:/m sends it"
+    assert told("file:/m", 2) == told("file:/other", 3) == f"{newest}file:/m sends it"
 
 
 def test_a_checkpoint_that_is_removed_before_it_is_sent_is_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,3 +244,6 @@ def test_who_sends_moves_the_lock(run: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(times) > 2, "with each piece of a file, too"
     assert min(times) > 1.0
     assert (run / ".mirror.lock").read_text() == f"{os.getpid()} on {os.uname().nodename}"
+    monkeypatch.setattr(Follower, "follow", lambda *_: False)
+    with pytest.raises(SystemExit, match="1"):
+        module.main([str(run), f"file:{run.parent}/mirror", "3", "2"])

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from threading import Timer
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fsspec.implementations.local import LocalFileOpener
@@ -19,7 +20,7 @@ from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.mirror import part, restore
 from multigpu_cli.mirror.follower import MirrorState, lock_mirror, read_state, write_state
 from multigpu_cli.mirror.part import MirrorProcess
-from multigpu_cli.mirror.remote import Mirror
+from multigpu_cli.mirror.remote import Mirror, MirrorError
 from multigpu_cli.monitor import journal
 from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
 from tests.support.mirrors import read_mirrored_steps, s3_server, write_checkpoint
@@ -109,16 +110,17 @@ def test_a_mirror_that_hangs_keeps_no_run_from_its_end(monkeypatch: pytest.Monke
     os.mkfifo("mirror/run.json")
     monkeypatch.setattr(part, "_HANGS", 2.0)
     monkeypatch.setattr(part, "_SILENT", 0.5)
-    said, moves = list[str](), list[int]()
+    said, moves = list[tuple[str, bool]](), list[int]()
     mirror = MirrorProcess(Path("run"), "file:mirror", 3)
-    missing = mirror.finish(lambda: False, lambda: moves.append(0), said.append)
+    missing = mirror.finish(lambda: False, lambda: moves.append(0), lambda text: said.append((text, len(moves) > 1)))
     assert len(moves) > 1, "that the run waits for it is no hang of the run"
     here = Path.cwd()
     assert missing == (
         f"file:{here}/mirror lacks the checkpoint of step 3 (it has not answered for 2 s); {here}/run has all of it; "
         f"multigpu mirror {here}/run --to file:{here}/mirror sends it"
     )
-    assert said == [f"the training is done; waiting until all is in file:{here}/mirror (Ctrl-C: at most 10 s)"]
+    waits = f"the training is done; waiting until all is in file:{here}/mirror (Ctrl-C: at most 10 s)"
+    assert said == [(waits, True)], "not at once"
     cause = "it has not answered for 2 s; training continues, and the copy is tried again"
     assert [mirror.read_new_fault(), mirror.read_new_fault()] == [cause, ""]
     mirror._companion.process.kill()
@@ -129,6 +131,7 @@ def test_the_process_of_a_killed_attempt_is_waited_for(let_go: bool, monkeypatch
     """Its lock is let go of once the run waits at its end, or never: then it is named, and the new process ends."""
     write_checkpoint(Path("run"), 3)
     monkeypatch.setattr(part, "_SILENT", 0.0)
+    monkeypatch.setattr(part, "_STOP_WAIT", 0.0)  # nobody stops it
     with ExitStack() as killed, monkeypatch.context() as patch:
         killed.enter_context(lock_mirror(Path("run")))
         patch.setattr(part, "_HANGS", 60.0 if let_go else 1.0)
@@ -184,13 +187,15 @@ def test_after_a_signal_or_a_failure_it_goes_on_alone(
     assert read_mirrored_steps(Path("mirror")) == [3]
 
 
-def test_no_signal_ends_it_before_the_run() -> None:
+def test_no_signal_ends_it_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a run that is stopped waits for what is soon sent."""
+    monkeypatch.setattr(part, "_STOP_WAIT", 600.0)
     write_checkpoint(Path("run"), 3)
     mirror = MirrorProcess(Path("run"), "file:mirror", 3)
     wait_until(lambda: read_state(Path("run")).step == 3, "step 3 is in the mirror")
     os.kill(mirror._companion.process.pid, signal.SIGTERM)  # as a job's manager does to all processes
     write_checkpoint(Path("run"), 4)
-    assert mirror.finish(lambda: False, lambda: None, print) == ""
+    assert mirror.finish(lambda: True, lambda: None, print) == ""
     assert read_mirrored_steps(Path("mirror")) == [3, 4]
 
 
@@ -267,7 +272,7 @@ def test_a_mirror_that_breaks_off_keeps_a_run_from_beginning_at_an_older_checkpo
     Path("mirror/checkpoints/step_00000003/state.pt").write_bytes(b"torn")
     notes: list[str] = []
     folder, skipped = restore.restore_from_mirror(config, attempt=0, begun=[], note=notes.append)
-    assert folder == "run"
+    assert (folder, read_state(Path("run")).id) == ("run", "a run")
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step_00000002"]
     assert "step_00000003 is damaged" in skipped[0]
     assert notes[-1] == f"copying step 2 (0.0 MiB) from file:{tmp_path}/mirror to run"
@@ -288,7 +293,9 @@ def test_where_the_newer_checkpoint_is_damaged_there_none_that_the_run_has_is_co
     folder, skipped = restore.restore_from_mirror(config, attempt=0, begun=[], note=notes.append)
     assert (folder, len(skipped)) == ("", 1)
     assert [note.partition(" (")[0] for note in notes] == ["copying step 4"]
-    assert [(timer.daemon, timer.finished.is_set()) for timer in timers] == [(True, True)]
+    assert [timer.finished.is_set() for timer in timers] == [True]
+    monkeypatch.setattr(Mirror, "list_steps", Mock(side_effect=MirrorError("the server is gone")))
+    assert restore.restore_from_mirror(config, attempt=0, begun=[]) == ("", []), "it has a checkpoint of its own"
 
 
 @pytest.mark.parametrize("known", ["id", "checkpoints", "place"])

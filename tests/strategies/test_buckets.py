@@ -18,7 +18,7 @@ def test_a_small_model_is_not_measured_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_smallest_that_is_about_as_good_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ddp, "_seconds", lambda size, world: {1: 1.2, 2: 2.02, 5: 5.0}[size])
+    monkeypatch.setattr(ddp, "_seconds", lambda size, world: {1: 2.4, 2: 4.2, 5: 10.0}[size])
     assert measure_cap(nn.Linear(1024, 1600), World(torch.device("cpu"))) == 2
 
 
@@ -39,18 +39,26 @@ def test_all_ranks_take_what_the_first_has_measured(monkeypatch: pytest.MonkeyPa
     assert found == [1, 1]
 
 
-def test_the_fastest_of_a_few_counts_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, took = 0.0, iter([9.0, 3.0, 5.0, 4.0])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_fastest_of_a_few_counts_after_a_warm_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the call returns at once, and the device is waited for."""
+    now, took, sent = 0.0, iter([9.0, 3.0, 5.0, 4.0]), list[int]()
 
-    def pass_time(message: torch.Tensor) -> None:
+    def pass_time(_: object) -> None:
         nonlocal now
-        assert message.nbytes == 2**20
         now += next(took)
 
+    def send(message: torch.Tensor) -> None:
+        sent.append(message.nbytes)
+        if kind == "cpu":
+            pass_time(message)
+
+    fake = SimpleNamespace(zeros=lambda size, device: torch.zeros(size), cuda=SimpleNamespace(synchronize=pass_time))
+    monkeypatch.setattr(ddp, "torch", fake)
     monkeypatch.setattr(ddp, "time", SimpleNamespace(perf_counter=lambda: now))
-    monkeypatch.setattr(ddp, "dist", SimpleNamespace(all_reduce=pass_time))
-    assert ddp._seconds(1, World(torch.device("cpu"))) == 3.0
-    assert not list(took)
+    monkeypatch.setattr(ddp, "dist", SimpleNamespace(all_reduce=send))
+    assert ddp._seconds(1, World(torch.device(kind))) == 3.0
+    assert (sent, list(took)) == ([2**20] * 4, [])
 
 
 def test_a_real_all_reduce_is_timed() -> None:

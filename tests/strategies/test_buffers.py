@@ -181,8 +181,9 @@ def test_a_buffer_that_forward_replaces_counts_like_one_it_writes_into(values: t
     model, told = Rebinding(), torch.tensor([1.0, 2.0])
     buffers, registered = StepBuffers(model, 1, kept), model.mean
     for _ in range(2):
+        model.see(1.0)  # outside of a step, as in a warm-up
         step(buffers, model, values)
-        told = 0.9 * told + 0.1 * 6.0
+        told = 0.9 * (0.9 * told + 0.1) + 0.1 * 6.0
         assert torch.allclose(model.mean, told)
         assert model.mean is registered, "whoever holds it sees it move: a checkpoint, an average, DDP"
 
@@ -223,10 +224,11 @@ def test_a_table_that_forward_removes_is_left_to_its_model(workers: int) -> None
     assert not hasattr(model, "table")
 
 
-def test_a_buffer_of_the_checkpoint_must_keep_its_shape() -> None:
+@pytest.mark.parametrize(("workers", "micro_batches"), [(2, 1), (1, 2)])
+def test_a_buffer_of_the_checkpoint_must_keep_its_shape(workers: int, micro_batches: int) -> None:
     model = Rebinding()
-    buffers = StepBuffers(nn.ModuleDict({"inner": model}), 2, kept)
-    buffers.begin_step(2)
+    buffers = StepBuffers(nn.ModuleDict({"inner": model}), workers, kept)
+    buffers.begin_step(micro_batches)
     model.mean = torch.zeros(3)
     with pytest.raises(TrainingError, match=r"inner\.mean from \(2,\) to \(3,\)"):
         buffers.collect()

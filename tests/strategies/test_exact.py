@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from multigpu_cli.config.schema import CommunicationConfig
 from multigpu_cli.distributed.world import World
 from multigpu_cli.planning.batch import BatchPlan
-from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.base import Single, Strategy
 from multigpu_cli.strategies.ddp import DDP
 from multigpu_cli.strategies.exact import ExactReduction, ReductionTree
-from tests.strategies.one_step import network, reduce_step
+from tests.strategies.one_step import network, reduce_step, state
 from tests.support.ranks import run_on_each_rank
 from tests.support.world import ALONE
 
@@ -134,16 +134,17 @@ def test_buffers_have_the_bits_of_one_worker_too(workers: int) -> None:
 
 
 def test_it_is_the_gradient_of_the_global_batch() -> None:
-    """Not only alike everywhere, but right."""
+    """Not only alike everywhere, but right, and buffers are; `Single` is tested by itself."""
     plan = BatchPlan(samples=20, micro_batch=3, global_batch=20, workers=1)
-    model, plain = network(norm=False), network(norm=False)
-    reduce_step(ExactReduction(model, ALONE), plan, 0)
-    whole = BatchPlan(samples=20, micro_batch=20, global_batch=20, workers=1)
-    reduce_step(ExactReduction(plain, ALONE), whole, 0)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.allclose(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+    model, plain = network(), network()
+    exact, single = ExactReduction(model, ALONE), Single(plain)
+    for _ in range(2):
+        for strategy in (exact, single):
+            reduce_step(strategy, plan, 0)
+        for name, value in state(plain).items():
+            assert state(model)[name] == pytest.approx(value, rel=1e-12, abs=1e-14), name
+        model.zero_grad()
+        plain.zero_grad()
 
 
 def test_a_parameter_without_gradient_counts_as_zeros_everywhere() -> None:

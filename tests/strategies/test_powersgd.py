@@ -5,8 +5,9 @@ import torch._dynamo  # seconds; DDP imports it, and here it is done once rather
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from multigpu_cli.config.schema import CommunicationConfig
 from multigpu_cli.distributed.world import World
-from multigpu_cli.strategies.ddp import PowerSGD
+from multigpu_cli.strategies.ddp import DDP, PowerSGD
 from tests.support.ranks import run_on_each_rank
 
 
@@ -45,6 +46,22 @@ def test_the_first_steps_are_plain_and_the_mean_is_kept_afterwards() -> None:
 def test_a_skipped_step_leaves_nothing_behind() -> None:
     first, _ = gradients(9, 2, nan_at=5)
     assert first[-1] < 0.05
+
+
+def test_a_skipped_step_leaves_neither_its_error_nor_its_statistics() -> None:
+    def work(world: World) -> list[float]:
+        model = nn.BatchNorm1d(2)
+        strategy = DDP(model, world, CommunicationConfig(grad_compression="powersgd"))
+        assert strategy._low_rank
+        hook = strategy._low_rank._state
+        assert (hook.matrix_approximation_rank, hook.start_powerSGD_iter) == (4, 100), "as docs/migration.md says"
+        hook.error_dict[0] = torch.full((2,), torch.nan)
+        strategy.begin_step(1)
+        model.get_buffer("running_mean").fill_(torch.nan)
+        strategy.rollback_buffers(torch.tensor(1.0))
+        return [*hook.error_dict[0].tolist(), *model.get_buffer("running_mean").tolist()]
+
+    assert run_on_each_rank(1, work) == [[0.0] * 4]
 
 
 def test_several_buckets_do_not_wait_for_each_other() -> None:

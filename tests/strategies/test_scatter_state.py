@@ -118,6 +118,7 @@ def test_a_resume_takes_no_more_of_a_gpu_than_a_step(exact: bool, tmp_path: Path
             def note_host(*state: Any, **how: Any) -> Any:
                 received = scatter(*state, **how)
                 on_host.append(sum(each.nbytes for each in iterate_tensors(received) if not each.is_cuda))
+                assert not any(each.is_cuda for each in iterate_tensors(received["optimizer"]) if not each.ndim)
                 return received
 
             sim.device.reset_peak(world.device.index)
