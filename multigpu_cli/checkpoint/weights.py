@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ def broadcast_weights(model: nn.Module, world: World) -> None:
             model.load_state_dict(state)
 
 
-def is_state_dict(state: object) -> bool:
+def is_state_dict(state: object) -> TypeGuard[dict[str, Any]]:
     """Whether it is a state dict."""
     return (
         isinstance(state, dict)
@@ -133,7 +133,7 @@ def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
         raise RequestError(f"{flag} {path}: there is no such file".lstrip(), remedy="best.pt of a run folder")
     found = deserialize(path, f"{flag} {path}".lstrip())
     places = [found, *(found.get(key) for key in _PLACES)] if isinstance(found, dict) else []
-    state: dict[str, Any] | None = next((place for place in places if is_state_dict(place)), None)
+    state = next((place for place in places if is_state_dict(place)), None)
     if state is None:
         raise RequestError(
             f"{flag} {path} holds no weights".lstrip(),
@@ -231,7 +231,7 @@ def _from_file(file: Path) -> TrainedWeights:
     found = deserialize(file, str(file))
     parts = found if isinstance(found, dict) else {}
     state, settings = parts.get("model"), parts.get("config")
-    if not isinstance(settings, dict) or not isinstance(state, dict) or not is_state_dict(state):
+    if not isinstance(settings, dict) or not is_state_dict(state):
         raise RequestError(
             f"{file} is not the best.pt or last.pt of a run", remedy="name a file that a run has written"
         )
@@ -280,7 +280,7 @@ def describe_code(model: nn.Module) -> dict[str, dict[str, str]]:
             continue
         try:
             source = inspect.getsource(part)
-            nodes = list(ast.walk(ast.parse(f"if 1:\n{source}" if source[0].isspace() else source)))
+            nodes = list(ast.walk(ast.parse(f"if 1:\n{source}" if source.startswith((" ", "\t")) else source)))
         except (OSError, TypeError, SyntaxError):
             continue
         for node in nodes:

@@ -1,6 +1,7 @@
 """The best weights beside a checkpoint: shared where the file system can, never taken from a file that is another."""
 
 import os
+import shutil
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def test_each_checkpoint_has_the_best_of_its_time(tmp_path: Path, links: bool, m
     assert [read_weights(each) for each in (first, second, third)] == [b"best", b"best", b"better"]
     assert (first / BEST).samefile(second / BEST) is links
     assert not (third / BEST).samefile(tmp_path / "best.pt"), "whoever writes into best.pt must not reach it"
+    shutil.rmtree(first)
     before = BestWeights(tmp_path / "best.pt", sha256(b"best").hexdigest())
     Store(tmp_path / "checkpoints", 9).save(4, STATE, {}, before)
     fourth = tmp_path / "checkpoints/step_00000004"

@@ -20,6 +20,7 @@ from multigpu_cli.checkpoint.initial_weights import (
     match_weights,
     read_initial_weights,
 )
+from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, read_manifest, sign_manifest
 from multigpu_cli.checkpoint.pieces import serialize
 from multigpu_cli.checkpoint.store import BestWeights, Store
 from multigpu_cli.checkpoint.weights import fingerprint, save_weights
@@ -180,6 +181,16 @@ def test_of_tied_weights_one_is_enough(tmp_path: Path) -> None:
     assert torch.equal(model.out.weight, other.embed.weight)  # type: ignore[union-attr, arg-type]
 
 
+def test_weights_that_keep_what_others_begin_with_are_not_looked_for(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"first": nn.Linear(3, 2), "second": nn.Linear(3, 2)})
+    model.initial_copies = {"second.": "first."}  # type: ignore[assignment]
+    state = {"first.weight": torch.ones(2, 3), "first.bias": torch.ones(2), "second.bias": torch.zeros(2)}
+    torch.save(state, tmp_path / "file.pt")
+    match = load_initial_weights(model, tmp_path / "file.pt", partial=False)
+    assert match == ({name: name for name in ("first.weight", "first.bias")}, {}, [])
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
+
+
 def test_layers_without_weights_yet_take_those_of_a_file(tmp_path: Path) -> None:
     torch.save({"0.weight": torch.ones(4, 3), "0.bias": torch.ones(4)}, tmp_path / "file.pt")
     layer = nn.LazyLinear(4)
@@ -217,6 +228,11 @@ def test_any_file_of_a_checkpoint_in_pieces_means_all_of_its_weights(tmp_path: P
         found = read_initial_weights(named)
         assert list(found) == list(state)
         assert all(torch.equal(found[name], value) for name, value in state.items())
+    best, manifest = network(1).state_dict(), read_manifest(folder)
+    del manifest["sha256"]
+    manifest["best"] = {"file": BEST, "sha256": save_weights(folder / BEST, best, {}, {})}
+    (folder / MANIFEST).write_bytes(sign_manifest(manifest))
+    assert fingerprint(read_initial_weights(folder / BEST)) == fingerprint(best), "but for its best ones"
     flip_byte(folder / "rank_0.safetensors")
     with pytest.raises(RequestError, match=r"rank_0\.safetensors does not match its checksum"):
         read_initial_weights(folder / "rank_1.safetensors")

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from multigpu_cli.checkpoint import files
-from multigpu_cli.checkpoint.files import check_owner, fail_on_write_error, is_locked, lock_folder, wait_until_unlocked
+from multigpu_cli.checkpoint.files import (
+    check_owner,
+    check_unlocked,
+    fail_on_write_error,
+    is_locked,
+    lock_folder,
+    read_owner,
+    wait_until_unlocked,
+)
+from multigpu_cli.config.paths import UnsafeFolder
 from multigpu_cli.errors import RequestError, TrainingError
 from tests.support.fork import exit_code
 
@@ -28,12 +37,14 @@ def take(folder: Path) -> None:
 def test_one_process_owns_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
     assert not is_locked(folder)
+    check_unlocked(folder)
     with lock_folder(folder):
         assert folder.is_dir()
         assert is_locked(folder)
         assert not another_process(lambda: take(folder))
-        with pytest.raises(RequestError, match=r"another run is using .*run"), lock_folder(folder):
-            pass
+        for ask in (take, check_unlocked):
+            with pytest.raises(RequestError, match=r"another run is using .*run"):
+                ask(folder)
         assert is_locked(folder), "asking does not break the lock"
         assert not (folder / ".lock").stat().st_mode & 0o111
     assert not is_locked(folder)
@@ -114,8 +125,11 @@ def test_a_disk_that_is_full_only_once_its_data_is_flushed_ends_the_run_at_its_s
 
 def test_the_lock_names_its_owner_so_that_a_folder_in_its_place_is_told_apart(tmp_path: Path) -> None:
     run = tmp_path / "run"
+    assert read_owner(run) == ""
+    take(run)
     with lock_folder(run):
         check_owner(run)
+        assert read_owner(run) == f"{os.uname().nodename} {os.getpid()}"
         (run / ".lock").unlink()
         run.rmdir()
         with pytest.raises(FileNotFoundError, match="the run folder was removed"):
@@ -130,9 +144,11 @@ def test_the_lock_names_its_owner_so_that_a_folder_in_its_place_is_told_apart(tm
 def test_a_lock_that_becomes_a_link_after_the_look_at_it_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "refuse_links", lambda folder: None)
     (tmp_path / "theirs").write_text("theirs")
     (tmp_path / ".lock").symlink_to("theirs")
+    with pytest.raises(UnsafeFolder):
+        take(tmp_path)
+    monkeypatch.setattr(files, "refuse_links", lambda folder: None)
     with pytest.raises(RequestError, match="--save-dir"):
         take(tmp_path)
     assert (tmp_path / "theirs").read_text() == "theirs"

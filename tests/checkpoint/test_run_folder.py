@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.checkpoint import manifest
+from multigpu_cli.checkpoint import manifest, run_folder
 from multigpu_cli.checkpoint.files import compute_sha256, lock_folder
 from multigpu_cli.checkpoint.run_folder import (
+    NoIntactCheckpoint,
     ResumePoint,
     choose_resume_point,
     holds_run,
@@ -21,10 +22,10 @@ from multigpu_cli.checkpoint.run_folder import (
     write_summary,
 )
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.config.paths import find_path_errors
+from multigpu_cli.config.paths import UnsafeFolder, find_path_errors
 from multigpu_cli.config.resume_rules import flatten_settings, replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, TrainingError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -178,10 +179,13 @@ def test_a_restart_goes_on_with_the_run_that_its_launch_began(resume: str) -> No
 # -- with --save-dir
 
 
-def test_all_restarts_of_a_launch_get_one_folder_to_go_on_in() -> None:
+def test_all_restarts_of_a_launch_get_one_folder_to_go_on_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = list[Config]()
+    monkeypatch.setattr(run_folder, "load_given", lambda entries, config: [checked.append])
     run_in(Path("checkpoints/digits/unfinished"), 5)
     resolved = resolve_folder(make_config(resume="never"))
     assert resolve_folder(resolved) == resolved
+    assert checked == [make_config(resume="never"), resolved]
     assert resolved.checkpoint.save_dir != "checkpoints/digits/unfinished"
     assert resolved.checkpoint.resume == "auto"
     assert resolved.explicit == {"save_dir", "resume"}
@@ -240,8 +244,9 @@ def test_where_every_checkpoint_is_damaged_the_request_is_wrong(attempt: int) ->
     wishes = [{}, {"resume": "elsewhere"}, {"resume": "elsewhere/checkpoints/step_00000005"}]
     before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     for wish in wishes:
-        with pytest.raises(RequestError, match="mine has 2 checkpoints, and none is intact") as refused:
+        with pytest.raises(NoIntactCheckpoint, match="mine has 2 checkpoints, and none is intact") as refused:
             choose_resume_point(make_config("mine", **wish), attempt=attempt)
+        assert refused.value.folder == Path("mine")
         told = str(refused.value)
         assert "mine/checkpoints/step_00000010: state.pt has 4 bytes instead of" in told
         assert "mine/checkpoints/step_00000020: manifest.json can't be read" in told
@@ -250,6 +255,13 @@ def test_where_every_checkpoint_is_damaged_the_request_is_wrong(attempt: int) ->
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
     assert choose_resume_point(make_config("other", "elsewhere"), attempt=attempt).checkpoint, "the ways out are open"
     assert choose_resume_point(make_config("other", "never"), attempt=attempt).checkpoint is None
+
+
+def test_a_completed_run_without_its_checkpoints_is_not_begun_again() -> None:
+    run_in(Path("mine"), status="completed")
+    told = "mine is complete, and its checkpoints were removed.*\n.*another --save-dir; --init-from mine/best.pt starts"
+    with pytest.raises(RequestError, match=told):
+        choose_resume_point(make_config("mine"), attempt=0)
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
@@ -272,6 +284,24 @@ def test_a_folder_at_work_is_refused_before_its_checkpoints_are_read(monkeypatch
         assert choose_resume_point(make_config(), attempt=0).reason == "a new run"
 
 
+def test_only_a_restart_waits_for_another_process_in_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[float]()
+    monkeypatch.setattr(run_folder, "wait_until_unlocked", lambda folder, *, patience: waited.append(patience))
+    for attempt, said in enumerate(("another run is using mine", "an earlier attempt is still using mine")):
+        with pytest.raises(TrainingError, match=said) as refused:
+            choose_resume_point(make_config("mine"), attempt=attempt)
+        assert refused.value.caused_by_peer is bool(attempt)
+    assert waited == [0, run_folder._PATIENCE]
+
+
+def test_a_link_in_the_folder_is_refused_whichever_way_it_is_named() -> None:
+    run_in(Path("there"), 10)
+    Path("there/journal.jsonl").symlink_to("precious")
+    for save_dir, resume in (("there", "auto"), (None, "there"), (None, "there/checkpoints/step_00000010")):
+        with pytest.raises(UnsafeFolder, match=r"there/journal\.jsonl is a symbolic link"):
+            choose_resume_point(make_config(save_dir, resume), attempt=0)
+
+
 def test_a_save_dir_that_cannot_be_one_is_refused() -> None:
     Path("file").write_text("")
     for name in ("file", "file/inside"):
@@ -284,9 +314,10 @@ def test_a_save_dir_that_cannot_be_one_is_refused() -> None:
 
 @pytest.mark.parametrize("path", ["there", "there/checkpoints/step_00000020"])
 def test_resume_names_a_run_or_a_checkpoint(path: str) -> None:
-    run_in(Path("there"), 10, 20)
+    run_in(Path("there"), 10, 20, status="stopped")
     start = choose_resume_point(make_config(resume=path), attempt=0)
     assert (start.folder, start.checkpoint) == ("there", "there/checkpoints/step_00000020")
+    assert start.summary == ({"status": "stopped"} if path == "there" else None)
 
 
 def test_resume_can_go_back_to_an_older_checkpoint() -> None:
@@ -301,7 +332,7 @@ def test_with_a_save_dir_the_run_goes_on_in_another_folder(path: str) -> None:
     run_in(Path("there"), 10, status="completed")
     start = choose_resume_point(make_config("fresh", path), attempt=0)
     assert (start.folder, start.checkpoint) == ("fresh", "there/checkpoints/step_00000010")
-    assert start.summary is None
+    assert (start.summary, start.rewind_from) == (None, None)
 
 
 @pytest.mark.parametrize("save_dir", [None, "there"])
@@ -351,8 +382,10 @@ def test_a_wrong_resume_is_refused_whatever_the_save_dir_holds(path: str) -> Non
     run_in(Path("begun"))
     run_in(Path("mine"), 10, status="completed")
     Path("mine/journal.jsonl").write_text("")
-    with pytest.raises(RequestError, match=f"--resume {path}: contains no checkpoint"):
+    with pytest.raises(RequestError, match=f"--resume {path}: contains no checkpoint") as refused:
         choose_resume_point(make_config("mine", path), attempt=0)
+    remedy = "--resume mine" if path.startswith("mine/") else "name a run folder, or one of its checkpoints/step_"
+    assert refused.value.remedy.startswith(remedy)
 
 
 def test_what_the_run_came_from_may_be_damaged_by_now() -> None:

@@ -1,3 +1,4 @@
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -6,12 +7,13 @@ from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.pieces import deserialize, serialize
 from multigpu_cli.checkpoint.snapshot import Progress, TrainState
-from multigpu_cli.checkpoint.weights import fingerprint
+from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint
 from multigpu_cli.config.schema import OptimizerConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.build import build_optimizer, set_rate
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.runtime.precision import Precision
+from tests.support.optimizers import ScheduleFreeSGD
 from tests.support.world import CPU
 
 
@@ -47,9 +49,11 @@ def test_a_restored_run_goes_on_with_the_same_bits(optimizer: str, ema: bool) ->
     train(interrupted, 3)
     interrupted.progress.best = {"accuracy": 0.5, "epoch": 1}
     state = deserialize(serialize(interrupted.capture()), "state.pt")
+    assert (state["average"] is not None) == ema
     resumed = build_state(optimizer, ema=ema, seed=99)
-    resumed.restore(state, "state.pt")
+    resumed.restore(state | {"hooks": {"mine": {"seen": 3}}}, "state.pt")
     assert resumed.progress == interrupted.progress
+    assert resumed.part_states == {"hooks": {"mine": {"seen": 3}}}
     train(resumed, 3)
     assert fingerprint(resumed.model.state_dict()) == fingerprint(undisturbed.model.state_dict())
     assert fingerprint(resumed.eval_model().state_dict()) == fingerprint(undisturbed.eval_model().state_dict())
@@ -131,6 +135,18 @@ def test_a_state_beside_the_weights_is_copied_at_once() -> None:
     assert (captured["seen"].tolist(), captured["sizes"]) == ([0.0], {0})
 
 
+def test_weights_for_use_that_only_the_optimizer_knows_are_captured_as_an_average_is() -> None:
+    model = Remembering(3, 2)
+    live = TrainState(model, ScheduleFreeSGD(model.parameters(), lr=0.1), Precision("off", CPU), None, Progress())
+    live.optimizer.train()  # type: ignore[attr-defined]
+    train(live, 3)
+    found = live.capture()["average"]
+    with live.eval_weights() as used:
+        wanted = copy_to_host(used.state_dict())
+    assert not torch.equal(wanted["weight"], model.weight)
+    assert serialize(found) == serialize({f"module.{name}": value for name, value in wanted.items()})
+
+
 def test_everything_captured_is_plain_values_and_tensors_in_host_memory() -> None:
     def leaves(value: object) -> list[object]:
         if isinstance(value, dict):
@@ -159,9 +175,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name() -> None:
 
 
 def test_progress_begins_at_nothing() -> None:
-    assert Progress() == Progress(
-        step=0, best={}, score=[], stale_epochs=0, train_seconds=0.0, startup_seconds=0.0, last={}, faults=[]
-    )
+    lists: dict[str, Any] = {"score": [], "faults": [], "line_losses": [0, 0], "epoch_losses": [0, 0, 0]}
+    numbers = dict.fromkeys(("step", "stale_epochs", "train_seconds", "startup_seconds", "scheduled"), 0)
+    assert asdict(Progress()) == lists | numbers | {"best": {}, "last": {}, "stopped_early": False}
 
 
 def test_a_capture_into_an_earlier_one_uses_its_memory_and_says_the_same() -> None:
@@ -183,3 +199,5 @@ def test_a_capture_into_one_of_another_shape_takes_new_memory() -> None:
     train(live, 1)
     for into in (before, other):
         assert serialize(live.capture(into)) == serialize(live.capture())
+    outline = torch.empty(2, device="meta")
+    assert live.begin_capture(before, live.state_dict({"rows": outline})).finish()["task"]["rows"] is outline

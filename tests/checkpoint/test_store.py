@@ -72,6 +72,11 @@ def test_steps_are_numbers_beyond_eight_digits_too(tmp_path: Path) -> None:
     assert (found.step, skipped) == (100_000_000, [])
     store.discard_after(99_999_999)
     assert names(store) == ["replaced_step_100000000", "step_99999999", "step_by_hand"]
+    store.save(100_000_000, STATE, FACTS)
+    store.discard_after(99_999_999)
+    assert names(store) == [
+        "replaced_step_100000000", "replaced_step_100000000_2", "step_99999999", "step_by_hand"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

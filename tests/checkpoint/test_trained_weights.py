@@ -76,6 +76,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("hello")
     torch.save({"w": torch.ones(2)}, tmp_path / "foreign.pt")
     torch.save({"model": STATE, "epoch": 3}, tmp_path / "another.pt")
+    torch.save({"model": {"w": 1}, "config": {}}, tmp_path / "none.pt")
     damaged = run_in(tmp_path / "run") / "checkpoints/step_00000010"
     (damaged / "state.pt").write_bytes(b"torn")
     for path, message in (
@@ -84,6 +85,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         (tmp_path / "text.pt", r"text\.pt can't be loaded safely"),
         (tmp_path / "foreign.pt", r"foreign\.pt is not the best\.pt or last\.pt of a run"),
         (tmp_path / "another.pt", r"another\.pt is not the best\.pt or last\.pt of a run"),
+        (tmp_path / "none.pt", r"none\.pt is not the best\.pt or last\.pt of a run"),
         (damaged, r"state\.pt has 4 bytes"),
     ):
         with pytest.raises(RequestError, match=message):
