@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, PropertyMock, call
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.console import Console
+from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.open import open_run, resolve_request
 from multigpu_cli.run.request.spec import FromConfig
@@ -467,6 +469,107 @@ def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen[second : second + len(told)] == [f"1 {phase}" for phase in told]
     after = [line for line in dict.fromkeys(seen) if line.startswith("2 ")]
     assert after == ["2 logging", "2 evaluating", "2 agreeing", "2 saving"]
+
+
+def test_a_complete_run_gives_its_summary_and_its_weights() -> None:
+    request = Mock(spec_set=["spec", "console", "world"])
+    request.spec.is_complete, request.spec.resume_point = True, Mock(summary={"steps": 12}, folder="run")
+    assert engine.run(request) == {"steps": 12}
+    request.console.report.assert_called_once_with({"steps": 12})
+    request.spec.factories.adopt_weights.assert_called_once_with("run", request.world)
+
+
+def test_an_epoch_goes_on_after_memory_ran_out_and_ends_at_any_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, errors = Mock(), [torch.OutOfMemoryError("CUDA out of memory"), "outcome", RuntimeError("mine")]
+    run.plan.batches.steps_per_epoch, run.progress.step, run.moments.epoch_begin = 3, 4, [run.begin]
+    run.loaders.train.epoch.side_effect = lambda *_: iter([("layout", "work")])
+    type(run).finished = PropertyMock(side_effect=[False, False, True, False])
+    for name in ("train_step", "finish_step", "recover_from_out_of_memory"):
+        monkeypatch.setattr(engine, name, getattr(run, name))
+    run.train_step.side_effect, run.finish_step.return_value = errors, ""
+    assert engine.fit(run) == "completed"
+    layout = (run.plan.batches, 1, 1, run.world.rank, run.strategy.replicas_per_process)
+    begin = [
+        call.begin(run),
+        call.observer.watchdog.set_position(4, "fetching data"),
+        call.loaders.train.epoch(*layout),
+    ]
+    step = [*begin, call.train_step(run, "layout", "work")]
+    ends = call.recover_from_out_of_memory(run, errors[0]), call.finish_step(run, "outcome")
+    assert run.mock_calls == [call.observer.timer.start(), *step, ends[0], *step, ends[1]]
+    with pytest.raises(RuntimeError, match="mine"):
+        engine.fit(run)
+
+
+def test_the_end_of_a_step_does_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    for name in ("log_recovery", "log_step", "evaluate_epoch", "save_checkpoint", "add_requested_part"):
+        monkeypatch.setattr(engine, name, lambda *_, name=name: told.append(name))
+
+    def finish(*what: str) -> tuple[str, list[str]]:
+        told.clear()
+        run = Mock(finished="finished" in what)
+        run.complete_step.return_value = Mock(
+            savable="unsavable" not in what, at_log_interval="logged" in what, at_epoch_end="epoch" in what
+        )
+        run.agree_on_stop_and_save.return_value = tuple(name in what for name in ("stopping", "overdue", "asked"))
+        run.checkpointer.schedule.update_due.return_value = "due" in what
+        run.log.console.note = told.append
+        run.control.stop.signal, run.complete_step.return_value.step = "SIGTERM", 7
+        verdict = engine.finish_step(run, Mock())
+        assert told.pop(0) == "log_recovery"
+        return verdict, list(told)
+
+    said = "stopped by SIGTERM at step 7"
+    assert finish() == ("", [])
+    assert finish("logged", "epoch") == ("", ["log_step", "evaluate_epoch"])
+    assert finish("due") == finish("overdue") == ("", ["save_checkpoint"])
+    assert finish("due", "overdue", "unsavable") == ("", [])
+    assert finish("asked") == ("", ["add_requested_part"])
+    assert finish("stopping", "asked") == ("stopped", ["log_step", "save_checkpoint", said])
+    assert finish("stopping", "logged") == ("stopped", ["log_step", "save_checkpoint", said])
+    assert finish("finished", "asked") == ("finished", ["log_step", "save_checkpoint"])
+    assert finish("finished", "stopping", "logged") == ("finished", ["log_step", "save_checkpoint"])
+
+
+@pytest.mark.parametrize(("exact", "hooked"), [(False, False), (True, False), (False, True)])
+def test_a_step_asks_for_all_its_parts_in_order(exact: bool, hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, layout, batch = Mock(optimizer_draws=exact), StepLayout(7, 4, 2, []), Mock(micro_batch_index=1)
+    run.config.reproducibility, run.config.optimizer.max_grad_norm = Mock(seed=3, exact=exact), "off" if exact else 1
+    run.spec.placement.devices, run.observer.fetch.return_value = ["cpu"], [(batch, True)]
+    run.moments = SimpleNamespace(after_backward=[run.look] if hooked else [], step_end=[run.end])
+    run.loss_normalizer.count_units.return_value = 0.5
+    run.state.precision.clip_and_step.return_value = "norm", "skipped"
+    for name in ("forward_backward", "multiply_gradients", "seed_micro_batch", "seed_optimizer_step"):
+        monkeypatch.setattr(engine, name, getattr(run, name))
+    outcome = engine.train_step(run, layout, iter(()))
+    parameters = run.strategy.local_parameters
+    divisor, multiplied = run.loss_normalizer.divisor.return_value, exact or hooked
+    clip = None if exact else 1.0, run.strategy.total_norm, None if multiplied else 0.5
+    assert [each for each in run.mock_calls if each[0] not in ("loss_normalizer.divisor", "observer.fetch")] == [
+        call.set_learning_rates(7),
+        call.strategy.begin_step(2),
+        call.seed_micro_batch(3, 7, 1, "cpu"),
+        call.forward_backward(run, batch, divisor, last=True, observer=run.observer),
+        call.strategy.after_backward(1),
+        call.task.units(batch),
+        call.observer.phase("reduction"),
+        call.strategy.reduce_gradients(idle=False),
+        call.loss_normalizer.count_units([run.task.units.return_value], 4),
+        *([call.multiply_gradients(parameters, 0.5)] if multiplied else []),
+        call.checkpointer.writer.wait_for_staging(),
+        *([call.look(run, 7)] if hooked else []),
+        call.observer.phase("optimizer"),
+        *([call.seed_optimizer_step(3, 7, "cpu")] if exact else []),
+        call.state.precision.clip_and_step(run.state.optimizer, parameters, *clip),
+        call.strategy.rollback_buffers("skipped"),
+        call.state.average.update_parameters(run.state.model, "skipped"),
+        call.loss_normalizer.get_step_norm("norm"),
+        call.observer.step_done(outcome, run.loss_normalizer.last),
+        call.end(run, 7, outcome),
+    ]
+    norm, skipped = run.loss_normalizer.get_step_norm(), run.state.precision.clip_and_step.return_value[1]
+    assert outcome == (2, {1: run.forward_backward.return_value}, norm, skipped)
 
 
 class Waits(TorchDispatchMode):

@@ -117,6 +117,8 @@ def test_with_lanes_one_process_passes_neighbouring_micro_batches_together(
         assert len(passes) == -(-len(every) // replicas_per_process)
         assert [number for number, _, _ in passes] == list(range(len(passes)))
         assert all(stop - start <= replicas_per_process * plan.micro_batch for _, start, stop in passes)
+        samples = plan.num_samples(step)
+        assert plan.layout(step, 0, replicas_per_process) == (step, samples, len(passes), passes)
 
 
 @given(plan=plans())
@@ -128,6 +130,7 @@ def test_the_global_batch_is_micro_batch_times_accumulation_times_workers() -> N
     plan = plan_batches(samples=1000, micro_batch=16, workers=4, accumulation=2)
     assert (plan.global_batch, plan.accumulation, plan.steps_per_epoch, plan.last_batch_samples) == (128, 2, 8, 104)
     assert (plan.drop_last, plan.interleaved) == (False, False)
+    assert BatchPlan(samples=1000, micro_batch=16, global_batch=128, workers=4) == plan
 
 
 @pytest.mark.parametrize(("workers", "accumulation"), [(1, 4), (2, 2), (3, 2), (4, 1), (8, 1)])

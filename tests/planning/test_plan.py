@@ -70,6 +70,7 @@ def test_idle_workers_are_named_with_the_way_out() -> None:
         "try --batch-size 8 (in Python, the DataLoader's batch_size)"
     )
     assert "idle" not in dict(busy.rows())["batch"]
+    assert dict(make_plan(global_batch=48).rows())["batch"].endswith("; 1 worker idle")
     assert not list(busy.warnings())
 
 
@@ -129,7 +130,9 @@ def test_the_machine_readable_plan_has_the_same_figures() -> None:
 def test_what_not_every_run_has_is_a_row_where_there_is_some() -> None:
     rows = dict(replace(make_plan(), notes={"hooks": ["first", "second"], "adapter": "LoRA", "logits": ""}).rows())
     assert (rows["hook 1"], rows["hook 2"], rows["adapter"]) == ("first", "second", "LoRA")
-    assert "logits" not in rows
+    assert not rows.keys() & {"logits", "data", "optimizer"}
+    rows = dict(replace(make_plan(), data="3 documents", optimizer="AdamW").rows())
+    assert (rows["data"], rows["optimizer"]) == ("3 documents", "AdamW")
 
 
 def test_flags_without_effect_are_named() -> None:

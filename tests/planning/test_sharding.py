@@ -19,6 +19,8 @@ def test_the_state_is_divided_and_two_blocks_are_gathered_beside_the_rest() -> N
     assert memory.unsharded == 150 + 2 * 300 + 150, "weights, and the gradient of the rest, which comes last"
     assert memory.total_bytes(10) == 260 + 500 + 900 + 250, "the gradients come while the activations go"
     assert memory.total_bytes(100) == 260 + 500 + 900 + 1005
+    thirds = shard_memory(WHOLE, BLOCKS, 3, 1)
+    assert (thirds.weights, thirds.gradients, thirds.optimizer) == (10 + 334, 334, 667), "the largest parts"
 
 
 def test_several_passes_hold_the_whole_gradient_between_them() -> None:
@@ -79,6 +81,7 @@ def test_frozen_weights_are_gathered_only() -> None:
 def test_one_worker_holds_everything_and_sends_nothing() -> None:
     row = forecast_sharded(WHOLE, BLOCKS, 1, 2)
     assert (row.memory, row.sent, row.sent_by_ddp) == (WHOLE, 0, 0)
+    assert forecast_sharded(WHOLE, BLOCKS, 2, 2).memory == shard_memory(WHOLE, BLOCKS, 2, 2) != WHOLE
 
 
 def test_groups_that_replicate_each_other_hold_and_send_their_own_parts() -> None:
@@ -91,6 +94,16 @@ def test_groups_that_replicate_each_other_hold_and_send_their_own_parts() -> Non
     network = Interconnect(Link("fast", 0.0, 1000.0, "a test"), Link("slow", 0.0, 100.0, "a test"), per_machine=2)
     gather = 0.5  # a half of 1,000 bytes, to the neighbour
     assert exposed_seconds(work, network, 4) == pytest.approx(max(0, gather - 2) + max(0, (1 + AGAIN) * gather + 5 - 4))
+    on_cores = replace(network, inside=replace(network.inside, overlaps=False))
+    assert exposed_seconds(work, on_cores, 4) == pytest.approx((2 + AGAIN) * gather + 5)
+
+
+def test_groups_meet_over_the_link_between_machines_only_where_there_are_several() -> None:
+    fast, slow = Link("fast", 0.0, 1000.0, "a test"), Link("slow", 0.0, 100.0, "a test")
+    network = Interconnect(fast, slow, per_machine=4)
+    assert network.all_reduce_between(1000, 2, 2) == fast.all_reduce(1000, 2) == 1
+    assert network.all_reduce_between(1000, 3, 2) == slow.all_reduce(1000, 2) == 10
+    assert Interconnect(fast, per_machine=4).all_reduce_between(1000, 3, 2) == 1
 
 
 def test_gathering_hides_behind_the_passes_where_links_work_beside_the_device() -> None:

@@ -52,6 +52,7 @@ def test_buckets_are_those_of_ddp() -> None:
 
 def test_what_backward_hides_costs_nothing() -> None:
     """Two workers: each bucket takes as long as its bytes. The last one starts when backward ends."""
+    assert WORK.own_seconds == pytest.approx(0.01 + 0.1 + 0.2 + 0.02)
     assert exposed_seconds(WORK, Interconnect(WIRE), 1) == 0
     assert exposed_seconds(WORK, Interconnect(WIRE), 2) == pytest.approx(25 * MIB / 1e9)
     slow = Interconnect(replace(WIRE, bandwidth=1e7))
@@ -107,6 +108,7 @@ def test_a_measurement_that_other_work_disturbed_is_found() -> None:
     assert find_disturbance(rows(1.0), (0.3, 0.41)) == "a step of one worker took 300.00 ms, then 410.00 ms"
     assert find_disturbance(rows(2.0), (0.3, 0.3)).startswith("2 workers would have an efficiency of 19")
     assert find_disturbance(rows(1.0), ()) == ""
+    assert find_disturbance([replace(row, efficiency=1.1) for row in rows(1.0)], ()) == ""
 
 
 def test_a_fixed_batch_is_shared_out() -> None:
@@ -116,6 +118,8 @@ def test_a_fixed_batch_is_shared_out() -> None:
     assert [row.steps for row in rows] == [10] * 4
     assert [row.step for row in rows] == [pytest.approx(n * 0.31 + 0.02) for n in (4, 2, 2, 1)]
     assert find_scaling_limit(rows) == find_scaling_limit(rows[:2]) == 2
+    saving = [replace(row, seconds=seconds) for row, seconds in zip(rows, (10.0, 9.0, 8.0), strict=False)]
+    assert find_scaling_limit(saving) == 3, "a tenth is enough"
 
 
 def test_accumulation_makes_steps_larger_and_fewer() -> None:
@@ -155,6 +159,8 @@ def test_a_wire_is_found_again_from_its_times() -> None:
     wire = Link("known", 2e-5, 3e9, "")
     points = [(float(size), wire.all_reduce(size, 4)) for size in (8, 2**18, 2**24)]
     assert fit_ring_model(points, 4) == pytest.approx((2e-5, 3e9))
+    found = Link.from_measurements("gloo", 4, points, overlaps=False)
+    assert (found.rests_on, found.overlaps) == ("measured here: gloo, 4 workers, 20 µs, 3 GB/s", False)
 
 
 @pytest.mark.parametrize("sizes", [(8.0, 8.0), (716.0, 264.0), (8.0, 2.0**20, 2.0**24)])
