@@ -134,7 +134,7 @@ def test_auroc_is_that_of_scikit_learn(samples: list[tuple[int, bool]], size: in
     metric = AUROC()
     for at in range(0, len(scores), size):
         part = scores[at : at + size].float()
-        metric.update(torch.stack([torch.zeros_like(part), part], 1), targets[at : at + size].long())
+        metric.update(torch.stack([-2 * part, -part], 1), targets[at : at + size].long())
     both = 0 < int(targets.sum()) < len(targets)
     expected = reference.roc_auc_score(targets, scores) if both else float("nan")
     assert metric.compute() == pytest.approx(expected, nan_ok=True)
@@ -211,6 +211,8 @@ def test_r2_and_top5_take_what_they_can_compare_only() -> None:
     for unfit in ((outputs, targets[:, 0]), (outputs, classes[:8]), (outputs.unsqueeze(1), classes)):
         with pytest.raises(ValueError, match="class numbers"):
             compute_top5(*unfit)
+        with pytest.raises(ValueError, match="class numbers"):
+            MacroF1().sums(*unfit)
     for unfit in ((outputs[:, 0], classes), (torch.ones(9, 3), classes), (outputs, classes[:8])):
         with pytest.raises(ValueError, match="two classes only"):
             AUROC().update(*unfit)
@@ -321,6 +323,36 @@ def test_small_batches_travel_together_and_large_ones_alone(
         metric.add(number, *make_samples(1), 1)
     metric.reduce(second, lambda: moves.append(0))
     assert (sent, len(moves)) == (messages, len(messages))
+
+
+def test_rank_0_sees_the_batches_of_the_others_after_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = iter([[3], [4, 5]])
+    monkeypatch.setattr(load, "receive_object", lambda world, source: [make_pair(number) for number in next(sent)])
+    monkeypatch.setattr(load.OrderedMetric, "compute_on_main_rank", lambda metric, world, compute: compute())
+    metric, main, moves = load.OrderedMetric("order", "order", Order), World(CPU, 0, 2), list[int]()
+    metric.begin(5, main)
+    for number in (1, 2):
+        metric.add(number, *make_pair(number), 1)
+    metric.reduce(main, lambda: moves.append(0))
+    assert (metric._object.seen, len(moves)) == ([1.0, 2.0, 3.0, 4.0, 5.0], 2)
+
+
+def make_pair(number: int) -> tuple[Tensor, Tensor]:
+    return torch.full((1, 1), float(number)), torch.zeros(1)
+
+
+def test_tensors_and_plain_values_can_be_sent_to_rank_0() -> None:
+    metric, learning = load.OrderedMetric("order", "own", Order), torch.ones(1, requires_grad=True)
+    sent = metric._copy_to_host({1: (learning, None), "plain": [True, 2, 0.5, "word"]})
+    assert sent == {"1": [learning, None], "plain": [True, 2, 0.5, "word"]}
+    assert not sent["1"][0].requires_grad
+    with pytest.raises(TrainingError, match="--metric own: the outputs hold a object, which can't be sent"):
+        metric._copy_to_host([object()])
+
+
+def test_arguments_that_do_not_fit_are_refused_before_the_first_evaluation() -> None:
+    with pytest.raises(RequestError, match="Summed"):
+        make_task(9, (f"{HERE}:Summed",))
 
 
 def test_a_task_with_two_passes_has_no_outputs_to_compare() -> None:

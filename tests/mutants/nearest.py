@@ -49,7 +49,7 @@ _NEAR = {
     ),
     "hooks": ("tests/hooks/", "tests/test_own_code.py", "tests/config/test_named_code.py", *_RUNS),
     "freezing.py": ("tests/models/", "tests/optimizers/", *_RUNS),
-    "metrics": ("tests/metrics/", "tests/tasks/", *_RUNS),
+    "metrics": ("tests/metrics/", "tests/tasks/", "tests/test_wrong_requests.py", *_RUNS),
     "mirror": ("tests/checkpoint/", "tests/mirror/", "tests/commands/test_mirror.py", *_RUNS),
     "engine.py": ("tests/hooks/", "tests/monitor/", "tests/faults/", "tests/test_train_multi_gpu.py", *_RUNS),
 }

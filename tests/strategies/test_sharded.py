@@ -116,7 +116,8 @@ def train(
     live = {"model": model.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
     held = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     held += sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.ndim)
-    return {"norms": norms, "state": plain(strategy.gather_state(live)), "held": held}
+    groups = (strategy.num_shards, len(strategy.groups))
+    return {"norms": norms, "state": plain(strategy.gather_state(live)), "held": held, "groups": groups}
 
 
 def plain(state: Any) -> Any:
@@ -205,6 +206,7 @@ def test_groups_that_replicate_each_other_do_what_one_worker_does(share: str) ->
     assert_alike(found["state"], expected["state"])
     assert found["norms"] == pytest.approx(expected["norms"], rel=1e-9)
     assert all(other["norms"] == found["norms"] for other in others)
+    assert [each["groups"] for each in (found, *others)] == [(2, 2)] * 4, "of workers, beside that of all of them"
     assert found["held"] + others[0]["held"] == others[1]["held"] + others[2]["held"] == expected["held"]
 
 
@@ -229,7 +231,9 @@ def test_each_worker_holds_its_rows_only() -> None:
         return nn.Sequential(nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)).double()
 
     whole = train(World(CPU), BatchPlan(**vars(SHARES["even"]) | {"workers": 1}), build)["held"]
-    shares = [found["held"] for found in run_on_each_rank(4, lambda world: train(world, SHARES["even"], build))]
+    found = run_on_each_rank(4, lambda world: train(world, SHARES["even"], build))
+    assert [each["groups"] for each in found] == [(4, 0)] * 4
+    shares = [each["held"] for each in found]
     assert sum(shares) == whole
     assert max(shares) < 1.1 * whole / 4
 

@@ -93,11 +93,24 @@ def test_rows_that_learn_later_have_no_state_before() -> None:
     assert torch.equal(model.weight, optimize(values, "adamw", whole=(0, torch.cat([values[0]] * 2)))[0])
 
 
+def test_the_state_keeps_the_order_of_the_parameters() -> None:
+    """Workers gather it together, and each pads others of its rows."""
+    weights = [nn.Parameter(torch.ones(size)) for size in (7, 64, 9)]
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    SimdTails(optimizer).add(weights[0], 0, 8, None)
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert [len(weight) for weight in optimizer.state] == [7, 64, 9]
+
+
 @pytest.mark.parametrize(
     ("rows", "start", "whole", "padding"),
     [
         (64, 0, 128, None),
         (64, 64, 128, None),
+        (64, 1, 129, None),
         (64, 0, 127, (0, 63)),
         (64, 0, 65, (0, 1)),
         (64, 1, 65, (1, 0)),

@@ -19,6 +19,7 @@ from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.fsdp.exact import RowSum
 from tests.gpu.simulated import gpus
 from tests.gpu.simulated.machine import Gpu, Machine
+from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
 
 SMALL = ["model.args.depth=1", "model.args.heads=2", "model.args.width=16", "model.args.dropout=0.2"]
@@ -71,30 +72,62 @@ def test_two_workers_add_by_themselves_too(tmp_path: Path) -> None:
 def test_the_tree_of_a_sharded_sum_lies_on_one_stream() -> None:
     """Memory that one stream frees, it may use again while another still reads it."""
 
-    def work(sim: Any, world: World) -> tuple[int, list[float], list[float]]:
-        rows, side, seen = RowSum(2), torch.cuda.Stream(), set[int]()
-        real, group = rows._push, dist.distributed_c10d._get_default_group()
+    def work(sim: Any, world: World) -> tuple[list[int], list[tuple[int, int]], list[bool], list[float]]:
+        rows, side, ours = RowSum(2), torch.cuda.Stream(), torch.cuda.current_stream()
+        names, streams, waits, waiting = {side.stream_id: 1, ours.stream_id: 0}, list[int](), list[Any](), list[bool]()
+        output = torch.full((3,), 9.0, device=world.device)
+        push, wait = rows._push, torch.cuda.Stream.wait_stream
 
-        def push(leaves: Tensor) -> None:
-            seen.add(torch.cuda.current_stream().stream_id)
-            real(leaves)
+        def note_push(leaves: Tensor) -> None:
+            streams.append(names[torch.cuda.current_stream().stream_id])
+            push(leaves)
 
-        patch.object(rows, "_push", push).start()
-        rows.begin_step(8)
-        sums = [torch.empty(3, device=world.device) for _ in range(4)]
-        for passed in range(4):
-            if passed % 2 == 0:  # called twice and reduced once, and not at all in every other pass
-                rows.note_forward()
-                rows.note_forward()
-                with torch.cuda.stream(side):
-                    rows(sums[passed], torch.full((6,), world.rank + 1.0, device=world.device), group, None)
+        def note_wait(stream: Any, other: Any) -> None:
+            waits.append((names[stream.stream_id], names[other.stream_id]))
+            wait(stream, other)
+
+        rows.begin_step(7)
+        with patch.object(rows, "_push", note_push), patch.object(torch.cuda.Stream, "wait_stream", note_wait):
+            for calls, leaf in ((2, 1.0), (0, 0.0), (1, 2.0**24), (1, -3 * 2.0**24)):
+                if calls:  # twice, of which one is reduced; in no other pass is a leaf left waiting
+                    with torch.cuda.stream(side):
+                        reduce_leaf(rows, world, leaf * (world.rank + 1), output, calls=calls)
+                    waiting.append(rows._leaves_at_hand is not None)
+                rows.end_pass()
+            rows.finish_step()
+        return streams, waits, waiting, output.tolist()
+
+    both = [(1, 0), (0, 1)]
+    expected = ([1] * 4, both * 2, [True, False, False], [3.0] * 3)  # (1 + 2 + 0 + 0) + (2²⁴ + 2²⁵ - 3·2²⁴ + nothing)
+    assert gpus.each_rank(2, work) == [expected] * 2
+
+
+def reduce_leaf(rows: RowSum, world: World, leaf: float, output: Tensor, *, calls: int = 1) -> None:
+    for _ in range(calls):
+        rows.note_forward()
+    own = torch.full((6,), leaf, device=world.device)
+    rows(output, own, dist.distributed_c10d._get_default_group(), None)
+
+
+def test_a_sharded_sum_is_that_of_its_step_alone() -> None:
+    def work(world: World) -> list[str]:
+        rows, output, found = RowSum(2), torch.ones(3), list[str]()
+        for leaves in (0, 4, 0):  # outside of a step nothing is summed; in it, a pass without the module adds zeros
+            if leaves:
+                rows.begin_step(leaves)
+            reduce_leaf(rows, world, -0.0 if leaves else 1.0, output.fill_(9.0))
+            for _ in range(leaves // 2):
+                rows.end_pass()
+            rows.finish_step()
+            found.append(str(output.tolist()))
+        rows.begin_step(4)
+        reduce_leaf(rows, world, 1.0, output)
+        reduce_leaf(rows, world, 1.0, output, calls=0)
+        with pytest.raises(RuntimeError, match="more often than the module was called"):
             rows.end_pass()
-        rows.finish_step()
-        rows(sums[1], torch.ones(6, device=world.device), group, None)  # outside of a step nothing is summed
-        rows.finish_step()
-        return len(seen), sums[0].tolist(), sums[1].tolist()
+        return found
 
-    assert gpus.each_rank(2, work) == [(1, [6.0] * 3, [0.0] * 3)] * 2
+    assert run_on_each_rank(2, work) == [["[0.0, 0.0, 0.0]"] * 3] * 2
 
 
 def test_what_chooses_a_kernel_is_pinned(tmp_path: Path) -> None:
