@@ -123,17 +123,29 @@ def test_steps_are_those_of_the_epochs(tmp_path: Path) -> None:
 
 def test_what_is_frozen_learns_from_its_epoch_on(tmp_path: Path) -> None:
     """By steps and by epochs, and with DDP's static graph, which is another one from then on."""
-    later: dict[str, Any] = {"settings": {"freeze": ["0.*"], "model.unfreeze_at": 2}}
+    later: dict[str, Any] = {"settings": {"freeze": ["0.*"], "model.unfreeze_at": 3}}
     seen = []
     with MultiGPUTrainingManager(config(tmp_path / "steps", **later)) as manager:
         model, train_loader, _ = manager.setup_training(network(), Points(40), val_dataset=Points(10))
+        run = manager.trainer.run
+        assert run is not None
+        assert {label: len(tensors) for label, tensors in run.frozen.items()} == {"frozen until epoch 3": 2}
         for _ in range(EPOCHS):
             for batch in train_loader:
                 manager.trainer.train_step(batch)
                 seen.append(weights(model))
     moved = [before[0] != after[0] for before, after in pairwise(seen)]
-    assert moved == [False] * 2 + [True] * 6, "in steps 4 to 9, of the second epoch and the third"
-    assert seen[-1] == by_epochs(tmp_path / "epochs", **later)[1]
+    assert moved == [False] * 5 + [True] * 3, "in steps 7 to 9, of the third epoch"
+    [told] = [event for event in journal.read_events(tmp_path / "steps/journal.jsonl") if event["event"] == "unfreeze"]
+    assert (told["step"], told["tensors"], told["parameters"]) == (6, 2, 8 * 6 + 6)
+    by_epochs(tmp_path / "epochs", 2, finish=False, **later)
+    with MultiGPUTrainingManager(config(tmp_path / "epochs", **later)) as manager:
+        model, train_loader, _ = manager.setup_training(network(), Points(40), val_dataset=Points(10))
+        run = manager.trainer.run
+        assert run is not None
+        assert run.frozen == {}, "from step 6 on"
+        manager.train_epoch(train_loader, 2)
+        assert weights(model) == seen[-1]
     more: dict[str, Any] = {"training_mode": "ddp", "static_graph": True, **later}
     ends = run_on_each_rank(2, lambda world: by_epochs(tmp_path / "two", rank=world.rank, **more)[1])
     assert ends == [pytest.approx(seen[-1], abs=1e-6)] * 2
