@@ -43,6 +43,8 @@ _NEAR = {
         "tests/distributed/test_optimizers.py",
         "tests/distributed/test_ppo.py",
         "tests/distributed/test_prompt_samples.py",
+        "tests/optimizers/test_groups.py",
+        "tests/optimizers/test_rate_factors.py",
         "tests/test_own_code.py",
         "tests/test_wrong_requests.py",
         *_RUNS,

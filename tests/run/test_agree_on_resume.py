@@ -17,7 +17,7 @@ from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.distributed.launch_env import record_run
+from multigpu_cli.distributed.launch_env import list_recorded_runs, record_run
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.mirror import restore
@@ -86,12 +86,22 @@ def test_rank_0_has_it_where_all_have_the_same(tmp_path: Path) -> None:
 
 
 def test_a_new_run_is_rank_0s_choice_and_knows_of_small_memory_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "node1" / "run").mkdir(parents=True)
-    write_note(tmp_path / "node1" / "run", {"batch_size": 4, "global_batch_size": 64})
-    found = on_disks_of_their_own(
-        tmp_path, lambda world: [*describe_start(world, RUN), agree_on_resume_point(RUN, world).global_batch]
-    )
-    assert found[0] == found[1] == [None, 0, 4, None, "run", 64]
+    for node, note in (("node0", {"batch_size": 8, "eval_batch_size": 5}), ("node1", {"batch_size": 4})):
+        (tmp_path / node / "run").mkdir(parents=True)
+        write_note(tmp_path / node / "run", {"global_batch_size": 64, "eval_batch_size": 9} | note)
+
+    def work(world: World) -> list[Any]:
+        start = agree_on_resume_point(RUN, world)
+        return [*describe_start(world, RUN), start.global_batch, start.eval_batch_after_oom, start.warnings]
+
+    found = on_disks_of_their_own(tmp_path, work)
+    warnings = [
+        "out of memory in an evaluation of an earlier attempt: batches of 5",
+        "out of memory in an earlier attempt: micro-batches of 4",
+    ]
+    assert found[0] == found[1] == [None, 0, 4, None, "run", 64, 5, warnings]
+    write_note(tmp_path / "node1" / "run", {"batch_size": 2})
+    assert on_disks_of_their_own(tmp_path, work)[0][5] is None, "the smallest has none"
     named = on_disks_of_their_own(tmp_path, lambda world: describe_start(world, resolve({}, [], None))[4])
     assert named[0] == named[1]
 
@@ -265,18 +275,30 @@ def test_a_restart_of_never_goes_on_with_its_own_run_and_leaves_a_strangers_alon
 def test_any_node_that_remembers_says_which_run_this_launch_began(tmp_path: Path, resume: str) -> None:
     """Rank 0 may be on a node that is new."""
     run = Path("checkpoints/digits/begun")
-    holding(tmp_path / "node1" / run, 7)
+    holding(tmp_path / "node1" / run, 1)
 
     def work(world: World) -> list[Any]:
         world = replace(world, attempt=1, agent_dir=tmp_path)
         if world.rank == 1:
             record_run(tmp_path / "node1", 0, str(run))
             world = replace(world, agent_dir=tmp_path / "node1")
-        return describe_start(world, resolve({"resume": resume}, [], None))
+        found = describe_start(world, resolve({"resume": resume}, [], None))
+        return [*found[:2], list_recorded_runs(world.agent_dir, [1])]
 
     found = on_disks_of_their_own(tmp_path, work)
-    assert found[0] == found[1]
-    assert found[0][:2] == [str(run / "checkpoints/step_00000007"), 1]
+    assert found == [[str(run / "checkpoints/step_00000001"), 1, [str(run)]]] * 2
+
+
+@pytest.mark.parametrize(("local_rank", "earlier"), [(0, "another"), (1, "run"), (0, "run")])
+def test_one_process_of_a_node_records_that_it_goes_on_with_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local_rank: int, earlier: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    holding(Path("run"), 5)
+    record_run(tmp_path, 0, earlier)
+    world = World(torch.device("cpu"), local_rank=local_rank, attempt=1, agent_dir=tmp_path)
+    assert agree_on_resume_point(RUN, world).folder == "run"
+    assert list_recorded_runs(tmp_path, [1]) == (["run"] if (local_rank, earlier) == (0, "run") else [])
 
 
 @pytest.mark.parametrize("workers", [1, 2])

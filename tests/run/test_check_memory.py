@@ -21,6 +21,7 @@ def test_the_state_without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers, all_weights, learning = 8 + 2 * 8 * 4, 4 * (40 + 16), 4 * (32 + 16)
     memory = forecast_state(model, resolve({}, [], None), FromConfig())
     assert (memory.weights, memory.gradients, memory.optimizer) == (all_weights + buffers, learning, 2 * learning)
+    assert (memory.fixed, memory.per_sample) == (0, 0)
     memory = forecast_state(model, resolve({"optimizer": "sgd", "ema": "0.9"}, [], None), FromConfig())
     assert (memory.weights, memory.optimizer) == (2 * (all_weights + buffers), learning)
     monkeypatch.setattr(checks, "list_unsaved_parameters", lambda model: [model[0].bias])

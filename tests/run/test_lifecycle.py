@@ -204,6 +204,8 @@ def test_micro_batches_that_memory_has_halved_run_compiled_too(tmp_path: Path, m
         assert run.compiled.full_batch_size() == 10
         halve_micro_batch(run)
         assert run.compiled.full_batch_size() == 5
+        run.task.rows_per_sample = 2
+        assert run.compiled.full_batch_size() == 10
 
 
 def test_verbose_says_what_was_chosen_and_each_checkpoint_and_where_rank_1_speaks(

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from multigpu_cli.capabilities import CHECK_BASE
 from multigpu_cli.checkpoint.run_folder import write_note
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.sources import resolve
@@ -19,10 +20,12 @@ from multigpu_cli.data.source import Codec
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
+from multigpu_cli.monitor.gpu import NoNvml
 from multigpu_cli.run.request import prepare
+from multigpu_cli.run.request import spec as spec_room
 from multigpu_cli.run.request.checks import check_data
 from multigpu_cli.run.request.prepare import prepare_spec
-from multigpu_cli.run.request.spec import FromConfig, RunSpec
+from multigpu_cli.run.request.spec import FromConfig, RunSpec, describe_machine
 from multigpu_cli.strategies.base import Single
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import Items, tensors
@@ -109,6 +112,119 @@ class Noting(nn.Linear):
         self.folder = model_dir
 
 
+def test_a_factory_is_offered_what_settings_and_data_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, adapt, seeded = Mock(), Mock(), Mock()
+    for name, each in (("build_model", built), ("find_adapter", adapt), ("seed_weights", seeded)):
+        monkeypatch.setattr(spec_room, name, each)
+    offered = {"input_shape": (6,), "num_classes": 3, "task": "classification", "mode": "flatten", "seed": 42}
+    for flags, more in (({}, {}), ({"task": "from-model"}, {"task": "from-model"}), ({"task": "x:y"}, {"task": "x:y"})):
+        found = spec(**flags)
+        source = replace(found.source, model_kwargs={"vocabulary": 5})
+        assert found.factories.build_model(found.config, source) is built.return_value
+        whole = flags.get("task") == "from-model"
+        told = offered | {"vocabulary": 5} | more
+        built.assert_called_with(found.config.model, OWN["model"], told, whole_output=whole, adapt=adapt.return_value)
+        adapt.assert_called_with(found.config, reference=False)
+        seeded.assert_called_with(42)
+    numbers = replace(source, num_classes=0, num_outputs=4)
+    found.factories.build_model(found.config, numbers)
+    assert built.call_args.args[2]["num_classes"] == 4
+    assert "num_classes=4" in found.factories.describe_model(found.config, numbers)
+
+
+def test_checkpoints_say_what_the_run_is_pinned_to_and_what_its_weights_are_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = spec(batch_size=5)
+    pins = {
+        "batch_size": 5, "global_batch_size": 5, "lr": found.plan.schedule.peak, "amp": "off",
+        "model": OWN["model"], "task": "classification", "strategy.param_dtype": "fp32",
+    }  # fmt: skip
+    found = replace(found, plan=replace(found.plan, precision="off"))
+    assert found.pinned == pins
+    assert replace(found, config=resolve(OWN | {"bucket_cap_mb": 7}, [], None)).pinned == pins | {"bucket_cap_mb": 7}
+    exact = replace(found, config=resolve(OWN | {"exact": True}, [], None))
+    machine = describe_machine(found.plan, found.placement)
+    assert exact.pinned == pins | {"machine": machine}
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert machine == {
+        "CPU threads": found.plan.threads, "device": f"cpu with {capability}", "torch version": torch.__version__
+    }  # fmt: skip
+    weights = found.weights_metadata()
+    built = {"model": OWN["model"], "task": "classification", "input_shape": [6], "num_classes": 3, "outputs": 1}
+    assert {key: weights[key] for key in ("learned", "built_for")} == {
+        "learned": found.source.signature(), "built_for": built
+    }  # fmt: skip
+    assert weights.keys() - found.user_config.explicit >= {"learned", "built_for"}
+    assert weights.keys().isdisjoint({"base", "code", "reference"})
+    whole = found.checkpoint_metadata()
+    assert whole == {
+        "settings": weights, "written": ["batch_size", "data", "model"], "pins": pins, "samples": 60,
+        "data": found.data_fingerprint,
+    }  # fmt: skip
+    more = replace(found, base={"tokenizer": "a"}, code={"layers": {"Linear": "b"}})
+    recorded = more.weights_metadata()
+    assert (recorded["base"], recorded["code"]) == (more.base, more.code)
+
+
+def test_preferences_are_compared_with_the_adapter_that_a_run_begins_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = spec()
+    begun = replace(found, config=resolve(OWN | {"init_from": "weights.pt"}, [], None))
+    pairs = replace(found.source, noun="pairs")
+    for adapter in (None, Mock()):
+        monkeypatch.setattr(spec_room, "find_adapter", lambda config, found=adapter: found)
+        assert not begun.has_reference
+        assert not replace(found, source=pairs).has_reference
+        assert replace(begun, source=pairs).has_reference is (adapter is not None)
+    for settings in ({}, {"reference": "initial adapter"}):
+        point = replace(found.resume_point, manifest={"settings": settings}, checkpoint="there")
+        later = replace(begun, source=pairs, resume_point=point)
+        assert later.has_reference is bool(settings)
+        assert not later.begins_from_weights
+    assert replace(found, resume_point=point).weights_metadata()["reference"] == "initial adapter"
+
+
+def test_what_a_gpu_computes_by_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise NoNvml("none here")
+
+    gpu, found = torch.device("cuda", 7), spec()
+    facts = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(spec_room, "open_nvml", refuse)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    spec_room._describe_gpu.cache_clear()
+    assert describe_machine(found.plan, Placement("single", (gpu,), 0, "a test")) == {
+        "CPU threads": found.plan.threads, "device": "cpu", "torch version": torch.__version__,
+        "CUDA version": torch.version.cuda, "cuDNN version": torch.backends.cudnn.version(), "driver": None,
+        "number of multiprocessors": 108,
+    }  # fmt: skip
+    spec_room._describe_gpu.cache_clear()
+
+
+def test_a_network_may_say_at_which_share_its_parts_learn() -> None:
+    model, config = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), resolve({}, (), None).optimizer
+    model.rate_factors = {"0.": 0.5}  # type: ignore[assignment]
+    factors = spec_room.compute_rate_factors(model, config)
+    assert factors == {"0.weight": 0.5, "0.bias": 0.5, "1.weight": 1.0, "1.bias": 1.0}
+
+
+def test_what_older_checkpoints_lack_stands_for_what_it_was_then() -> None:
+    facts = spec(base_lr=0.2).checkpoint_metadata() | {"world_size": 1}
+    facts["settings"]["base"], seen = {"tokenizer": "a"}, Mock()
+    del facts["pins"]["strategy.param_dtype"]
+    Path("run").mkdir()
+    write_note(Path("run"), {"batch_size": 4, "global_batch_size": 8})
+    fresh = spec()
+    assert (fresh.config.get("strategy.param_dtype"), fresh.config.batch.global_size) == ("auto", 8)
+    Store(Path("run/checkpoints"), 3).save(10, {}, facts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "load_given", lambda table, _: [seen] if table is CHECK_BASE else [])
+        again = spec(base_lr=0.2)
+    assert again.config.get("strategy.param_dtype") == "fp32"
+    assert (again.config.rate.base_lr, again.user_config.rate.base_lr) == (None, 0.2)
+    seen.assert_called_once_with({"tokenizer": "a"}, again.config, again.source.codec.record, "run")
+
+
 def test_a_model_is_told_its_folder_where_one_is_given() -> None:
     for flags, told in (({}, "its own"), ({"model_dir": "given"}, "given")):
         found = spec(model=f"{__name__}:Noting", **flags)
@@ -134,6 +250,29 @@ def test_a_fixed_global_batch_does_not() -> None:
 def test_the_plan_has_a_base_rate_where_the_rate_was_not_given() -> None:
     rates = [spec(**flags).plan.base_lr for flags in ({}, {"base_lr": 0.2}, {"lr": 0.3})]
     assert rates == [1e-3, 0.2, None]
+
+
+def test_what_is_measured_later_is_named_as_such() -> None:
+    plan, given = spec(batch_size="auto", amp="off").plan, spec(batch_size=5).plan
+    assert (plan.batches.micro_batch, plan.batch_size_reason) == (32, "to be measured before the first step")
+    assert (given.batches.micro_batch, given.batch_size_reason, given.scheduler_every) == (5, "", 0)
+    assert plan.precision_reason not in ("", "as the run was started with")
+
+
+def test_the_plan_says_where_compiling_would_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    config = resolve(OWN | {"amp": "off"}, [], None)
+    for strategy, exact, faster in (("single", False, True), ("dp", False, False), ("single", True, False)):
+        choice, wish = (
+            Placement(strategy, (gpu,), 0, "a test"),
+            replace(config, reproducibility=replace(config.reproducibility, exact=exact)),
+        )
+        plan = prepare_spec(wish, choice, World(gpu), FromConfig()).plan
+        assert plan.device == "A100"
+        assert plan.notes["compiled"] == (
+            "off: --compile default is often faster on a GPU, after a minute or two" if faster else ""
+        )
 
 
 def test_accumulation_counts_in_the_rate() -> None:
@@ -178,8 +317,8 @@ def test_what_was_said_is_kept_apart_from_what_was_settled() -> None:
 def test_precision_is_that_of_the_start() -> None:
     save_checkpoint(spec(amp="bf16"))
     again = spec()
-    assert again.plan.precision == "bf16"
-    with pytest.raises(RequestError, match="--amp off differs from bf16"):
+    assert (again.plan.precision, again.plan.precision_reason) == ("bf16", "as the run was started with")
+    with pytest.raises(RequestError, match="--amp off differs from bf16, with which run was"):
         spec(amp="off")
 
 
@@ -198,7 +337,10 @@ def test_nothing_is_to_do_for_the_very_run_that_is_complete() -> None:
     assert not spec(epochs=4).is_complete
     Path("run/summary.json").write_text('{"status": "completed"}')
     assert spec(epochs=4).is_complete
+    assert spec(epochs=5, max_steps=8).is_complete, "as long in steps"
     assert not spec(epochs=5).is_complete
+    save_checkpoint(spec(epochs=5), step=9)
+    assert spec(epochs=5).is_complete, "it stopped early"
 
 
 def test_other_data_is_refused() -> None:
