@@ -317,11 +317,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 220,  # 220
-    "lines": 43_941,  # 41,000
+    "lines": 43_937,  # 41,000
     "files to read": 30,
-    "lines to read": 7_010,  # 7,500
+    "lines to read": 7_009,  # 7,500
     "files the engine reaches": 82,  # 100
-    "lines the engine reaches": 17_577,  # 18,000
+    "lines the engine reaches": 17_575,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

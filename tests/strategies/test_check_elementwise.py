@@ -86,13 +86,12 @@ class Picky(Normalizing):
 
     def __init__(self, parameters: Iterable[Tensor], dimensions: int) -> None:
         super().__init__(parameters)
-        for group in self.param_groups:
-            group["dimensions"] = dimensions
+        self.dimensions = dimensions
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.ndim == group["dimensions"]:
+                if parameter.ndim == self.dimensions:
                     parameter.grad /= parameter.grad.norm()
         torch.optim.SGD.step(self)
 

@@ -165,7 +165,7 @@ def test_casts_and_layouts_are_those_without_sharding() -> None:
             torch.manual_seed(1)
             model, precision = Squared(5, 5), Precision("bf16", torch.device("cpu"))
             strategy = kind(model, world)
-            precision.keeps_casts = strategy.keeps_casts
+            assert strategy.keeps_casts, "the cast weight's gradient is summed before it is rounded"
             strategy.callable = cast(Any, precision.autocast())(model)
             found.append(take_gradient(strategy, model, 1, world))
         layers = normed_convolutions()

@@ -153,6 +153,7 @@ def _optimize(optimizer: torch.optim.Optimizer, group: dict[str, Any], drawn: li
     """A weight after some steps of a copy of the optimizer; the weight and its gradients are drawn."""
     weight = torch.nn.Parameter(drawn[0].clone())
     trial = copy(optimizer)
+    vars(trial).update(vars(optimizer) | vars(trial))  # torch copies no attributes of a user's own
     trial.state = defaultdict(dict)
     if initial := _resize_state(optimizer.state.get(group["params"][0], {}), group["params"][0], weight):
         trial.state[weight] = initial
