@@ -22,7 +22,9 @@ def doctor(folder: Path) -> dict[str, Any]:
     measured = {"GPU 0", "host to GPU 0"} & {name for name, verdict in of_gpus.items() if verdict in ("ok", "warn")}
     assert len(measured) == 2, of_gpus
     assert "fail" not in of_gpus.values(), [each for each in found if each["verdict"] == "fail"]
-    return {"not_ok": [each for each in found if each["verdict"] not in ("ok", "not checked")]}
+    not_ok = [each for each in found if each["verdict"] not in ("ok", "not checked")]
+    # results are published: the lines after the first name processes with their commands, and so places of the machine
+    return {"not_ok": [each | {"evidence": each["evidence"].partition("\n")[0]} for each in not_ok]}
 
 
 def plan(folder: Path) -> dict[str, Any]:
