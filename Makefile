@@ -17,9 +17,9 @@ quickstart: $(VENV)/.installed ## install, look for devices, train the digits wi
 		--nproc-per-node $$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')
 	@printf '\nNext: source $(BIN)/activate, then bash launch_multi_gpu.sh, or python main_multi_gpu.py --help\n'
 
-test: style ## what CI runs, two tests at a time: lint, types, unit tests, several processes, recipes, README
+test: style ## what CI runs, three tests at a time: lint, types, unit tests, several processes, recipes, README
 	@$(BIN)/python -m compileall -q multigpu_cli *.py # once, and not in each process that a test starts
-	$(BIN)/mypy & types=$$!; code=0; $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder || code=$$?; wait $$types || { code=$$?; echo "mypy: errors, see above"; }; exit $$code
+	$(BIN)/mypy & types=$$!; code=0; $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder || code=$$?; wait $$types || { code=$$?; echo "mypy: errors, see above"; }; exit $$code
 	@$(BIN)/python -m tests.test_house_rules # the sizes of the house
 
 test-all: export COVERAGE_FILE := $(CURDIR)/.coverage_cache/part

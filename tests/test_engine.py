@@ -416,6 +416,10 @@ def test_a_warm_start_begins_with_those_weights() -> None:
             assert torch.allclose(after[name], value, atol=1e-6), name
 
 
+def count_frozen_anew() -> None:
+    gc.get_freeze_count = getattr(gc.get_freeze_count, "__wrapped__", gc.get_freeze_count)  # see conftest.py
+
+
 def test_garbage_is_collected_in_the_loop_but_not_among_what_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = engine.fit
 
@@ -431,6 +435,7 @@ def test_garbage_is_collected_in_the_loop_but_not_among_what_stays(monkeypatch: 
     monkeypatch.setattr(engine, "finish_run", ended)
 
     def begin() -> None:
+        count_frozen_anew()
         gc.unfreeze()  # as in a process that is not forked
         gc.disable()  # as the front door does
 
@@ -445,7 +450,8 @@ def test_what_a_caller_froze_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> No
         return finish_run(run, status)
 
     monkeypatch.setattr(engine, "finish_run", watched)
-    assert run_training(**RUN | {"epochs": 1}).summary["status"] == "completed", "in a fork, which freezes what it has"
+    ended = run_training(**RUN | {"epochs": 1}, prepare=count_frozen_anew)
+    assert ended.summary["status"] == "completed", "in a fork, which freezes what it has"
     assert Path("left").read_text() == "True"
 
 

@@ -317,7 +317,7 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 220,  # 220
-    "lines": 43_937,  # 41,000
+    "lines": 43_931,  # 41,000
     "files to read": 30,
     "lines to read": 7_009,  # 7,500
     "files the engine reaches": 82,  # 100

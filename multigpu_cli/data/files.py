@@ -52,11 +52,9 @@ def find_part_files(
     place = locate_data(name, data_dir, layout)
     if place.is_file():
         return {"train": [place]}
-
-    def list_by_ending(folder: Path) -> list[Path]:
-        return sorted(each for each in folder.iterdir() if each.name.lower().endswith(endings) and each.is_file())
-
-    list_all = list_files or list_by_ending
+    list_all = list_files or (
+        lambda folder: sorted(one for one in folder.iterdir() if one.name.lower().endswith(endings) and one.is_file())
+    )
     folders = {part: [place / each for each in names if (place / each).is_dir()] for part, names in _SPLITS.items()}
     found = {part: files for part, each in folders.items() if each and (files := list_all(each[0]))}
     if not any(folders.values()):

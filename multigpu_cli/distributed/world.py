@@ -147,7 +147,6 @@ def connect_collectives(world: World, groups: Sequence[dist.ProcessGroup], *, pa
 
 
 _MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
-_BYTES = 4 * 2**20
 
 
 def return_freed_tensors() -> None:
@@ -160,7 +159,7 @@ def return_freed_tensors() -> None:
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # musl has none
-        library.mallopt(_MMAP_THRESHOLD, _BYTES)
+        library.mallopt(_MMAP_THRESHOLD, 4 * 2**20)
 
 
 def all_reduce_sum(world: World, value: Tensor) -> Tensor:
@@ -253,14 +252,13 @@ Result = TypeVar("Result")
 _KINDS = (TrainingError, RequestError, OutOfMemory)  # the types of errors that are raised on all ranks
 
 
-def run_on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
+def run_on_all_ranks(world: World, work: Callable[[], Result], *, source: int | None = None) -> Result:
     """Run work that may fail on any rank; if it fails, the error of the first such rank is raised on all ranks.
 
     Without this, the other ranks would wait in the next collective for the rank that failed. `work` itself must not
-    communicate. OutOfMemory: the device's memory did not suffice.
+    communicate. With `source` all take that rank's result or error. OutOfMemory: the device's memory did not suffice.
     """
     error: TrainingError | None = None
-    result: Result | None = None
     try:
         result = work()
     except TrainingError as caught:
@@ -270,15 +268,18 @@ def run_on_all_ranks(world: World, work: Callable[[], Result]) -> Result:
             raise
         message = (str(caught).splitlines() or [""])[0]
         error = OutOfMemory(f"rank {world.rank} ran out of memory: {message}", remedy="use a smaller --batch-size")
-    failed = world.size - int(all_reduce_max(world, [float(world.size - world.rank) if error else 0.0])[0])
-    if failed == world.size:
-        return result  # type: ignore[return-value]
     if world.size == 1 and error:
         raise error
-    kind = max(number for number, each in enumerate(_KINDS) if isinstance(error, each)) if error else 0
-    own = [error.problem, error.remedy, kind, error.caused_by_peer] if error else None
-    problem, remedy, kind, caused_by_peer = broadcast_object(world, own, source=failed)
-    raise _KINDS[kind](problem, remedy=remedy, shared=True, caused_by_peer=caused_by_peer) from error
+    if source is None:
+        source = world.size - int(all_reduce_max(world, [float(world.size - world.rank) if error else 0.0])[0])
+        if source == world.size:
+            return result
+    kind = max((number for number, each in enumerate(_KINDS) if isinstance(error, each)), default=0)
+    failure = error and [kind, error.problem, {"remedy": error.remedy, "caused_by_peer": error.caused_by_peer}]
+    result, failure = broadcast_object(world, [None if error else result, failure], source=source)
+    if failure:
+        raise _KINDS[failure[0]](failure[1], shared=True, **failure[2]) from error
+    return result
 
 
 def run_in_step(world: World, work: Callable[[], Result]) -> Result:
@@ -294,5 +295,4 @@ def run_in_step(world: World, work: Callable[[], Result]) -> Result:
 
 def run_on_main_rank(world: World, work: Callable[[], Result], *, by: int = 0) -> Result:
     """Run work on one rank only and broadcast its result (plain values) or its error."""
-    answer = run_on_all_ranks(world, lambda: work() if world.rank == by else None)
-    return broadcast_object(world, answer, source=by)  # type: ignore[no-any-return]
+    return run_on_all_ranks(world, work if world.rank == by else lambda: None, source=by)  # type: ignore[return-value]

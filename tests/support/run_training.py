@@ -25,10 +25,11 @@ import multigpu_cli.config.yaml_text
 import multigpu_cli.data.fetcher
 import multigpu_cli.distributed.rendezvous
 import multigpu_cli.monitor.tensorboard
+import multigpu_cli.run.request.prepare
 import multigpu_cli.strategies.ddp
 import multigpu_cli.strategies.exact
 import multigpu_cli.strategies.fsdp.fsdp
-import multigpu_cli.tasks.supervised  # noqa: F401
+import multigpu_cli.tasks.supervised
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import TrainingError
 from train_multi_gpu import train
@@ -188,7 +189,7 @@ def _rank(
     if apart:
         os.environ.update({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
         os.chdir(f"node{rank}")
-    prepare.count_cores = lambda: len(pipes)  # one thread each, also alone
+    multigpu_cli.run.request.prepare.count_cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     pipe = pipes[rank][1]
     try:
         prepare()

@@ -40,14 +40,10 @@ def digits(seed: int, augment: bool = True, val_fraction: float = 0.1, test_frac
         input_shape=(1, 8, 8),
         num_classes=10,
         class_names=tuple("0123456789"),
-        prepare=_normalise,
+        prepare=lambda images: images.float() / 8 - 1,  # 0…16 to -1…1
         augment=partial(shift, reach=1) if augment else None,
         model="convnet",
     )
-
-
-def _normalise(images: Tensor) -> Tensor:
-    return images.float() / 8 - 1  # 0…16 to -1…1
 
 
 _UNSIGNED_BYTES = 0x08  # the IDX format's code for the type of its numbers
