@@ -3,6 +3,7 @@
 import faulthandler
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
@@ -163,6 +164,10 @@ def _answers(readers: list[Connection], ranks: list[Any]) -> list[Any]:
                 deadline = min(deadline, time.monotonic() + 10)
         if time.monotonic() > deadline:
             places = {rank: Path(f"/proc/{ranks[rank].pid}/wchan").read_text() for rank in sorted(left)}
+            for process in ranks:
+                for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                    os.kill(int(child), signal.SIGABRT)  # pytest has it print where it stands
+                    time.sleep(0.3)
             _end(ranks)
             raise AssertionError(f"ranks hang, in the kernel's function {places}")
         time.sleep(0.01)
