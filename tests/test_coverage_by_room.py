@@ -50,7 +50,6 @@ def test_forked_and_started_processes_count_wherever_they_work(tmp_path: Path) -
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
     python("coverage", "run", str(tmp_path / "program.py"), str(elsewhere))
-    assert len(list(measurements.iterdir())) >= 3
     shares = {row.split()[-1]: row.split()[:-1] for row in python("tests.coverage_by_room").splitlines()}
     ran = {name: int(numbers[1]) for name, numbers in shares.items() if name != "share"}
     assert ran["multigpu_cli/planning/"] > 0, "loaded by the forked process alone"

@@ -55,8 +55,14 @@ class Terminal(io.StringIO):
 
 
 def watch_evaluations(moment: float) -> None:
-    """A screen that shows an evaluation after so many seconds, each batch of which takes 0.3."""
-    console._MOMENT = moment
+    """A screen that shows every step, and an evaluation after so many seconds, each batch of which takes 0.3."""
+    console._MOMENT, update = moment, console.TqdmDisplay.update
+
+    def draw(self: console.TqdmDisplay, *given: Any) -> None:
+        self._bar.mininterval = 0
+        update(self, *given)
+
+    console.TqdmDisplay.update = draw  # type: ignore[method-assign, assignment]
     Deed.forward = lambda self, inputs: time.sleep(0 if self.training else 0.3) or inputs  # type: ignore[method-assign]
     sys.stdout = Terminal()
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from multigpu_cli.distributed.world import World
 
-_SECONDS = 60
-TIMEOUT = timedelta(seconds=_SECONDS / 2)
+_SECONDS = 240  # beside busy programs too
+TIMEOUT = timedelta(seconds=30)
 Join = Callable[[dist.Store, int, int], World]
 
 

@@ -101,7 +101,7 @@ def run_training(
     summaries = [answer[2] for answer in answers if answer is not None and answer[2] is not None]
     killed = [rank for rank, answer in enumerate(answers) if answer is None]
     for rank in killed:
-        print(f"rank {rank} was ended by signal {-(ranks[rank].exitcode or 0)}", file=sys.stderr)
+        print(f"rank {rank} did not say how it ended: exit code {ranks[rank].exitcode}", file=sys.stderr)
     return Ended(summaries[0] if summaries and answers[0] is not None else {}, error, kind, killed)
 
 
