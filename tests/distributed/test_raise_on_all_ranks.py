@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from multigpu_cli.distributed.world import World, all_reduce_max, run_in_step, run_on_all_ranks, run_on_main_rank
 from multigpu_cli.errors import RequestError, TrainingError
@@ -74,6 +75,35 @@ def test_what_rank_0_may_not_do_nobody_may() -> None:
         return "?"
 
     assert run_on_each_rank(2, work) == ["rank 0 may not"] * 2
+
+
+def test_one_rank_works_for_all_without_a_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise AssertionError("an all-reduce for what one broadcast says")
+
+    def exhaust() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def work(world: World) -> list[Any]:
+        told: list[Any] = [run_on_main_rank(world, lambda: {"rank": world.rank, "rows": [1, 2]}, by=1)]
+        for wrong in (lambda: _raise(RequestError("rank 1 may not", remedy="ask")), exhaust):
+            with pytest.raises(TrainingError) as raised:
+                run_on_main_rank(world, wrong, by=1)
+            told.append([type(raised.value).__name__, *raised.value.args, raised.value.shared])
+        return told
+
+    monkeypatch.setattr(dist, "all_reduce", refuse)
+    assert (
+        run_on_each_rank(3, work)
+        == [
+            [
+                {"rank": 1, "rows": [1, 2]},
+                ["RequestError", "rank 1 may not", "ask", True],
+                ["OutOfMemory", "rank 1 ran out of memory: CUDA out of memory", "use a smaller --batch-size", True],
+            ]
+        ]
+        * 3
+    )
 
 
 def _raise(error: Exception) -> None:
