@@ -50,9 +50,11 @@ def test_forked_and_started_processes_count_wherever_they_work(tmp_path: Path) -
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
     python("coverage", "run", str(tmp_path / "program.py"), str(elsewhere))
+    written = list(measurements.iterdir())  # they are combined into one
     shares = {row.split()[-1]: row.split()[:-1] for row in python("tests.coverage_by_room").splitlines()}
     ran = {name: int(numbers[1]) for name, numbers in shares.items() if name != "share"}
     assert ran["multigpu_cli/planning/"] > 0, "loaded by the forked process alone"
     assert ran["multigpu_cli/config/"] > 0, "loaded by the started process alone"
     assert ran["multigpu_cli/checkpoint/"] == 0, "loaded by none, and listed"
+    assert len(written) >= 3, "a file of each process"
     assert list(elsewhere.iterdir()) == []
