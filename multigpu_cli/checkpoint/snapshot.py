@@ -4,10 +4,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -173,7 +173,7 @@ def _on_host(value: Any, into: Any, volatile: set[int], later: list[tuple[Tensor
     return copy(value)
 
 
-class Writer:
+class Writer(AbstractContextManager["Writer"]):
     """Runs jobs that only read copied state, so that the training loop can continue; at most one at a time."""
 
     def __init__(self) -> None:
@@ -216,16 +216,12 @@ class Writer:
     def wait(self) -> OSError | None:
         """Wait for the current job, if any; returns its OSError, or None; any other error of it is raised."""
         job, self._job = self._job, None
-        if job is None:
-            return None
         try:
-            job.result()
+            if job is not None:
+                job.result()
         except OSError as error:  # a full or missing disk: the caller decides whether training continues
             return error
         return None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True)

@@ -192,10 +192,7 @@ def bench(
 @data_app.command(cls=Command)
 @with_train_options
 def preview(
-    context: typer.Context,
-    *,
-    samples: Annotated[str, option("N", "number of samples")] = "3",
-    **values: Any,
+    context: typer.Context, *, samples: Annotated[str, option("N", "number of samples")] = "3", **values: Any
 ) -> None:
     """Show the tokens of a few samples. Those that are trained on are marked."""
     config, count = _read_config(context, values), requests.parse_option(integer(1), "--samples", samples)

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -55,9 +54,24 @@ def process_group(
             yield _build_world(device, launch_env, shared, other)
         return
     die_with_parent()
-    world, store = rendezvous(launch_env, device, timeout=timeout)
-    with init_process_group(world, store, timeout=timeout, backend=backend):
-        yield world
+    with _keep_to_own_core(launch_env, device):  # before gloo starts its threads, which inherit it
+        world, store = rendezvous(launch_env, device, timeout=timeout)
+        with init_process_group(world, store, timeout=timeout, backend=backend):
+            yield world
+
+
+@contextmanager
+def _keep_to_own_core(launch_env: LaunchEnv, device: torch.device) -> Iterator[None]:
+    """Where there is one core for each rank, use that alone: other ranks' threads of gloo would interrupt the step."""
+    cores = sorted(os.sched_getaffinity(0)) if device.type == "cpu" and hasattr(os, "sched_getaffinity") else []
+    rank, size = launch_env.local_rank, launch_env.local_size
+    if binds := size > 1 and len(cores) // size == 1:
+        os.sched_setaffinity(0, cores[len(cores) * rank // size : len(cores) * (rank + 1) // size])
+    try:
+        yield
+    finally:
+        if binds:
+            os.sched_setaffinity(0, cores)
 
 
 @contextmanager
@@ -155,16 +169,14 @@ def check_own_gpus(world: World) -> None:
     for rank, (host, gpu) in enumerate(zip(world.hosts, world.gpus, strict=True)):
         if gpu is not None:
             users[host, gpu.uuid].append(rank)
-    shared = next(((host, ranks) for (host, _), ranks in users.items() if len(ranks) > 1), None)
-    if shared is None:
-        return
-    host, ranks = shared
-    gpus = sum(where == host for where, _ in users)
-    raise RequestError(
-        f"ranks {','.join(map(str, ranks))} share a GPU of {host}, and NCCL needs one GPU per rank",
-        remedy=f"use --nproc_per_node={gpus}, or one GPU per process, or set CUDA_VISIBLE_DEVICES= to train on CPU",
-        shared=True,
-    )
+    for (host, _), ranks in users.items():
+        if len(ranks) > 1:
+            gpus = sum(where == host for where, _ in users)
+            raise RequestError(
+                f"ranks {','.join(map(str, ranks))} share a GPU of {host}, and NCCL needs one GPU per rank",
+                remedy=f"use --nproc_per_node={gpus}, or one GPU per process, or CUDA_VISIBLE_DEVICES= to train on CPU",
+                shared=True,
+            )
 
 
 def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
@@ -238,11 +250,6 @@ def _missing_store_error(launch_env: LaunchEnv) -> TrainingError:
 def place_on_machine(device: DeviceConfig, launch_env: LaunchEnv | None = None) -> Placement:
     """Choose among the GPUs and CPU cores that this process may use."""
     return choose_placement(device, gpus=count_visible_gpus(), cpus=count_cores(), launch_env=launch_env)
-
-
-def place_on_one_device(device: DeviceConfig) -> Placement:
-    """One process on the first device that the settings allow."""
-    return place_on_machine(replace(device, multi_gpu="none", nproc_per_node=None))
 
 
 @contextmanager

@@ -17,12 +17,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from logging import getLogger
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import FrameType, FunctionType
-from typing import IO, Any, Self, TextIO
+from typing import IO, Any, TextIO
 
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.errors import RequestError
@@ -198,7 +198,7 @@ _HEAD = "--- rank "  # each attempt's first line
 _TAIL = 8192  # bytes
 
 
-class RankOutput:
+class RankOutput(AbstractContextManager["RankOutput"]):
     """Redirects this process's stdout and stderr to a file, for Python and C libraries.
 
     On leaving the context both are restored, so that an error is printed to the terminal.
@@ -236,9 +236,6 @@ class RankOutput:
         for number, before in enumerate(originals, 1):
             os.dup2(before, number)
             os.close(before)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()

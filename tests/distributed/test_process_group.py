@@ -2,8 +2,10 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.distributed import process_group as group_module
 from multigpu_cli.distributed.launch_env import LaunchEnv, leave_failures_to_watchdog
-from multigpu_cli.distributed.placement import Placement
+from multigpu_cli.distributed.placement import Placement, count_cores
 from multigpu_cli.distributed.process_group import check_own_gpus, init_process_group, process_group
 from multigpu_cli.distributed.world import RankGpu, World, disable_collective_timeout
 from multigpu_cli.errors import RequestError, TrainingError
@@ -64,6 +66,56 @@ def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
     if agent_store:
         generations = {key.split("/")[0] for key in agents.list_keys() if "sealed" in key}
         assert len(generations) == 2, "restarts read no stale addresses"
+
+
+@pytest.mark.skipif(count_cores() < 2, reason="needs two cores")
+def test_two_ranks_and_their_threads_keep_to_a_core_each_until_the_group_ends() -> None:
+    agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    cores = sorted(os.sched_getaffinity(0))[:2]
+
+    def threads() -> dict[Path, set[int]]:
+        return {task: os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()}
+
+    def work(world: World) -> None:
+        os.sched_setaffinity(0, cores)
+        before = threads()
+        launch_env = LaunchEnv(world.rank, 2, world.rank, 2, "localhost", agents.port, 0, agent_store=True)
+        with process_group(launch_env, world.device, timeout=30):
+            dist.all_reduce(torch.ones(1))
+            now = threads()
+            started = now.keys() - before.keys()
+            assert started, "gloo has threads"
+            assert [now[each] for each in started] == [{cores[world.rank]}] * len(started)
+            assert os.sched_getaffinity(0) == {cores[world.rank]}
+        assert os.sched_getaffinity(0) == set(cores)
+
+    run_on_each_rank(2, work, join=lambda store, rank, size: World(torch.device("cpu"), rank, size, rank, size))
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "cores", "kept"),
+    [
+        (0, 2, {3, 5, 9}, {3}),
+        (1, 2, {3, 5, 9}, {5, 9}),
+        (2, 3, {0, 1, 2}, {2}),
+        (0, 2, {0, 1, 2, 3}, None),  # there is room for the threads of all
+        (1, 3, {0, 1}, None),
+        (0, 1, {0}, None),
+    ],
+)
+def test_ranks_have_their_own_cores_only_where_there_is_one_for_each(
+    rank: int, size: int, cores: set[int], kept: set[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, wanted: calls.append(set(wanted)))
+    launch_env = LaunchEnv(rank, size, rank, size, "", 0, 0, agent_store=False)
+    with suppress(ZeroDivisionError), group_module._keep_to_own_core(launch_env, torch.device("cpu")):
+        assert calls == ([kept] if kept else [])
+        raise ZeroDivisionError
+    assert calls == ([kept, cores] if kept else []), "given back after an error too"
+    with group_module._keep_to_own_core(launch_env, torch.device("cuda")):
+        assert calls == ([kept, cores] if kept else []), "a GPU needs no core"
 
 
 @pytest.mark.parametrize(

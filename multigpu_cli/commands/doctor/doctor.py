@@ -17,13 +17,13 @@ from multigpu_cli.commands.doctor import bandwidth, gpus, network, system
 from multigpu_cli.commands.doctor.gpus import MachineFacts, find_gpu_processes
 from multigpu_cli.commands.doctor.system import Finding, choose_exit_code
 from multigpu_cli.commands.plan.from_config import FILLED, ConfigEstimate, estimate_training
-from multigpu_cli.commands.plan.measure import build_probed
+from multigpu_cli.commands.plan.measure import build_probed, place_on_one_device
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.load import uses_environments
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.placement import Placement, count_cores, count_visible_gpus
-from multigpu_cli.distributed.process_group import init_process_group, place_on_machine, place_on_one_device, rendezvous
+from multigpu_cli.distributed.process_group import init_process_group, place_on_machine, rendezvous
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import FAILED, RequestError, TrainingError
 from multigpu_cli.faults.stop import interruptible

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from multigpu_cli.checkpoint.pieces import iterate_tensors
 from multigpu_cli.config.resume_rules import replace_settings
-from multigpu_cli.config.schema import Config
+from multigpu_cli.config.schema import Config, DeviceConfig
 from multigpu_cli.data.load import check_has_samples
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.placement import Placement, count_cores
-from multigpu_cli.distributed.process_group import join_workers, place_on_one_device, process_group
+from multigpu_cli.distributed.process_group import join_workers, place_on_machine, process_group
 from multigpu_cli.distributed.world import World, all_gather, all_reduce_max
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.models.blocks import find_blocks_to_wrap
@@ -64,6 +64,11 @@ class SingleWorkerProfile:
 def threads_per_worker(workers: int) -> int:
     """CPU threads of each of so many workers; a single one keeps the number that the user set."""
     return min(torch.get_num_threads(), count_cores()) if workers == 1 else max(1, count_cores() // workers)
+
+
+def place_on_one_device(device: DeviceConfig) -> Placement:
+    """One process on the first device that the settings allow."""
+    return place_on_machine(replace(device, multi_gpu="none", nproc_per_node=None))
 
 
 def measure_worker(config: Config, counts: list[int]) -> SingleWorkerProfile:

@@ -129,8 +129,7 @@ _ROWS = "rows"  # where a snapshot has the rows that this rank writes
 def agree_on_owner(world: World, folder: Path) -> str:
     """What the lock of the run folder says, if all ranks see the same folder; "" if not all do."""
     owner = str(broadcast_object(world, read_owner(folder)))
-    differs = read_owner(folder) != owner
-    return "" if all_reduce_max(world, [float(differs)])[0] else owner
+    return "" if all_reduce_max(world, [float(read_owner(folder) != owner)])[0] else owner
 
 
 class GatheringSaver(Saver):
@@ -176,9 +175,8 @@ class ShardedSave:
     def __init__(
         self, world: World, store: Store, owner: str, step: int, rows: Mapping[str, Rows], number: int
     ) -> None:
-        self._number = number
         self._world, self._store, self._owner, self._step, self._rows = world, store, owner, step, rows
-        self._exits = RankExits(world)
+        self._number, self._exits = number, RankExits(world)
 
     def take_part(self) -> None:
         """Ranks other than 0: write the rows, or tell rank 0 why not, and check a share of what will go."""
