@@ -65,7 +65,7 @@ def _keep_to_own_core(launch_env: LaunchEnv, device: torch.device) -> Iterator[N
     """Where there is one core for each rank, use that alone: other ranks' threads of gloo would interrupt the step."""
     cores = sorted(os.sched_getaffinity(0)) if device.type == "cpu" and hasattr(os, "sched_getaffinity") else []
     rank, size = launch_env.local_rank, launch_env.local_size
-    if binds := size > 1 and len(cores) // size == 1:
+    if binds := size > 1 and rank < size and len(cores) // size == 1:
         os.sched_setaffinity(0, cores[len(cores) * rank // size : len(cores) * (rank + 1) // size])
     try:
         yield

@@ -100,6 +100,7 @@ def test_two_ranks_and_their_threads_keep_to_a_core_each_until_the_group_ends() 
         (2, 3, {0, 1, 2}, {2}),
         (0, 2, {0, 1, 2, 3}, None),  # there is room for the threads of all
         (1, 3, {0, 1}, None),
+        (2, 2, {0, 1}, None),  # a launcher that counts otherwise
         (0, 1, {0}, None),
     ],
 )
