@@ -3,8 +3,8 @@
     python -m benchmarks.ddp
 
 The MLP shows what we add to a short step (CPU time of all threads, both ranks): with the rivals in the same processes,
-and with each in processes of its own, as trainings are, by wall time too. On two cores our ranks keep to one each;
-so do the rivals, where they are in the same processes. The convnet at global batch 128 shows how much of the
+and with each in processes of its own, as trainings are, by wall time too. On two cores our ranks are pinned to
+one each, and so are the rivals where they share the processes. The convnet at global batch 128 shows how much of the
 communication hides behind backward (wall time): its bound is the greater of the same step without communication and of
 one all-reduce of all gradients, as if the two overlapped perfectly.
 """

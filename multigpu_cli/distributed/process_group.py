@@ -54,23 +54,23 @@ def process_group(
             yield _build_world(device, launch_env, shared, other)
         return
     die_with_parent()
-    with _keep_to_own_core(launch_env, device):  # before gloo starts its threads, which inherit it
+    with _pin_to_own_core(launch_env, device):  # before gloo starts its threads, which inherit it
         world, store = rendezvous(launch_env, device, timeout=timeout)
         with init_process_group(world, store, timeout=timeout, backend=backend):
             yield world
 
 
 @contextmanager
-def _keep_to_own_core(launch_env: LaunchEnv, device: torch.device) -> Iterator[None]:
-    """Where there is one core for each rank, use that alone: other ranks' threads of gloo would interrupt the step."""
+def _pin_to_own_core(launch_env: LaunchEnv, device: torch.device) -> Iterator[None]:
+    """Pin this rank to a core, if there is one for each: gloo's threads of other ranks would interrupt its step."""
     cores = sorted(os.sched_getaffinity(0)) if device.type == "cpu" and hasattr(os, "sched_getaffinity") else []
     rank, size = launch_env.local_rank, launch_env.local_size
-    if binds := size > 1 and rank < size and len(cores) // size == 1:
+    if pins := size > 1 and rank < size and len(cores) // size == 1:
         os.sched_setaffinity(0, cores[len(cores) * rank // size : len(cores) * (rank + 1) // size])
     try:
         yield
     finally:
-        if binds:
+        if pins:
             os.sched_setaffinity(0, cores)
 
 

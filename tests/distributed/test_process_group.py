@@ -69,7 +69,7 @@ def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
 
 
 @pytest.mark.skipif(count_cores() < 2, reason="needs two cores")
-def test_two_ranks_and_their_threads_keep_to_a_core_each_until_the_group_ends() -> None:
+def test_two_ranks_and_their_threads_are_pinned_to_a_core_each_until_the_group_ends() -> None:
     agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     cores = sorted(os.sched_getaffinity(0))[:2]
 
@@ -104,18 +104,18 @@ def test_two_ranks_and_their_threads_keep_to_a_core_each_until_the_group_ends() 
         (0, 1, {0}, None),
     ],
 )
-def test_ranks_have_their_own_cores_only_where_there_is_one_for_each(
+def test_ranks_are_pinned_only_where_there_is_a_core_for_each(
     rank: int, size: int, cores: set[int], kept: set[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[set[int]] = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, wanted: calls.append(set(wanted)))
     launch_env = LaunchEnv(rank, size, rank, size, "", 0, 0, agent_store=False)
-    with suppress(ZeroDivisionError), group_module._keep_to_own_core(launch_env, torch.device("cpu")):
+    with suppress(ZeroDivisionError), group_module._pin_to_own_core(launch_env, torch.device("cpu")):
         assert calls == ([kept] if kept else [])
         raise ZeroDivisionError
     assert calls == ([kept, cores] if kept else []), "given back after an error too"
-    with group_module._keep_to_own_core(launch_env, torch.device("cuda")):
+    with group_module._pin_to_own_core(launch_env, torch.device("cuda")):
         assert calls == ([kept, cores] if kept else []), "a GPU needs no core"
 
 

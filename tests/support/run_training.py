@@ -197,7 +197,7 @@ def _rank(
         os.chdir(f"node{rank}")
     multigpu_cli.run.request.prepare.count_cores = lambda: len(pipes)  # type: ignore[attr-defined]  # one thread each, also alone
     # tests share the cores, and in a batch no rank interrupts another
-    multigpu_cli.distributed.process_group._keep_to_own_core = lambda *_: nullcontext()  # type: ignore[assignment]
+    multigpu_cli.distributed.process_group._pin_to_own_core = lambda *_: nullcontext()  # type: ignore[assignment]
     pipe = pipes[rank][1]
     try:
         prepare()
