@@ -27,7 +27,7 @@ from multigpu_cli.distributed.launch_env import (
 )
 from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.distributed.processes import die_with_parent
-from multigpu_cli.distributed.world import RankGpu, World
+from multigpu_cli.distributed.world import RankGpu, World, keep_freed_memory
 from multigpu_cli.errors import RequestError, TrainingError
 
 _FIRST = 60.0  # seconds for the first all-reduce
@@ -44,6 +44,8 @@ def process_group(
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     if launch_env is None:
         yield World(device)
         return

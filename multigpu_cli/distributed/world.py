@@ -3,7 +3,6 @@
 import ctypes
 import io
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -146,20 +145,19 @@ def connect_collectives(world: World, groups: Sequence[dist.ProcessGroup], *, pa
             dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
 
 
-_MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD
 
 
-def return_freed_tensors() -> None:
-    """Have tensors of 4 MiB and more given back to the system once they are freed, where this is glibc.
+def keep_freed_memory(below: int = 32 * 2**20) -> None:
+    """Keep freed blocks of fewer bytes for the next step, and return larger ones to the system, where this is glibc.
 
-    By default it raises that limit with each such tensor, up to 32 MiB, and keeps what is below it: a process that
-    gathers and frees weights all the time then holds several times what its tensors take.
+    By default it returns what lies free at its heap's end, so that page faults may take a fifth of a step, and raises
+    `below` up to 32 MiB: where weights are gathered and freed all the time, it keeps several times what they take.
     """
-    if sys.platform != "linux":
-        return
     library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # musl has none
-        library.mallopt(_MMAP_THRESHOLD, 4 * 2**20)
+    if hasattr(library, "mallopt"):  # musl and macOS have none
+        library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        library.mallopt(_MMAP_THRESHOLD, below)
 
 
 def all_reduce_sum(world: World, value: Tensor) -> Tensor:

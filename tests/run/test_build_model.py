@@ -132,10 +132,10 @@ def test_with_exact_kernels_are_laid_out_as_without_sharding(model: str, last: b
         task = spec.factories.build_task(spec.config, spec.source)
         loader = task.train_stream(config.data, world, 1)
         factory, freed = ModelFactory(spec, world, task, lambda: first_batch(loader, 2)), []
-        with patch.object(shard, "return_freed_tensors", lambda: freed.append("freed")):
+        with patch.object(shard, "keep_freed_memory", lambda below: freed.append(below)):
             built = FSDP2.build_model(factory)
         on_meta, reason = shard._build_without_weights(factory)
-        assert freed == ["freed"]
+        assert freed == [4 * 2**20]
         compiled_spec = replace(spec, config=replace_settings(spec.config, {"compile": "default"}))
         compiled = FSDP2.build_model(factory._replace(spec=compiled_spec))
         gathered = find_blocks_to_wrap(compiled.model) or [""]

@@ -29,7 +29,7 @@ from multigpu_cli.distributed.world import (
     World,
     all_gather_object,
     broadcast_object,
-    return_freed_tensors,
+    keep_freed_memory,
     run_on_all_ranks,
 )
 from multigpu_cli.errors import RequestError
@@ -58,7 +58,7 @@ def build_model_to_shard(factory: ModelFactory) -> BuiltModel:
     lie. RequestError, on every rank: it can't be built, or does not fit the weights, or ranks built different ones.
     """
     world, config = factory.world, factory.spec.config
-    return_freed_tensors()
+    keep_freed_memory(below=4 * 2**20)
     model, weights, whole_because, channels_last = run_on_all_ranks(world, lambda: _build(factory))
     if config.reproducibility.exact and broadcast_object(world, channels_last):
         use_channels_last(model)
