@@ -68,6 +68,16 @@ def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
         assert len(generations) == 2, "restarts read no stale addresses"
 
 
+def test_freed_memory_is_kept_on_a_cpu_and_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(group_module, "keep_freed_memory", lambda: devices.append("kept"))
+    for device in (torch.device("cpu"), torch.device("cuda", 0)):
+        with process_group(None, device, timeout=1):
+            pass
+    assert devices == ["kept", torch.device("cuda", 0)]
+
+
 @pytest.mark.skipif(count_cores() < 2, reason="needs two cores")
 def test_two_ranks_and_their_threads_are_pinned_to_a_core_each_until_the_group_ends() -> None:
     agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
