@@ -23,7 +23,7 @@ test: style ## what CI runs, three tests at a time: lint, types, unit tests, sev
 	@$(BIN)/python -m tests.test_house_rules # the sizes of the house
 
 test-all: export COVERAGE_FILE := $(CURDIR)/.coverage_cache/part
-test-all: lint ## everything, an hour or two: also what is slow or needs more than two CPU cores; at the end, which lines ran
+test-all: lint ## everything, three hours: also what is slow or needs more than two CPU cores; at the end, which lines ran
 	rm -rf .coverage_cache
 	code=0; $(BIN)/coverage run -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not ($(ALONE))' || code=$$?; \
 		$(BIN)/coverage run -m pytest -m '$(ALONE)' || code=$$?; \
