@@ -26,16 +26,17 @@ def test_each_piece_that_has_reached_the_disk_is_told(tmp_path: Path, monkeypatc
     monkeypatch.setattr(files, "PIECE", 4)
     told, flush = list[object](), os.fsync
 
-    def note_content() -> None:
+    def note_content(*before: str) -> None:
         content = next(tmp_path.glob(".a.*.draft"), tmp_path / "a").read_bytes()
-        told.append((len(content), content.rstrip(b"\0")))
+        told.append((*before, len(content), content.rstrip(b"\0")))
 
-    monkeypatch.setattr(os, "fsync", lambda file: (told.append("flushed"), flush(file))[1])
+    monkeypatch.setattr(os, "fsync", lambda file: (note_content("fsync"), flush(file))[1])
     parts, whole = (b"012", b"3", b"45678", b"9a"), b"0123456789a"
     files.publish_stream(tmp_path / "a", lambda file: [file.write(part) for part in parts], 11, note_content)
-    assert told == ["flushed", (11, whole[:4]), "flushed", (11, whole[:8]), "flushed", "flushed", (11, whole)], (
-        "two pieces, the end and the folder; room for all of it was taken first"
-    )
+    assert told == [
+        *(("fsync", 11, whole[:4]), (11, whole[:4]), ("fsync", 11, whole[:8]), (11, whole[:8])),
+        *(("fsync", 11, whole), ("fsync", 11, whole), (11, whole)),
+    ], "two pieces, the end and the folder; room for all of it was taken first"
     moves = list[int]()
     assert compute_sha256(tmp_path / "a", lambda: moves.append(0)) == sha256(whole).hexdigest()
     assert len(moves) == 3

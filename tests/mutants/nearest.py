@@ -14,7 +14,12 @@ from tests.mutants.results import add_line, read_lines
 
 _RUNS = ("tests/run/", "tests/api/", "tests/gpu/simulated/", "tests/test_engine.py")
 _NEAR = {
-    "planning": ("tests/planning/", "tests/commands/plan/test_plan.py", *_RUNS),
+    "planning": (
+        "tests/planning/",
+        "tests/commands/plan/test_plan.py",
+        "tests/optimizers/test_rate_factors.py",
+        *_RUNS,
+    ),
     "checkpoint": (
         "tests/checkpoint/",
         "tests/mirror/",

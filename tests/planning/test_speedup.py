@@ -1,6 +1,7 @@
 from dataclasses import replace
 from math import inf
 
+import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -175,6 +176,15 @@ def test_where_latency_or_bytes_explain_nothing_the_other_explains_all(sizes: tu
         latency, bandwidth = fit_ring_model([(size, size**1.2) for size in sizes], 2)
         assert latency == 0
         assert 0 < bandwidth < inf
+
+
+@pytest.mark.parametrize(("power", "columns"), [(0.9, [0, 1]), (1.2, [1])])
+def test_the_relative_errors_are_the_least(power: float, columns: list[int]) -> None:
+    """As numpy fits latency and bytes, or bytes alone where the latency would be negative."""
+    points = [(size, size**power) for size in (2.0**10, 2.0**15, 2.0**20)]
+    rows, found = numpy.array([(6 / seconds, 1.5 * size / seconds) for size, seconds in points]), numpy.zeros(2)
+    found[columns] = numpy.linalg.lstsq(rows[:, columns], numpy.ones(3))[0]
+    assert fit_ring_model(points, 4) == pytest.approx((found[0], 1 / found[1]))
 
 
 def test_a_reduction_that_was_seen_is_not_modelled() -> None:

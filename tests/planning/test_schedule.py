@@ -1,13 +1,23 @@
+import inspect
 import itertools
 from dataclasses import replace
 from math import isclose, sqrt
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from multigpu_cli.errors import RequestError
-from multigpu_cli.planning.schedule import SHAPES, Rate, Schedule, plan_schedule, resolve_learning_rate
+from multigpu_cli.planning.schedule import (
+    OPTIMIZERS,
+    REFUSED,
+    SHAPES,
+    Rate,
+    Schedule,
+    plan_schedule,
+    resolve_learning_rate,
+)
 
 
 def resolve_rate(**asked: object) -> Rate:
@@ -238,3 +248,30 @@ def test_an_own_function_that_remembers_is_refused() -> None:
     count = itertools.count(1)
     with pytest.raises(RequestError, match="two different factors"):
         plan(shape="my_code:f", function=lambda step, total: 1 / next(count))
+
+
+def test_every_optimizer_of_torch_is_a_choice_or_refused() -> None:
+    kinds = [kind for _, kind in inspect.getmembers(torch.optim, inspect.isclass)]
+    names = {kind.__name__ for kind in kinds if issubclass(kind, torch.optim.Optimizer)} - {"Optimizer"}
+    assert {known.class_name for known in OPTIMIZERS.values()} | {"Muon"} >= names - _refused(names)
+    assert all(known.class_name in names for known in OPTIMIZERS.values() if known.class_name != "Muon")
+    assert _refused(names) == {"LBFGS", "SparseAdam", "Rprop", "ASGD"}
+
+
+def _refused(names: set[str]) -> set[str]:
+    return {name for name in names if name.lower() in REFUSED}
+
+
+def test_rates_are_torchs_own_but_for_those_with_a_source_and_who_needs_whole_weights_says_so() -> None:
+    kinds = {name: getattr(torch.optim, known.class_name, None) for name, known in OPTIMIZERS.items()}
+    rates = {name: inspect.signature(kind).parameters["lr"].default for name, kind in kinds.items() if kind}
+    assert {name: OPTIMIZERS[name].rate for name, rate in rates.items() if rate != OPTIMIZERS[name].rate} == {
+        "sgd": 0.1,
+        "rmsprop": 1e-3,
+    }
+    assert {name for name, known in OPTIMIZERS.items() if known.needs_whole_weights} == {"adafactor", "muon"}
+
+
+def test_a_name_is_that_of_its_class() -> None:
+    assert all(name == known.class_name.lower() for name, known in OPTIMIZERS.items())
+    assert not OPTIMIZERS.keys() & REFUSED.keys()
