@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator
 
 import pytest
 
-from tests.test_house_rules import ROOT, Tree, whole_tree
+from tests.test_house_rules import ROOT, Tree, parse, walk, whole_tree
 
 GLOSSARY = ROOT / "CONTRIBUTING.md"
 BANNED = {
@@ -53,7 +53,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 def defined_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Names of classes, functions, parameters, attributes and module variables, with their lines."""
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, node.lineno
         elif isinstance(node, ast.arg):
@@ -73,7 +73,7 @@ def banned_uses(tree: Tree, banned: Container[str]) -> Iterator[tuple[str, str, 
             continue
         if (module := path.rpartition("/")[2].removesuffix(".py")) in banned:
             yield path, module, 0
-        yield from ((path, name, line) for name, line in defined_names(ast.parse(text)) if name.lstrip("_") in banned)
+        yield from ((path, name, line) for name, line in defined_names(parse(text, path)) if name.lstrip("_") in banned)
 
 
 def test_no_banned_name_is_used() -> None:

@@ -86,6 +86,12 @@ def product(tree: Tree) -> Iterator[tuple[str, ast.Module]]:
 parse = cache(ast.parse)  # a second for the whole tree, which each rule looks at
 
 
+@cache
+def walk(module: ast.Module) -> list[ast.AST]:
+    """All nodes, found once for all rules, too."""
+    return list(ast.walk(module))
+
+
 def room_of(module: str) -> str | None:
     """The room of a dotted module: None for the outside world and for the package's own (empty) top."""
     if module == "multigpu_cli.__main__":
@@ -130,7 +136,7 @@ def imports_point_down(tree: Tree) -> Iterator[str]:
             if room is not None:
                 yield f"{path}: room {room!r} has no floor"
             continue
-        for node in ast.walk(module):
+        for node in walk(module):
             for name in find_imports(node, path):
                 other = room_of(name)
                 if other is not None and other != room and FLOOR.get(other, 99) >= FLOOR[room]:
@@ -143,7 +149,7 @@ def no_imports_go_in_a_circle(tree: Tree) -> Iterator[str]:
     imported = {
         name: {
             each if each in files else each.rpartition(".")[0]
-            for node in ast.walk(module)
+            for node in walk(module)
             for each in find_imports(node, path)
         }
         for name, (path, module) in files.items()
@@ -167,8 +173,8 @@ def no_grab_bags(tree: Tree) -> Iterator[str]:
 
 def low_floors_know_no_torch(tree: Tree) -> Iterator[str]:
     for path, module in product(tree):
-        late = {id(inner) for node in ast.walk(module) if is_function(node) for inner in ast.walk(node)}
-        for node in ast.walk(module):
+        late = {id(inner) for node in walk(module) if is_function(node) for inner in ast.walk(node)}
+        for node in walk(module):
             room, rules = room_of(module_of(path)), path.endswith("/rules.py")
             heavy = {name.partition(".")[0] for name in find_imports(node, path)} & {"torch", "numpy", "sklearn"}
             excused = path == "main_multi_gpu.py" and id(node) in late
@@ -197,7 +203,7 @@ def folders_are_small(tree: Tree) -> Iterator[str]:
 
 def functions_are_short(tree: Tree) -> Iterator[str]:
     for path, module in product(tree):
-        for node in ast.walk(module):
+        for node in walk(module):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > 60:
@@ -210,7 +216,7 @@ def only_the_console_prints(tree: Tree) -> Iterator[str]:
         if not speaks and not path.startswith("multigpu_cli/commands/"):
             yield from (
                 f"{path}:{node.lineno}"  # type: ignore[attr-defined]
-                for node in ast.walk(module)
+                for node in walk(module)
                 if name_callee(node) in {"print", "sys.stdout.write", "sys.stderr.write"}
             )
 
@@ -219,7 +225,7 @@ def the_environment_is_read_in_one_place(tree: Tree) -> Iterator[str]:
     for path, module in product(tree):
         if path in ENVIRONMENT_READERS:
             continue
-        for node in ast.walk(module):
+        for node in walk(module):
             reads = isinstance(node, ast.Attribute) and ast.unparse(node) in {"os.environ", "os.environb", "os.getenv"}
             if reads or {"os.environ", "os.getenv"} & set(find_imports(node, path)):
                 yield f"{path}:{node.lineno}"  # type: ignore[attr-defined]
@@ -230,7 +236,7 @@ def loading_runs_no_code(tree: Tree) -> Iterator[str]:
     code = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
     pickles = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
     for path, module in product(tree):
-        for node in ast.walk(module):
+        for node in walk(module):
             unsafe = name_callee(node) in code
             unsafe |= name_callee(node) == "torch.load" and keyword(node, "weights_only") is not True
             unsafe |= keyword(node, "shell") is True or keyword(node, "allow_pickle") is True
@@ -245,7 +251,7 @@ def nothing_is_swallowed(tree: Tree) -> Iterator[str]:
     """A handler of every exception raises again, or stands beside a comment that says what may be ignored and why."""
     for path, module in product(tree):
         lines = tree[path].splitlines()
-        for node in ast.walk(module):
+        for node in walk(module):
             if isinstance(node, ast.ExceptHandler):
                 broad = node.type is None or ast.unparse(node.type) in {"Exception", "BaseException"}
                 raises = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
@@ -262,7 +268,7 @@ def nothing_is_unfinished(tree: Tree) -> Iterator[str]:
 def docstrings_name_what_is_there(tree: Tree) -> Iterator[str]:
     """What stands under Args and Attributes is a parameter, or a field, of that name."""
     for path, module in product(tree):
-        for node in ast.walk(module):
+        for node in walk(module):
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 names = {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}
                 if isinstance(node, ast.ClassDef):
@@ -297,7 +303,7 @@ def measure_house(tree: Tree) -> dict[str, int]:
     while todo:
         if (path := todo.pop()) not in reached:
             reached.add(path)
-            for node in ast.walk(parse(package[path], path)):
+            for node in walk(parse(package[path], path)):
                 names = [part for name in find_imports(node, path) for part in (name, name.rpartition(".")[0])]
                 todo += [modules[name] for name in names if name in modules]
     core = [path for path in package if FLOOR[str(room_of(module_of(path)))] < FLOOR["language"]]

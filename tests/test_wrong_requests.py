@@ -378,6 +378,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         for name, value in row.environ.items():
             monkeypatch.setenv(name, value)
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of the files here, Python's own trace
         code = main_multi_gpu.run(row.argv.split())
         assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == sorted(row.files)
         return code, *capsys.readouterr()

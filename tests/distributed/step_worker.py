@@ -1,13 +1,11 @@
-"""Run by torchrun: the first steps of some runs, on the first 1, 2, 3 and 4 of its processes in turn.
+"""The first steps of some runs, on the first 1, 2, 3 and 4 of some processes in turn.
 
 For each number of workers a group of its own is formed on the agent's store, as a restart would form it.
-
-    torchrun --nproc_per_node=4 step_worker.py OUT_FOLDER
 """
 
+import gc
 import os
-import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multigpu_cli import engine
+from multigpu_cli import distributed, engine
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.distributed.placement import Placement
-from multigpu_cli.distributed.process_group import process_group
 from multigpu_cli.distributed.world import World, all_reduce_sum
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
@@ -30,6 +27,7 @@ from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.run import Run
 from tests.distributed.steps import CASES, SHAPES, WORKERS, Case
+from tests.support.run_training import Agent
 
 
 def flags(case: Case, folder: Path) -> dict[str, Any]:
@@ -95,21 +93,20 @@ def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
     run.state.precision.clip_and_step = keep_gradient  # type: ignore[method-assign, assignment]
 
 
-def main(out: Path) -> None:
+def take_first_steps(agent: Agent, rank: int, out: Path) -> None:
+    """What a forked rank does: the first steps of each case among so many workers, into files."""
+    gc.freeze()  # as in run_training.py
+    os.environ.update(agent.variables(rank))
+    distributed.process_group._pin_to_own_core = lambda *_: nullcontext()  # type: ignore[assignment]
     launch_env = LaunchEnv.from_environment(os.environ)
     assert launch_env is not None
     torch.set_num_threads(1)
     for workers in WORKERS:
-        if launch_env.rank >= workers:
+        if rank >= workers:  # the smaller worlds come first
             continue
         here = replace(launch_env, size=workers, local_size=workers, attempt=workers)
-        with process_group(here, torch.device("cpu"), timeout=300) as world:  # the smaller worlds come first
+        with distributed.process_group.process_group(here, torch.device("cpu"), timeout=300) as world:
             for name, case in CASES.items():
                 found = first_steps(case, world, out / f"{name}-{workers}")
-                torch.save(found, out / f"{name}-{workers}-{launch_env.rank}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    sys.stdout.flush()
+                torch.save(found, out / f"{name}-{workers}-{rank}.pt")
     os._exit(0)

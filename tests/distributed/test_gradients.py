@@ -1,14 +1,16 @@
 """The number of workers is a speed knob: the same first gradient, the same curve, the same statistics (DESIGN §1)."""
 
-from pathlib import Path
+import warnings
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.launcher import run_command, torchrun
+from tests.distributed.step_worker import take_first_steps
 from tests.distributed.steps import CASES, STEPS, WORKERS
+from tests.support.run_training import Agent
 
 Found = dict[tuple[str, int, int], dict[str, Any]]
 MANY = [workers for workers in WORKERS if workers > 1]
@@ -17,11 +19,18 @@ DOUBLE = [name for name, case in CASES.items() if case.double]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What every rank found in every case, on 1, 2, 3 and 4 workers; one launch for all."""
+    """What every rank found in every case, on 1, 2, 3 and 4 workers; four forks for all."""
     out = tmp_path_factory.mktemp("steps")
-    command = torchrun(max(WORKERS), str(out), script=str(Path(__file__).with_name("step_worker.py")))
-    result = run_command(command, out)
-    assert result.returncode == 0, result.stderr[-3000:]
+    fork, agent = get_context("fork"), Agent(max(WORKERS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
+        ranks = [fork.Process(target=take_first_steps, args=(agent, rank, out)) for rank in range(max(WORKERS))]
+        for process in ranks:
+            process.start()
+    with agent.serving():
+        for process in ranks:
+            process.join()
+    assert [process.exitcode for process in ranks] == [0] * max(WORKERS)
     return {
         (name, workers, rank): torch.load(out / f"{name}-{workers}-{rank}.pt", weights_only=True)
         for name in CASES

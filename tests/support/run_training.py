@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,28 +150,30 @@ class Agent:
 def _answers(readers: list[Connection], ranks: list[Any]) -> list[Any]:
     """What each rank said at its end, in rank order; None for one that was killed.
 
-    Processes are polled: pipes and sentinels stay open for as long as loader processes outlive their rank.
+    Processes are waited for: pipes and sentinels stay open for as long as loader processes outlive their rank.
     """
     answers: list[Any] = [None] * len(readers)
-    left, deadline = set(range(len(ranks))), time.monotonic() + _SECONDS
+    left = {os.pidfd_open(process.pid): rank for rank, process in enumerate(ranks)}
+    deadline = time.monotonic() + _SECONDS
     while left:
-        for rank in [rank for rank in left if not ranks[rank].is_alive()]:
-            left.remove(rank)
+        ended: list[Any] = wait(left, max(0.0, deadline - time.monotonic()))
+        for end in ended:
+            rank = left.pop(end)
+            os.close(end)
             if readers[rank].poll():
                 answers[rank] = readers[rank].recv()
             if answers[rank] is None:
                 _end(ranks)
             elif answers[rank][0]:
                 deadline = min(deadline, time.monotonic() + 10)
-        if time.monotonic() > deadline:
-            places = {rank: Path(f"/proc/{ranks[rank].pid}/wchan").read_text() for rank in sorted(left)}
+        if not ended:
+            places = {rank: Path(f"/proc/{ranks[rank].pid}/wchan").read_text() for rank in sorted(left.values())}
             for process in ranks:
                 for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
                     os.kill(int(child), signal.SIGABRT)  # pytest has it print where it stands
                     time.sleep(0.3)
             _end(ranks)
             raise AssertionError(f"ranks hang, in the kernel's function {places}")
-        time.sleep(0.01)
     return answers
 
 

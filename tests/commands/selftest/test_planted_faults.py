@@ -196,6 +196,11 @@ def test_two_faults_are_found_and_nothing_else(tmp_path: Path) -> None:
     order, clipping, *_ = PLANTS.values()
     code, report = run_selftest(tmp_path, order, clipping)
     assert (code, list_failing(report)) == (1, [order.check, clipping.check])
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
+        "multigpu_cli",
+        "main_multi_gpu.py",
+        "own.py",
+    }
 
 
 @pytest.mark.slow

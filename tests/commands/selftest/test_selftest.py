@@ -5,6 +5,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.monitor.journal import dump_json
 from tests.support import tiny_datasets
+from tests.support.fork import exit_code
 from tests.support.ranks import run_on_each_rank
 from tests.support.tiny_language_models import make_model_folder
 
@@ -466,11 +470,19 @@ def command(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
 
 
-def test_the_command_leaves_nothing_behind_and_its_exit_code_is_the_verdict(tmp_path: Path) -> None:
-    result = command(tmp_path, "--model", "mlp", "--json", "--save-dir", str(tmp_path / "run"), "--steps", "2")
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["holds"] is True
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.usefixtures("in_tmp_path")
+def test_the_command_leaves_nothing_behind_and_its_exit_code_is_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With real processes: test_planted_faults."""
+    monkeypatch.setattr(selftest, "run_selftest", partial(run_selftest, start=in_forks))
+
+    def work() -> None:
+        with redirect_stdout(StringIO()) as said:
+            words = ["selftest", "--model", "mlp", "--json", "--save-dir", "run", "--steps", "2"]
+            assert main_multi_gpu.run(words) == 0
+        assert json.loads(said.getvalue())["holds"] is True
+
+    assert exit_code(work) == 0
+    assert list(Path().iterdir()) == []
 
 
 @pytest.mark.slow
