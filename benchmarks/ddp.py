@@ -43,7 +43,7 @@ _APART = 20, 10  # steps of a turn between processes, and those at its begin tha
 def measure(tiny: bool = False) -> list[Row]:
     turns = 8 if tiny else 50
     apart = [*_apart(turns, time.process_time, ""), *_apart(turns, time.perf_counter, " (wall)")]
-    return [*_mlp(16 if tiny else 350), *apart, *_convnet(4 if tiny else 8, 16 if tiny else 128)]
+    return [*_mlp(16 if tiny else 350), *apart, *_convnet(4 if tiny else 20, 16 if tiny else 128)]
 
 
 def _mlp(turns: int) -> list[Row]:
