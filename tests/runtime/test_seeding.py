@@ -22,6 +22,15 @@ def test_all_three_generators_follow_the_seed() -> None:
     assert all(one != two for one, two in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_gpus_are_seeded_too_where_torch_has_cuda(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = list[int]()
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    seed_everything(7)
+    assert seeds == [7] * built
+
+
 def test_a_seed_may_have_63_bits() -> None:
     seed_everything(2**63 - 1)
 
