@@ -76,11 +76,11 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("here")
     if hasattr(config, "workerinput"):
         gc.disable()  # a third of the time of a collection of tests: what is imported stays
-        sys.dont_write_bytecode = False
-        _begin_elsewhere(config)
+        sys.dont_write_bytecode = False  # for the other workers
+        _rotate_files(config)
 
 
-def _begin_elsewhere(config: pytest.Config) -> None:
+def _rotate_files(config: pytest.Config) -> None:
     """Each worker imports its own part of the files first, and the others' from the bytecode that they wrote meanwhile:
     pytest takes as long to rewrite assertions as to collect all else."""
     files: list[str] = []

@@ -27,7 +27,6 @@ from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.run import Run
 from tests.distributed.steps import CASES, SHAPES, WORKERS, Case
-from tests.support.run_training import Agent
 
 
 def flags(case: Case, folder: Path) -> dict[str, Any]:
@@ -93,10 +92,9 @@ def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
     run.state.precision.clip_and_step = keep_gradient  # type: ignore[method-assign, assignment]
 
 
-def take_first_steps(agent: Agent, rank: int, out: Path) -> None:
+def take_first_steps(out: Path, rank: int) -> None:
     """What a forked rank does: the first steps of each case among so many workers, into files."""
     gc.freeze()  # as in run_training.py
-    os.environ.update(agent.variables(rank))
     distributed.process_group._pin_to_own_core = lambda *_: nullcontext()  # type: ignore[assignment]
     launch_env = LaunchEnv.from_environment(os.environ)
     assert launch_env is not None

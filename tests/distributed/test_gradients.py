@@ -1,16 +1,16 @@
 """The number of workers is a speed knob: the same first gradient, the same curve, the same statistics (DESIGN §1)."""
 
-import warnings
-from multiprocessing import get_context
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.distributed.launcher import SECONDS
 from tests.distributed.step_worker import take_first_steps
 from tests.distributed.steps import CASES, STEPS, WORKERS
-from tests.support.run_training import Agent
+from tests.support.run_training import fork_ranks
 
 Found = dict[tuple[str, int, int], dict[str, Any]]
 MANY = [workers for workers in WORKERS if workers > 1]
@@ -21,16 +21,7 @@ DOUBLE = [name for name, case in CASES.items() if case.double]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What every rank found in every case, on 1, 2, 3 and 4 workers; four forks for all."""
     out = tmp_path_factory.mktemp("steps")
-    fork, agent = get_context("fork"), Agent(max(WORKERS))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
-        ranks = [fork.Process(target=take_first_steps, args=(agent, rank, out)) for rank in range(max(WORKERS))]
-        for process in ranks:
-            process.start()
-    with agent.serving():
-        for process in ranks:
-            process.join()
-    assert [process.exitcode for process in ranks] == [0] * max(WORKERS)
+    fork_ranks(max(WORKERS), partial(take_first_steps, out), SECONDS)
     return {
         (name, workers, rank): torch.load(out / f"{name}-{workers}-{rank}.pt", weights_only=True)
         for name in CASES

@@ -147,6 +147,26 @@ class Agent:
         }
 
 
+def fork_ranks(workers: int, work: Callable[[int], object], seconds: float) -> None:
+    """Do `work` in so many forks, each told its rank and where the others are; all must end with 0 in time."""
+    fork, agent = get_context("fork"), Agent(workers)
+
+    def act(rank: int) -> None:
+        os.environ.update(agent.variables(rank))
+        work(rank)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # as above
+        ranks = [fork.Process(target=act, args=(rank,)) for rank in range(workers)]
+        for process in ranks:
+            process.start()
+    with agent.serving():
+        for process in ranks:
+            process.join(seconds)
+            process.kill()
+    assert [process.exitcode for process in ranks] == [0] * workers
+
+
 def _answers(readers: list[Connection], ranks: list[Any]) -> list[Any]:
     """What each rank said at its end, in rank order; None for one that was killed.
 
