@@ -187,16 +187,10 @@ OUTPUTS = {
 }
 """The wrapper around a network of transformers, by what a call returns."""
 
-ENVIRONMENTS = {
-    "gym": "multigpu_cli.environments.gym:GymGroup",
-    "trading": "multigpu_cli.trading.request:group",
-}
+ENVIRONMENTS = {"gym": "multigpu_cli.environments.gym:GymGroup", "trading": "multigpu_cli.trading.request:group"}
 """`gym` takes a gymnasium id after a colon: gym:CartPole-v1."""
 
-LOGGERS = {
-    "mlflow": "multigpu_cli.loggers.mlflow:MLflowLogger",
-    "wandb": "multigpu_cli.loggers.wandb:WandbLogger",
-}
+LOGGERS = {"mlflow": "multigpu_cli.loggers.mlflow:MLflowLogger", "wandb": "multigpu_cli.loggers.wandb:WandbLogger"}
 
 ACTORS = {"ppo": "multigpu_cli.rl.env_source:open_environments"}
 """By task that acts in environments, the function that opens those of --data as a data source."""

@@ -208,8 +208,7 @@ class Store:
 
     def list_old(self, step: int) -> list[Path]:
         """The checkpoints that go once that of this step is there; later ones are damaged, and stay."""
-        past = [folder for folder in self.list_folders() if 0 <= parse_step(folder) < step]
-        return past[self.keep - 1 :]
+        return [folder for folder in self.list_folders() if 0 <= parse_step(folder) < step][self.keep - 1 :]
 
     def _set_aside_damaged(self, folder: Path, damaged_pieces: dict[str, str] | None = None) -> bool:
         """Rename a checkpoint if it is damaged, so that it can be examined; others may have looked at its pieces."""

@@ -58,8 +58,7 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None, *,
         for key, value in flags.items()
         if value is not None
     ]
-    layers = [written, [*single, *typed]]
-    filed, given = [_layer(entries, faults, broken) for entries in layers]
+    filed, given = [_layer(entries, faults, broken) for entries in (written, [*single, *typed])]
     config, command = (_config(_merge_layers(parts), noted) for parts in ([filed, given], [given]))
     return Request(config, faults, frozenset(broken), frozenset(filed.keys() - given.keys()), command, readable)
 

@@ -184,8 +184,7 @@ def record_failure(run: Run) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        parameters = run.state.model.named_parameters()
-        name_unused_parameters(error, [name for name, each in parameters if each.requires_grad])
+        name_unused_parameters(error, [name for name, p in run.state.model.named_parameters() if p.requires_grad])
         reason = run.observer.watchdog.publish_and_find_root_cause(error)
         failed(reason)
         raise reason from (None if reason is error else error)

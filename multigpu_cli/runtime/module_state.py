@@ -76,7 +76,7 @@ def broadcast_outline(world: World, state: Any, source: int) -> Any:
 
 def broadcast_tensor(world: World, outline: Tensor, state: Any, path: TensorPath, source: int) -> Tensor:
     """The tensor at this place of the source's state, on each rank's device, with the strides that it has there."""
-    whole = torch.empty_like(outline, device=world.device)
+    whole = torch.empty_strided(outline.shape, outline.stride(), dtype=outline.dtype, device=world.device)
     if world.rank == source:
         whole.copy_(reduce(getitem, path, state))
     if whole.numel():

@@ -1,7 +1,6 @@
 """DistributedDataParallel: one process per device, gradients averaged while backward is still running.
 
 PowerSGD: a gradient matrix is sent as the product of two thin ones; the error is added to the next step's gradient.
-
 Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", NeurIPS
 2019; torch's hook does it.
 """
@@ -9,7 +8,8 @@ Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compressio
 import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,11 +27,6 @@ from multigpu_cli.monitor.meters import Stopwatch
 from multigpu_cli.strategies.base import Setup, Strategy
 
 _HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
-_BUFFERS_BY_DDP: str = (  # renamed in torch 2.13
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
-)
 
 
 class Replica(nn.Module):
@@ -62,6 +57,21 @@ class Replica(nn.Module):
         return outputs
 
 
+class _LightDDP(DistributedDataParallel):
+    """DDP that imports torch's compiler neither for one setting nor to exempt a method: a second and 80 MB per rank."""
+
+    _inside_ddp_forward = contextmanager(inspect.unwrap(DistributedDataParallel._inside_ddp_forward))
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        with ExitStack() as stack:
+            if "_dynamo" not in vars(torch):  # nobody has imported it, so the setting has its default
+                setting = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
+                vars(torch)["_dynamo"] = SimpleNamespace(utils=setting)
+                stack.callback(vars(torch).pop, "_dynamo")
+            super().__init__(module, **options)
+        self.broadcast_buffers = False
+
+
 class DDP(Strategy):
     """DDP over the process group.
 
@@ -79,10 +89,9 @@ class DDP(Strategy):
         self.loss_factor = float(world.size)
         self.reduces_first = bool((more or {}).get("static_graph"))  # the warm-up fixes which parameters are used
         self._replica = Replica(model, finds_unused=config.find_unused_parameters and not self.reduces_first)
-        self._ddp = DistributedDataParallel(
+        self._ddp = _LightDDP(
             self._replica,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            **{_BUFFERS_BY_DDP: False},  # type: ignore[arg-type]
             find_unused_parameters=config.find_unused_parameters,
             **{"gradient_as_bucket_view": True} | dict(more or {}),
             bucket_cap_mb=None if config.bucket_cap_mb == "auto" else float(config.bucket_cap_mb),

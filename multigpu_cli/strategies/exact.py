@@ -99,18 +99,17 @@ class ExactReduction(Strategy):
         """Each rank finishes the tree for its own piece of the vector, and then the pieces are gathered."""
         ranks, size = self._world.size, sum(t.numel() for t in like)
         piece = -(-size // ranks)
-        dtype, device = like[0].dtype, self._world.device
-        padded = torch.zeros(len(flat), piece * ranks, dtype=dtype, device=device)
+        padded = like[0].new_zeros(len(flat), piece * ranks)
         for row, vector in zip(padded, flat, strict=True):
             row[:size] = vector
         outgoing = [padded[:, rank * piece : (rank + 1) * piece].contiguous() for rank in range(ranks)]
-        incoming = [torch.empty(len(nodes), piece, dtype=dtype, device=device) for nodes in covers]
+        incoming = [like[0].new_empty(len(nodes), piece) for nodes in covers]
         _exchange(outgoing, incoming, self._world)
         tree: ReductionTree[Tensor] = ReductionTree(lambda left, right: left.add_(right))
         for nodes, rows in zip(covers, incoming, strict=True):
             for (level, number), row in zip(nodes, rows, strict=True):
                 tree.push(level, number, row)
-        pieces = [torch.empty(piece, dtype=dtype, device=device) for _ in range(ranks)]
+        pieces = [like[0].new_empty(piece) for _ in range(ranks)]
         dist.all_gather(pieces, tree.total().contiguous())
         return torch.cat(pieces)[:size]
 

@@ -1,6 +1,10 @@
+import sys
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from multigpu_cli.data.builtin.small_images import digits as load
 from multigpu_cli.data.order import KeyedRandom
@@ -15,6 +19,20 @@ def test_the_1797_digits_are_split_by_seed_and_stay_bytes():
     assert set(source.train.tensors[1].tolist()) == set(range(10))
     again: list[Any] = [load(seed=1), load(seed=2)]
     assert [torch.equal(each.test.tensors[0], source.test.tensors[0]) for each in again] == [True, False]
+
+
+def test_the_rows_are_those_of_scikit_learn_which_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels, labels = load_digits(return_X_y=True)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "sklearn", None)  # whose import takes seconds on each rank
+        source: Any = load(seed=1)
+    tensors = [part.tensors for part in (source.train, source.val, source.test)]
+    rows = [
+        [*image.flatten().tolist(), int(label)]
+        for images, labels in tensors
+        for image, label in zip(images, labels, strict=True)
+    ]
+    assert sorted(rows) == sorted(np.column_stack([pixels, labels]).astype(int).tolist())
 
 
 def test_the_model_meets_numbers_from_minus_1_to_1():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # seconds; DDP imports it, and here it is done once rather than in each forked rank
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef

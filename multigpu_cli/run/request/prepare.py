@@ -352,5 +352,4 @@ def _apply_notes(start: ResumePoint, world: World) -> ResumePoint:
     start = replace(start, warnings=[*start.warnings, note_text])
     if not start.manifest:
         return replace(start, micro_batch_after_oom=smaller, global_batch=global_batch or None)
-    pinned = start.manifest["pins"] | {"batch_size": smaller}
-    return replace(start, manifest=start.manifest | {"pins": pinned})
+    return replace(start, manifest=start.manifest | {"pins": start.manifest["pins"] | {"batch_size": smaller}})

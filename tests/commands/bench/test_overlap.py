@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # DDP imports it: seconds, and here once
 import torch.distributed as dist
 
 from multigpu_cli.commands import bench_overlap as overlap_module
