@@ -81,8 +81,7 @@ def resolve_learning_rate(
     asked = rule
     if rule == "auto":
         rule = OPTIMIZERS[optimizer].scaling if optimizer in OPTIMIZERS else "none"
-    factor = {"linear": global_batch / base_batch, "sqrt": sqrt(global_batch / base_batch), "none": 1.0}[rule]
-    value = base * factor
+    value = base * {"linear": global_batch / base_batch, "sqrt": sqrt(global_batch / base_batch), "none": 1.0}[rule]
     if rule == "none":
         reason = f": no rule is known for {optimizer}" if asked == "auto" else ""
         return Rate(value, rule, f"base rate {base:g}, not scaled{reason}")

@@ -36,7 +36,6 @@ from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.step import MicroBatchProfile, forward_backward, profile_micro_batch
 from multigpu_cli.strategies.base import find_strategy
 from multigpu_cli.strategies.ddp import measure_cap
-from multigpu_cli.strategies.fsdp.probe import list_groups
 
 _LONGEST_WAIT = 300.0  # seconds
 _SINGLE: dict[str, Any] = {"nproc_per_node": None}
@@ -250,6 +249,8 @@ class GroupTimer:
     """Counts the seconds that the groups of a sharded model take on a CPU, where nothing else runs meanwhile."""
 
     def __init__(self, model: nn.Module) -> None:
+        from multigpu_cli.strategies.fsdp.probe import list_groups  # late: torch's FSDP takes most of a second
+
         self.gathering = self.reducing = 0.0
         for group in list_groups([model]):
             group.unshard = self._count("gathering", group.unshard)
