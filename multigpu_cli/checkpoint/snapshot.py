@@ -92,8 +92,7 @@ class TrainState:
         extra = iterate_tensors(extra_state(state["model"]))
         volatile = {tensor.data_ptr() for tensor in (*self.model.buffers(), *extra)}  # forward changes them
         later: list[tuple[Tensor, Tensor]] = []
-        captured = dict(_on_host(state, into, volatile, later))
-        return Snapshot(captured, later, _start_copy_stream())
+        return Snapshot(dict(_on_host(state, into, volatile, later)), later, _start_copy_stream())
 
     def restore(self, state: dict[str, Any], origin: str) -> None:
         """Load a captured state into the objects; if it is of another model, the RequestError names what differs."""

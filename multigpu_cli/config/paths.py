@@ -253,8 +253,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 def list_folders() -> list[Path]:
     """The folders with recipes: ./configs first, then the shipped ones (in a wheel: inside the package)."""
     packaged = _PACKAGE / "_configs"
-    shipped = packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
-    return [Path.cwd() / "configs", shipped]
+    return [Path.cwd() / "configs", packaged if packaged.is_dir() else _PACKAGE.parent / "configs"]
 
 
 def find_recipes() -> dict[str, Path]:

@@ -301,9 +301,7 @@ def _cut_rows(part: Tensor, rows: slice) -> Tensor:
 
 def for_each(part: Any, work: Callable[[Tensor], Tensor]) -> Any:
     """A tensor, or each in a tuple, after some work; None stays None."""
-    if isinstance(part, Tensor):
-        return work(part)
-    return part and tuple(map(work, part))
+    return work(part) if isinstance(part, Tensor) else part and tuple(map(work, part))
 
 
 def move_batches(batches: Iterable[Fetched], device: torch.device, *, pin: bool = False) -> Iterator[Fetched]:

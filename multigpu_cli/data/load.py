@@ -205,8 +205,7 @@ def _load_mixed(config: DataConfig, entry: Mapping[str, Any], load: Callable[[Da
     own = replace(config, name=entry["data"], dir=entry["data_dir"], args=entry["args"], mix=())
     if own.name == "mixture":
         raise RequestError("data.mix: mixtures can't be nested", remedy="one list of all datasets")
-    label = f"{own.name} {own.dir}" if own.dir else own.name
-    return MixedSource(label, load(own), entry["weight"])
+    return MixedSource(f"{own.name} {own.dir}" if own.dir else own.name, load(own), entry["weight"])
 
 
 def _arrays(found: Any) -> list[Tensor] | None:

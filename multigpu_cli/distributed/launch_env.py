@@ -81,6 +81,11 @@ def prepare_cublas(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def prepare_compiler(*, deterministic: bool, environ: MutableMapping[str, str] = os.environ) -> None:
+    """What `torch.use_deterministic_algorithms` sets in torch's compiler: it reads this when it is imported."""
+    environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
+
+
 @contextmanager
 def leave_failures_to_watchdog(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
     """Keep torch from ending this process as soon as NCCL reports an error, before our watchdog can name the cause."""

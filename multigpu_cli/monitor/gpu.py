@@ -125,8 +125,7 @@ def _read_link(nvml: Any, one: Any, other: Any) -> str:
     active = sum(_query(nvml, nvml.nvmlDeviceGetNvLinkState, one, link) == 1 for link in range(_LINKS))
     if by_nvlink == nvml.NVML_P2P_STATUS_OK and active:
         return f"NVLink ({active} links)"
-    level = _query(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, one, other)
-    return _TOPOLOGY.get(level, "unknown")
+    return _TOPOLOGY.get(_query(nvml, nvml.nvmlDeviceGetTopologyCommonAncestor, one, other), "unknown")
 
 
 def _read_gpu(nvml: Any, number: int, handle: Any) -> Gpu:

@@ -107,8 +107,7 @@ def make_trial(optimizer: torch.optim.Optimizer, construct: Construct) -> Trial:
 
 
 def _make_small(like: Tensor, number: int) -> nn.Parameter:
-    shape = [max(1, min(length, _LONGEST)) for length in like.shape]
-    return nn.Parameter(_draw(like.new_empty(shape), number))
+    return nn.Parameter(_draw(like.new_empty([max(1, min(length, _LONGEST)) for length in like.shape]), number))
 
 
 def _draw(like: Tensor, number: int) -> Tensor:

@@ -67,9 +67,7 @@ class ModelCall:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Arguments | None:
         """The arguments in place of those of `model(inputs)`; None leaves them."""
-        if named or len(args) != 1 or isinstance(args[0], Tensor):
-            return None
-        return self.arguments(args[0])
+        return None if named or len(args) != 1 or isinstance(args[0], Tensor) else self.arguments(args[0])
 
     def arguments(self, inputs: Any) -> Arguments:
         """Positional and named arguments; the RequestError says which input `forward` does not take, or misses."""

@@ -1,6 +1,7 @@
 """Seeds random generators as a function of (seed, step, micro-batch); torch's settings for a run."""
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from multigpu_cli.distributed.launch_env import prepare_cublas
+from multigpu_cli.distributed.launch_env import prepare_compiler, prepare_cublas
 from multigpu_cli.planning.batch import make_key
 
 _INIT = 0x1417  # separates the random stream of the initial weights from the others
@@ -75,18 +76,22 @@ class _Kernels(NamedTuple):
         return cls(*modes, fills_memory, torch.backends.cudnn.benchmark, precision)
 
     def apply(self) -> None:
-        if self[:2] != _Kernels.now()[:2]:  # which imports the compiler
+        changes = self[:2] != _Kernels.now()[:2]
+        if changes and "torch._inductor" in sys.modules:
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.only_warns)
+        elif changes:  # the same without its import of the compiler, which takes a second of CPU and 80 MB
+            prepare_compiler(deterministic=self.deterministic)
+            torch._C._set_deterministic_algorithms(self.deterministic, warn_only=self.only_warns)
         torch.utils.deterministic.fill_uninitialized_memory = self.fills_memory  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = self.benchmark
         if self.precision is not None:
             torch.set_float32_matmul_precision(self.precision)
 
 
-def enable_determinism() -> None:
-    """Use deterministic kernels only; an operator without one raises an error that names it."""
+def enable_determinism(*, only_warns: bool = False) -> None:
+    """Use deterministic kernels only; an operator without one raises an error that names it, or warns."""
     prepare_cublas()
-    _Kernels(True, only_warns=False, fills_memory=False, benchmark=False, precision="highest").apply()
+    _Kernels(True, only_warns, fills_memory=False, benchmark=False, precision="highest").apply()
 
 
 def enable_fast_kernels(device: torch.device, *, benchmark: bool = True) -> None:

@@ -1,9 +1,14 @@
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from multigpu_cli.runtime.seeding import choose_kernels, enable_determinism, enable_fast_kernels, set_threads_per_rank
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("cuda", (True, "high")), ("cpu", (False, "highest"))])
@@ -71,3 +76,27 @@ def test_kernels_without_a_deterministic_form_are_refused(monkeypatch: pytest.Mo
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory = benchmark, fill
+
+
+def test_the_compiler_is_told_of_exact_runs_also_where_it_is_imported_later() -> None:
+    """As torch.use_deterministic_algorithms does, which imports it."""
+    code = """
+import sys, torch
+from multigpu_cli.runtime.seeding import choose_kernels
+
+def told():
+    import torch._inductor.config
+    return getattr(torch._inductor.config, "deterministic", None), torch.are_deterministic_algorithms_enabled()
+
+with choose_kernels(torch.device("cpu"), exact=True):
+    print("torch._inductor" in sys.modules, torch.are_deterministic_algorithms_enabled(), told())
+print(told())
+with choose_kernels(torch.device("cpu"), exact=True):
+    print(told())
+torch.use_deterministic_algorithms(True)
+print(told())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, after, again, by_torch = ended.stdout.splitlines()
+    assert (first, after) == (f"False True {by_torch}", by_torch.replace("True", "False"))
+    assert again == by_torch

@@ -96,7 +96,7 @@ def measure_sharded(process: SelftestProcess, stack: ExitStack) -> Measured:
     """The same steps with --multi-gpu fsdp, from the same weights."""
     if process.world.size == 1:
         return {}
-    torch.use_deterministic_algorithms(True, warn_only=True)  # the measurement with --exact has insisted
+    enable_determinism(only_warns=True)  # the measurement with --exact has insisted
     sharded = replace(process, placement=process.placement._replace(strategy="fsdp"))
     try:
         run = sharded.run(stack, max_grad_norm="off")
@@ -241,8 +241,7 @@ _SAMPLES = 16
 
 def measure_all(process: SelftestProcess, save: Callable[[Measured], None]) -> Measured:
     """All parts in turn; `save` gets the results so far after each part, since the next one may end the process."""
-    enable_determinism()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # only --exact insists
+    enable_determinism(only_warns=True)  # only --exact insists
     measured: Measured = {}
     for name, part in _PARTS.items():
         with ExitStack() as stack:
