@@ -36,8 +36,10 @@ def runnable() -> list[Block]:
 
 
 def copy_project(folder: Path) -> Path:
-    """A copy of the project to run in; with its bytecode, which takes seconds to make anew."""
-    unwanted = shutil.ignore_patterns(".git", ".venv*", "checkpoints", "build", "*.egg-info", "*-pytest-*", ".*_cache")
+    """A copy of the project to run in, without the runs of whoever has tried it; with its bytecode, made in seconds."""
+    unwanted = shutil.ignore_patterns(
+        ".git", ".venv*", "checkpoints", "runs", "studies", "build", "*.egg-info", "*-pytest-*", ".*_cache"
+    )
     return Path(shutil.copytree(ROOT, folder / "project", ignore=unwanted))
 
 
