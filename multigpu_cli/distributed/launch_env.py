@@ -81,8 +81,8 @@ def prepare_cublas(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def prepare_compiler(*, deterministic: bool, environ: MutableMapping[str, str] = os.environ) -> None:
-    """What `torch.use_deterministic_algorithms` sets in torch's compiler: it reads this when it is imported."""
+def prepare_inductor(*, deterministic: bool, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set what `torch.use_deterministic_algorithms` sets in inductor, as the variable that inductor's import reads."""
     environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
 
 

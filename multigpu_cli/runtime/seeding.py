@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from multigpu_cli.distributed.launch_env import prepare_compiler, prepare_cublas
+from multigpu_cli.distributed.launch_env import prepare_cublas, prepare_inductor
 from multigpu_cli.planning.batch import make_key
 
 _INIT = 0x1417  # separates the random stream of the initial weights from the others
@@ -79,8 +79,8 @@ class _Kernels(NamedTuple):
         changes = self[:2] != _Kernels.now()[:2]
         if changes and "torch._inductor" in sys.modules:
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.only_warns)
-        elif changes:  # the same without its import of the compiler, which takes a second of CPU and 80 MB
-            prepare_compiler(deterministic=self.deterministic)
+        elif changes:  # the same without its import of inductor, which takes a second of CPU and 80 MB
+            prepare_inductor(deterministic=self.deterministic)
             torch._C._set_deterministic_algorithms(self.deterministic, warn_only=self.only_warns)
         torch.utils.deterministic.fill_uninitialized_memory = self.fills_memory  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = self.benchmark

@@ -57,8 +57,8 @@ class Replica(nn.Module):
         return outputs
 
 
-class _LightDDP(DistributedDataParallel):
-    """DDP that imports torch's compiler neither for one setting nor to exempt a method: a second and 80 MB per rank."""
+class _DDPWithoutDynamo(DistributedDataParallel):
+    """DDP without its import of torch._dynamo (a second and 80 MB per rank), made for one setting and an exemption."""
 
     _inside_ddp_forward = contextmanager(inspect.unwrap(DistributedDataParallel._inside_ddp_forward))
 
@@ -89,7 +89,7 @@ class DDP(Strategy):
         self.loss_factor = float(world.size)
         self.reduces_first = bool((more or {}).get("static_graph"))  # the warm-up fixes which parameters are used
         self._replica = Replica(model, finds_unused=config.find_unused_parameters and not self.reduces_first)
-        self._ddp = _LightDDP(
+        self._ddp = _DDPWithoutDynamo(
             self._replica,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             find_unused_parameters=config.find_unused_parameters,
