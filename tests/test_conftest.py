@@ -1,11 +1,14 @@
 """The rules that hold for all tests."""
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.fork import exit_code
 
 FILES = {
     "test_whole.py": 'import pytest\npytest.importorskip("a_package_nobody_has")\n',
@@ -33,3 +36,19 @@ def test_with_ci_a_skip_that_is_on_no_list_fails(tmp_path: Path, ci: str, outcom
     )
     assert outcome in done.stdout.splitlines()[-1], done.stdout + done.stderr
     assert ("tests/conftest.py: Skipped: not today" in done.stdout) == bool(ci)
+
+
+def test_a_fork_ends_where_its_error_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on as a second run of the tests, and report to whoever the first one reports to."""
+    tests, closed = os.getpid(), io.StringIO()
+    closed.close()
+
+    def work() -> None:
+        monkeypatch.setattr("sys.stderr", closed)
+        raise OSError("no file may grow")
+
+    try:
+        assert exit_code(work) == 1
+    finally:
+        if os.getpid() != tests:
+            os._exit(2)

@@ -103,10 +103,11 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     if process == 0:
         try:
             _run(asked)
+            os._exit(0)
         except BaseException:
             traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+        finally:
+            os._exit(1)  # as in support/fork.py
     _, status, used = os.wait4(process, 0)
     _end_all()
     told, found = Path(asked["told"]), {"signal": os.WTERMSIG(status), "failed": []}

@@ -17,10 +17,11 @@ def exit_code(work: Callable[[], object]) -> int:
         gc.freeze()  # as in ranks.py
         try:
             work()
+            os._exit(0)
         except BaseException:
             traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+        finally:
+            os._exit(1)  # also where nothing can be printed: a fork that returned would run the other tests too
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
