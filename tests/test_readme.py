@@ -36,7 +36,7 @@ def runnable() -> list[Block]:
 
 
 def copy_project(folder: Path) -> Path:
-    """A copy of the project to run in, without the runs of whoever has tried it; with its bytecode, made in seconds."""
+    """A copy of the project to run in, without earlier runs, and with its bytecode, which takes seconds to make."""
     unwanted = shutil.ignore_patterns(
         ".git", ".venv*", "checkpoints", "runs", "studies", "build", "*.egg-info", "*-pytest-*", ".*_cache"
     )

@@ -107,7 +107,7 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(1)  # as in support/fork.py
+            os._exit(1)  # as in tests/support/fork.py
     _, status, used = os.wait4(process, 0)
     _end_all()
     told, found = Path(asked["told"]), {"signal": os.WTERMSIG(status), "failed": []}
