@@ -102,7 +102,7 @@ def test_without_a_validation_split_the_last_weights_are_the_best() -> None:
 # -- the number of workers is a speed knob
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
 def test_the_samples_of_each_step_do_not_depend_on_the_workers(workers: int) -> None:
     run_training(**RUN, trace_samples=True)
     run_training(workers, **RUN | {"save_dir": "other"}, trace_samples=True)
@@ -154,7 +154,7 @@ def test_a_stopped_run_goes_on_where_it_was() -> None:
     assert resumed["startup_seconds"] > stopped["startup_seconds"]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(2, 1, marks=pytest.mark.slow), (1, 3), (3, 2)])
 def test_a_killed_run_goes_on_with_the_same_bits_on_another_number_of_workers(before: int, after: int) -> None:
     """With --exact, bits are a fair question."""
     undisturbed = run_training(**RUN | {"save_dir": "whole"}, exact=True).summary
@@ -169,7 +169,7 @@ def test_a_killed_run_goes_on_with_the_same_bits_on_another_number_of_workers(be
     assert events("resume")[0]["world_size"] == after
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ddp_goes_on_with_the_same_bits_on_the_same_number_of_workers(workers: int) -> None:
     undisturbed = run_training(workers, **RUN | {"save_dir": "whole"}).summary
     when = {2: 14, 3: 9}[workers]  # in the seventh or eighth step
@@ -197,7 +197,7 @@ def test_a_resumed_run_hears_of_a_signal_soon_too() -> None:
         "checkpoint_every": 300,
         "data": "tests.support.user_code:without_evaluation",
     }
-    run_training(2, **many, max_steps=300)
+    run_training(1, **many, max_steps=300)
     ended = run_training(2, **many, max_steps=900, environ={"OWN_DEED": "0:5:SIGTERM", "OWN_PAUSE": "0.01"})
     assert ended.summary["status"] == "stopped"
     assert ended.summary["steps"] < 400

@@ -91,7 +91,7 @@ class Desk:
         self.programs.mkdir()
         shutil.copy(LAUNCHER, folder)
         (folder / "main_multi_gpu.py").write_text(TRAINER)
-        self.program("python3", f'exec "{sys.executable}" "$@"\n')
+        self.program("python3", f'exec "{sys.executable}" -E -S "$@"\n')  # it starts in half the time without packages
         self.program("torchrun", TORCHRUN)
         if gpus is not None:
             self.program("nvidia-smi", "cat <<'END'\n" + "".join(line + "\n" for line in gpus) + "END\n")

@@ -2,20 +2,17 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.test_readme import copy_project
 
 
 def quickstart(project: Path, *overrides: str) -> str:
     """Run it in a copy of the project; its output."""
-    unwanted = shutil.ignore_patterns(".git", ".venv*", "checkpoints", "build", "*.egg-info", "__pycache__", ".*_cache")
-    shutil.copytree(ROOT, project, ignore=unwanted)
     environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "OMP_NUM_THREADS")}
     done = subprocess.run(
         ["make", "quickstart", *overrides], cwd=project, env=environment, capture_output=True, text=True, timeout=1200
@@ -39,11 +36,11 @@ def test_it_trains_the_digits(tmp_path: Path) -> None:
     environment = Path(sys.executable).parent.parent
     if not (environment / ".installed").exists():
         pytest.skip(f"{environment} was not made by the Makefile")
-    project = tmp_path / "project"
+    project = copy_project(tmp_path)
     check(quickstart(project, f"VENV={environment}", "--old-file", str(environment / ".installed")), project)
 
 
 @pytest.mark.slow
 def test_it_installs_into_a_fresh_environment(tmp_path: Path) -> None:
-    project = tmp_path / "project"
+    project = copy_project(tmp_path)
     check(quickstart(project, f"PYTHON={getattr(sys, '_base_executable', sys.executable)}"), project)

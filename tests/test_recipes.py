@@ -33,6 +33,7 @@ SMALLER = {
         *("data.args.block=16", "data.args.windows=24", "data.args.vocabulary=100", "global_batch_size=8"),
         *("model.args.depth=1", "model.args.width=12", "warmup_epochs=0", "compile=off"),
     ],
+    "clstm_ppo": ["data.args.made_days=600", "task.args.rollout=16"],
     "ppo_cartpole": ["task.args.evaluate_episodes=2", "task.args.rollout=16"],
     "ppo_cartpole_masked": ["task.args.evaluate_episodes=2", "task.args.rollout=16"],
 }

@@ -1,5 +1,6 @@
 """Each row of docs/start/what-you-have.md by copy and paste: it trains, or is refused in the words that stand there."""
 
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import main_multi_gpu
+from tests.support.run_training import fork_ranks
 from tests.support.walkthrough import ROOT, blocks
 from tests.support.what_you_have import PAGE, Row, list_files, read_rows, type_row
 from tests.test_readme import copy_project, run
@@ -26,13 +28,16 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def type_in(command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """Exit code and output of a command: of the front door in this process, where torch is imported already."""
-    words = shlex.split(command)
-    if words[0] != "multigpu":
+def type_in(command: str, project: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and output of a command: of the front door and a loop from here, where torch is imported already."""
+    words, code = shlex.split(command), 0
+    if words[0] == "torchrun":
+        fork_ranks(int(words[2].removeprefix("--nproc_per_node=")), lambda rank: runpy.run_path(words[3]), seconds=120)
+    elif words[0] == "multigpu":
+        code = main_multi_gpu.run(words[1:] + (SHORT if words[1].startswith("-") and SHORT[0] not in words else []))
+    else:
         return run(command, project)
-    code = main_multi_gpu.run(words[1:] + (SHORT if words[1].startswith("-") and SHORT[0] not in words else []))
-    return code, "".join(capsys.readouterr())
+    return code, "".join(capfd.readouterr())
 
 
 @pytest.mark.filterwarnings("ignore")  # of other packages; a user's process goes on, too
@@ -44,13 +49,13 @@ def type_in(command: str, project: Path, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_a_row_does_what_it_says(
-    row: Row, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    row: Row, project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(project)
     monkeypatch.syspath_prepend(project)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delitem(sys.modules, "my_samples", raising=False)
-    wrong = type_row(row, lambda command: type_in(command, project, capsys), project)
+    wrong = type_row(row, lambda command: type_in(command, project, capfd), project)
     assert not wrong, wrong
 
 

@@ -160,7 +160,7 @@ def test_resnet50_is_torchvisions() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
 
 
-@pytest.mark.parametrize("side", ["ours", "limit"])
+@pytest.mark.parametrize("side", ["ours", pytest.param("limit", marks=pytest.mark.slow)])
 def test_a_side_measures_in_a_process_of_its_own_and_counts_no_warm_up(side: str) -> None:
     found = gpu.measure(Turn("gpt2", side, 0), {}, 240, tiny=True)
     assert (found.get("error"), found["unit"], found["steps"]) == (None, "samples/s", 4)

@@ -14,7 +14,7 @@ SITE = Path(__file__).resolve().parents[1] / "support" / "site"
 
 @pytest.mark.parametrize(
     "name",
-    ["step_overhead", "hooks", *(pytest.param(name, marks=pytest.mark.slow) for name in ("monitoring", "startup"))],
+    ["step_overhead", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hooks", "monitoring", "startup"))],
 )
 def test_a_benchmark_gives_rows_with_aims(name: str) -> None:
     rows = part(name, tiny=True)

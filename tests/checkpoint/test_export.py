@@ -123,7 +123,7 @@ def test_a_network_that_cannot_be_exported_says_what_can(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["mlp", "convnet", "resnet18", "har-convnet"])
+@pytest.mark.parametrize("name", ["mlp", "convnet", pytest.param("resnet18", marks=pytest.mark.slow), "har-convnet"])
 def test_the_networks_for_samples_with_classes_can_be_exported(name: str, tmp_path: Path) -> None:
     shape = {"har-convnet": (3, 32), "mlp": (12,)}.get(name, (3, 16, 16))
     factory = factories.find_factory(name, MODELS, flag="--model")
@@ -153,17 +153,23 @@ class Whole(Several):
 LEFT, RIGHT = torch.randn(5, 3), torch.randn(5, 2)
 
 
-@pytest.mark.parametrize("suffix", [".pt2", ".onnx"])
+CALLS: dict[str, tuple[nn.Module, Any]] = {
+    "by position": (Several(), (LEFT, RIGHT)),
+    "by name": (Several(), {"right": RIGHT, "left": LEFT}),
+    "whole": (Whole(), {"left": LEFT, "right": RIGHT}),
+}
+
+
 @pytest.mark.parametrize(
-    ("model", "inputs"),
+    ("how", "suffix"),
     [
-        (Several(), (LEFT, RIGHT)),
-        (Several(), {"right": RIGHT, "left": LEFT}),
-        (Whole(), {"left": LEFT, "right": RIGHT}),
+        *((how, ".pt2") for how in CALLS),
+        ("by name", ".onnx"),
+        *(pytest.param(how, ".onnx", marks=pytest.mark.slow) for how in ("by position", "whole")),
     ],
-    ids=["by position", "by name", "whole"],
 )
-def test_a_network_of_several_inputs_is_exported(suffix: str, model: nn.Module, inputs: Any, tmp_path: Path) -> None:
+def test_a_network_of_several_inputs_is_exported(how: str, suffix: str, tmp_path: Path) -> None:
+    model, inputs = CALLS[how]
     adapt_model(model)
     assert export_network(model.eval(), inputs, tmp_path / f"net{suffix}") < 1e-5
     if suffix == ".onnx" and type(model) is Several:

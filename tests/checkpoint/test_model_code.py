@@ -61,8 +61,9 @@ def warnings(ended: Ended) -> list[str]:
     return [fault["action"] for fault in ended.summary["faults"]]
 
 
-@pytest.mark.parametrize("flags", [{}, {"multi_gpu": "fsdp"}], ids=["ddp", "fsdp"])
-def test_an_edit_is_named_once_on_any_number_of_workers(flags: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_an_edit_is_named_once_on_any_number_of_workers(mode: str) -> None:
+    flags = {"multi_gpu": mode}
     assert warnings(train(1, CODE, epochs=1)) == []
     assert warnings(train(2, SAID_NOTHING, epochs=2, **flags)) == []
     [said] = warnings(train(2, FORWARD, epochs=3, **flags))
@@ -73,14 +74,15 @@ def test_an_edit_is_named_once_on_any_number_of_workers(flags: dict[str, Any]) -
     assert warnings(train(1, FORWARD, epochs=4)) == [said], "it is not said again"
 
 
-@pytest.mark.parametrize(("code", "named"), [(FORWARD, "Net"), (FUNCTION, "bend"), (LAYER, "Identity, Tanh")])
-def test_exact_refuses_it_and_nothing_is_touched(code: str, named: str) -> None:
+def test_exact_refuses_it_and_nothing_is_touched() -> None:
     assert warnings(train(1, CODE, epochs=1, exact=True)) == []
     before = content(Path("run"))
-    ended = train(2, code, epochs=2, exact=True)
-    assert (ended.kind, f"the model's {named} changed since run/" in ended.error) == ("RequestError", True), ended.error
-    assert "--init-from run/checkpoints/step_00000003 " in ended.error
-    assert content(Path("run")) == before
+    for code, named in ((FORWARD, "Net"), (FUNCTION, "bend"), (LAYER, "Identity, Tanh")):
+        ended = train(2, code, epochs=2, exact=True)
+        told = f"the model's {named} changed since run/" in ended.error
+        assert (ended.kind, told) == ("RequestError", True), ended.error
+        assert "--init-from run/checkpoints/step_00000003 " in ended.error
+        assert content(Path("run")) == before
     assert warnings(train(2, SAID_NOTHING, epochs=2, exact=True)) == []
 
 

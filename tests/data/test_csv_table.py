@@ -92,7 +92,7 @@ def test_it_trains_by_flags_alone(tmp_path: Path, target: str, best: str) -> Non
         "num_workers": 0,
     }
     sets = [f"data.target={target}", f"data.ignore=[id{', price' if target == 'kind' else ', kind'}]"]
-    ended = run_training(2, **flags, sets=[*sets, "model.args.dropout=0"], epochs=30, base_lr="1e-2")
+    ended = run_training(2, **flags, sets=[*sets, "model.args.dropout=0"], epochs=10, base_lr="3e-2")
     assert not ended.error
     final = ended.summary["final"]
     assert final["test_accuracy"] >= 0.8 if target == "kind" else final["test_mae"] < 20_000

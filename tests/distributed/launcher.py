@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FRONT_DOOR = str(ROOT / "main_multi_gpu.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 SECONDS = 150
+ENVIRON = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support" / "site")]), "OMP_NUM_THREADS": "1"}
 
 
 def options(values: Mapping[str, Any]) -> list[str]:
@@ -36,9 +37,7 @@ def alone(*words: str, **flags: Any) -> list[str]:
 
 def start_command(command: Sequence[str], folder: Path, **environ: str) -> subprocess.Popen[str]:
     """Start it in a folder, as the head of a process group of its own."""
-    places = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support" / "site")])
-    environment = os.environ | {"PYTHONPATH": places, "OMP_NUM_THREADS": "1"} | environ
-    pipe = subprocess.PIPE
+    environment, pipe = os.environ | ENVIRON | environ, subprocess.PIPE
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )

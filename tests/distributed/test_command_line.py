@@ -1,5 +1,6 @@
 """The command line from end to end, with the real torchrun, on scikit-learn's digits (DESIGN §3 and §4)."""
 
+import gc
 import json
 import os
 import signal
@@ -12,11 +13,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from multigpu_cli.checkpoint.manifest import find_damage
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
-from tests.distributed.launcher import alone, run_command, start_command, torchrun, wait_for_exit
+from tests.distributed.forked import run_forked
+from tests.distributed.launcher import SECONDS, alone, run_command, start_command, torchrun, wait_for_exit
+from tests.support.run_training import fork_ranks
+from train_multi_gpu import train_with_multi_gpu
 
 SMALL: dict[str, Any] = {"multi_gpu": "ddp", "model": "mlp", "global_batch_size": 128, "epochs": 2, "log_interval": 2}
 SAMPLES = 1258  # of the 1,797 digits, 10 % are for validation and 20 % for the test
@@ -61,7 +67,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(here: Path) -> subprocess.CompletedProcess[str]:
     """torchrun … main_multi_gpu.py --multi-gpu ddp, two epochs of the digits."""
     command = torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL)
-    return run_command(command, here, PYTHONPROFILEIMPORTTIME="1")
+    return run_forked(command, here, PYTHONPROFILEIMPORTTIME="1")
 
 
 @pytest.fixture
@@ -163,14 +169,14 @@ def test_config_yaml_has_the_users_settings_and_no_place(run: Path) -> None:
 
 def test_the_same_command_again_does_nothing(run: Path, here: Path) -> None:
     before = contents(run)
-    again = run_command(torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL), here)
+    again = run_forked(torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL), here)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout) == summary_of(run)
     assert contents(run) == before
 
 
 def test_config_yaml_repeats_the_run_on_another_number_of_workers(run: Path, here: Path) -> None:
-    again = run_command(
+    again = run_forked(
         alone("--json", "--config", "run/config.yaml", "--multi-gpu", "none", "--save-dir", "again"), here
     )
     assert again.returncode == 0, again.stderr
@@ -183,7 +189,7 @@ def test_config_yaml_repeats_the_run_on_another_number_of_workers(run: Path, her
 
 def test_an_explicit_difference_is_refused_once_naming_both_values(run: Path, here: Path) -> None:
     before = contents(run)
-    refused = run_command(torchrun(2, save_dir="run", **SMALL | {"global_batch_size": 64}), here)
+    refused = run_forked(torchrun(2, save_dir="run", **SMALL | {"global_batch_size": 64}), here)
     assert refused.returncode == 1, "torchrun turns every code into 1"
     assert refused.stderr.count("error: --global-batch-size 64 differs from 128") >= 1
     ours = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
@@ -225,7 +231,7 @@ def test_locked_stopped_resumed_killed_and_resumed_elsewhere(
     process.append(first)
     waiting(lambda: len(checkpoints(run)) >= 2, first)
 
-    second = run_command(alone(**flags | {"multi_gpu": "none"}), tmp_path, **SLOW)
+    second = run_forked(alone(**flags | {"multi_gpu": "none"}), tmp_path, **SLOW)
     assert second.returncode == 2
     assert "another run is using run" in second.stderr
     assert first.poll() is None, "the first goes on"
@@ -246,9 +252,7 @@ def test_locked_stopped_resumed_killed_and_resumed_elsewhere(
     third.kill()  # the agent alone: its workers must not train on
     wait_for_exit(third)
 
-    more = run_command(
-        alone("--json", **flags | {"multi_gpu": "none", "max_steps": checkpoints(run)[-1] + 5}), tmp_path
-    )
+    more = run_forked(alone("--json", **flags | {"multi_gpu": "none", "max_steps": checkpoints(run)[-1] + 5}), tmp_path)
     assert more.returncode == 0, more.stderr
     last = json.loads(more.stdout)
     assert last["status"] == "completed"
@@ -272,7 +276,7 @@ def test_a_run_without_torchrun_launches_itself_and_stops_with_75(
     assert "Traceback" not in ended.stderr
     assert len(events(run, "start")) == 1, "a stop is no reason for another attempt"
 
-    again = run_command(alone("--json", nproc_per_node=2, max_steps=checkpoints(run)[-1] + 5, **flags), tmp_path)
+    again = run_forked(alone("--json", nproc_per_node=2, max_steps=checkpoints(run)[-1] + 5, **flags), tmp_path)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["status"] == "completed"
     assert json.loads(again.stdout)["resumed_from"].endswith(f"step_{events(run, 'resume')[-1]['step']:08d}")
@@ -340,7 +344,7 @@ def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Pa
 
 
 def test_a_wrong_request_of_a_self_launch_is_told_once(tmp_path: Path) -> None:
-    refused = run_command(alone(nproc_per_node=2, multi_gpu="ddp", data="har", save_dir="run"), tmp_path)
+    refused = run_forked(alone(nproc_per_node=2, multi_gpu="ddp", data="har", save_dir="run"), tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.count("har") >= 1
     assert "Traceback" not in refused.stderr
@@ -348,10 +352,19 @@ def test_a_wrong_request_of_a_self_launch_is_told_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_script_has_no_thread_of_gloo_left_after_its_run(tmp_path: Path) -> None:
+def train_and_look_for_gloo(rank: int) -> None:
+    """As a script under torchrun; the exit code tells whether there is a thread of gloo, by the kernel's name."""
+    gc.freeze()  # as in run_training.py
+    model = nn.Linear(3, 2)
+    loader = DataLoader(TensorDataset(torch.ones(8, 3), torch.arange(8) % 2), batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_with_multi_gpu(model, loader, optimizer, num_epochs=1, global_batch_size=4, save_dir="run")
+    names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+    os._exit(any("gloo" in name for name in names))
+
+
+def test_a_script_has_no_thread_of_gloo_left_after_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that runs at Python's exit is what now and then aborts it."""
-    script = Path(__file__).parents[1] / "support" / "torchrun_threads.py"
-    ended = run_command(torchrun(2, script=str(script)), tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("left: ") == 2
-    assert "gloo" not in ended.stdout
+    monkeypatch.chdir(tmp_path)
+    fork_ranks(2, train_and_look_for_gloo, SECONDS)
+    assert Path("run/summary.json").is_file()

@@ -9,7 +9,8 @@ import pytest
 
 import main_multi_gpu
 from multigpu_cli.config.sources import resolve
-from tests.distributed.launcher import alone, run_command
+from tests.distributed.forked import run_forked
+from tests.distributed.launcher import alone
 from tests.support.run_training import run_training
 
 
@@ -21,7 +22,7 @@ def _toys(in_tmp_path: None) -> None:
 
 def test_a_file_trains_resumes_elsewhere_and_predicts(capsys: pytest.CaptureFixture[str]) -> None:
     flags: dict[str, Any] = {"set": "data.target=kind", "batch_size": 6, "save_dir": "run", "max_steps": 4}
-    first = run_command(alone("--json", data="toys.csv", nproc_per_node=2, multi_gpu="ddp", **flags), Path.cwd())
+    first = run_forked(alone("--json", data="toys.csv", nproc_per_node=2, multi_gpu="ddp", **flags), Path.cwd())
     assert first.returncode == 0, first.stderr
     assert json.loads(first.stdout)["world_size"] == 2
     assert "mlp on csv (toys.csv is a .csv file: 48 training samples), classification" in first.stderr

@@ -191,7 +191,7 @@ def test_equal_bits_on_any_number_of_workers(tmp_path: Path) -> None:
         Cell("convnet", more={"ema": 0.9, "model.args": {"width": 4}}),
         Cell("har-convnet", data="har", samples=40, global_batch=48, more=har(tmp_path)),
     ]
-    assert_equal_bits(cells, tmp_path, (2, 3, 4, 7))
+    assert_equal_bits(cells, tmp_path, (2, 3, 7))
 
 
 @pytest.mark.slow
@@ -312,7 +312,9 @@ def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
         train(ALONE, cell | {"max_steps": 2}, shorten(load_data_source(Config().data, 42), 30))
 
 
-@pytest.mark.parametrize("chain", [(2, 1), (4, 2, 1), pytest.param((3, 8, 5), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "chain", [(4, 2, 1), *(pytest.param(chain, marks=pytest.mark.slow) for chain in ((2, 1), (3, 8, 5)))], ids=str
+)
 def test_killed_and_finished_on_other_workers_is_the_undisturbed_run(chain: tuple[int, ...], tmp_path: Path) -> None:
     draws = random.Random(sum(chain))
     configs = [resolve(LONG | {"save_dir": str(tmp_path / name)}, [], None) for name in ("alone", "chain")]

@@ -1,20 +1,21 @@
-"""Networks as people write them under --multi-gpu fsdp, by a real torchrun: nothing is imported before they are built.
+"""Networks as people write them under --multi-gpu fsdp: but for torch, nothing is imported before they are built.
 
-Forked ranks inherit what the test has imported, and that hid how torch's first calls on the meta device behave.
+Ranks that a test forks inherit what it has imported, and that hid how torch's first calls on the meta device behave.
 """
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multigpu_cli.monitor import journal
-from tests.distributed.launcher import run_command, torchrun
+from tests.distributed.launcher import run_command
 from tests.support.run_training import run_training
 from tests.support.tiny_language_models import make_model_folder
 
-SCRIPT = str(Path(__file__).parents[1] / "support" / "train_several.py")
+SCRIPT = str(Path(__file__).with_name("two_ranks.py"))
 RUN: dict[str, Any] = {
     "global_batch_size": 12, "batch_size": 3, "log_interval": 1, "lr": 0.01, "schedule": "constant", "hang_timeout": 45,
 }  # fmt: skip
@@ -57,11 +58,10 @@ def test_two_workers_and_a_resume_have_the_curve_of_one(names: list[str]) -> Non
     """A resume begins in new processes, and if the checkpoint has everything, nobody builds the weights."""
     if "folder" in names:
         make_model_folder(Path("gpt2"), "gpt2")
-    for steps in (STOP, 7):
-        requests = [json.dumps(request(name, name, steps) | {"multi_gpu": "fsdp"}) for name in names]
-        ended = run_command(torchrun(2, *requests, script=SCRIPT), Path())
-        assert ended.returncode == 0, ended.stderr
     for name in names:
+        requests = [json.dumps(request(name, name, steps) | {"multi_gpu": "fsdp"}) for steps in (STOP, 7)]
+        ended = run_command([sys.executable, SCRIPT, *requests], Path())
+        assert ended.returncode == 0, ended.stderr
         one = run_training(1, **request(name, "one", 7) | {"multi_gpu": "none", "save_dir": f"{name}1"})
         assert one.error == ""
         plans = [line["plan"] for line in journal.read_events(f"{name}/journal.jsonl") if line["event"] == "start"]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from multigpu_cli.monitor import journal
-from tests.distributed.launcher import alone, run_command
+from tests.distributed.forked import run_forked
+from tests.distributed.launcher import alone
 
 THEIRS = """
 data: tests.support.user_code:tensors
@@ -46,11 +47,11 @@ def read_row(printed: str) -> str:
 
 def test_the_plan_names_what_only_a_file_asks_for(here: Path) -> None:
     flags: dict[str, Any] = {"config": "theirs.yaml", "save_dir": "run"}
-    tried = run_command(alone("--dry-run", "--json", **flags), here)
+    tried = run_forked(alone("--dry-run", "--json", **flags), here)
     assert json.loads(tried.stdout)["from_files"] == TOLD, tried.stderr
-    launched = run_command(alone(multi_gpu="ddp", nproc_per_node=2, **flags), here, COLUMNS="400")
+    launched = run_forked(alone(multi_gpu="ddp", nproc_per_node=2, **flags), here, COLUMNS="400")
     assert read_row(launched.stdout) == TOLD, launched.stderr
     started = next(event for event in journal.read_events(here / "run/journal.jsonl") if event["event"] == "start")
     assert started["plan"]["from_files"] == TOLD
-    resumed = run_command(alone(save_dir="run", own_code=True, max_steps=3), here, COLUMNS="400")
+    resumed = run_forked(alone(save_dir="run", own_code=True, max_steps=3), here, COLUMNS="400")
     assert read_row(resumed.stdout) == TOLD.replace("--config theirs.yaml", "run"), resumed.stderr

@@ -1,7 +1,9 @@
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/tiny_language_model.py"
 BROKEN = """
@@ -10,13 +12,17 @@ def __getattr__(name):
 """
 
 
-def test_a_torchvision_for_another_torch_is_told_in_two_lines(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_torchvision_for_another_torch_is_told_in_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers raises it where torchvision can't be imported."""
-    (tmp_path / "transformers.py").write_text(BROKEN)
-    (tmp_path / "tokenizers.py").write_text("ByteLevelBPETokenizer = None")
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run([sys.executable, EXAMPLE], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("transformers can't be loaded: torchvision::nms is gone\n  try: pip install")
-    assert "Traceback" not in ended.stderr
-    assert not (tmp_path / "tiny").exists()
+    broken = ModuleType("transformers")
+    exec(BROKEN, vars(broken))
+    monkeypatch.setitem(sys.modules, "transformers", broken)
+    monkeypatch.setitem(sys.modules, "tokenizers", ModuleType("tokenizers"))
+    monkeypatch.setattr("tokenizers.ByteLevelBPETokenizer", None, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    told = str(ended.value.code).splitlines()
+    assert told[0] == "transformers can't be loaded: torchvision::nms is gone"
+    assert (len(told), told[1].startswith("  try: pip install")) == (2, True)
+    assert not Path("tiny").exists()

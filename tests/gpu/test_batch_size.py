@@ -137,7 +137,8 @@ def test_the_search_comes_after_all_that_nccl_takes(exact: bool, tmp_path: Path)
 
         batch_size._find_largest_micro_batch = find
 
-    ended = train_on_gpus(2, prepare=note, **RUN | {"exact": exact, "save_dir": str(tmp_path / "run")})
+    small = {"sets": ("model.args.width=64", "model.args.depth=1"), "max_steps": 1}
+    ended = train_on_gpus(2, prepare=note, **RUN | small | {"exact": exact, "save_dir": str(tmp_path / "run")})
     assert not ended.error, ended.error
     for rank in range(2):
         assert set([*KINDS][: 3 + exact]) <= set((tmp_path / f"{rank}.txt").read_text().split())

@@ -9,6 +9,7 @@ import torch
 
 import main_multi_gpu
 from multigpu_cli.commands import bench_overlap
+from multigpu_cli.commands.doctor import bandwidth, doctor
 from multigpu_cli.commands.doctor.bandwidth import check_host_to_device
 from multigpu_cli.commands.doctor.doctor import check_model
 from multigpu_cli.commands.plan import measure
@@ -51,29 +52,31 @@ def test_doctor_says_that_a_gpu_is_full() -> None:
     """Others may have all of its memory: that is why somebody asks the doctor."""
 
     def work(sim: Simulated) -> list[tuple[str, str]]:
+        bandwidth._COPIED = 16 * MIB
         found = [check_host_to_device(torch.device("cuda", number)) for number in range(2)]
         return [(each.name, each.evidence) for each in found if "memory is full" in each.evidence]
 
-    told = alone(work, Machine((Gpu(), Gpu(memory=200 * MIB))))
-    assert told == [("host to GPU 1", "its memory is full: 256 MiB could not be allocated")]
+    told = alone(work, Machine((Gpu(), Gpu(memory=12 * MIB))))
+    assert told == [("host to GPU 1", "its memory is full: 16 MiB could not be allocated")]
 
 
 def test_doctor_says_what_a_micro_batch_takes() -> None:
-    """A sample keeps 1 MiB for backward; beside the weights are their gradients, and twice their size for AdamW."""
+    """A sample keeps 128 KiB for backward; beside the weights are their gradients, and twice their size for AdamW."""
     flags = {"data": "tests.support.user_code:tensors", "model": "tests.gpu.networks:wide", "amp": "off"}
-    sets = ["data.args.train=256", "model.args.width=32768", "model.args.depth=8"]
+    sets = ["data.args.train=256", "model.args.width=4096", "model.args.depth=8"]
 
     def work(sim: Simulated) -> list[dict[str, str]]:
+        doctor._GIB = GIB // 8
         sizes = ("64", "256")
         return [
             {each.name: each.evidence for each in check_model(resolve(flags | {"batch_size": size}, sets, None))}
             for size in sizes
         ]
 
-    found, too_large = alone(work, Machine.of(1, memory=GIB // 4))
+    found, too_large = alone(work, Machine.of(1, memory=GIB // 32))
     taken = found["model"].partition("--batch-size 64 takes ")[2].partition(" of 0 GiB")[0]
-    weights = 4 * (6 + 1 + 3) * 32768
-    assert 1 < float(taken) * GIB / (64 * MIB + 4 * weights) < 2
+    weights = 4 * (6 + 1 + 3) * 4096
+    assert 1 < float(taken) * (GIB // 8) / (8 * MIB + 4 * weights) < 2
     assert found["largest batch"] == "--batch-size 128 a device: measured: 256 does not fit"
     assert too_large["model"].endswith("--batch-size 256 does not fit, 128 does")
 

@@ -14,7 +14,7 @@ from tests.gpu.simulated.gpus import alone, train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
 
-RUN: dict[str, Any] = {"max_steps": 8, "checkpoint_every": 2, "log_interval": 1, "global_batch_size": 16}
+RUN: dict[str, Any] = {"max_steps": 6, "checkpoint_every": 2, "log_interval": 1, "global_batch_size": 16}
 NO_DROPOUT: dict[str, Any] = {"model": "mlp", "sets": ("model.args.width=8", "model.args.dropout=0.0"), "amp": "off"}
 
 

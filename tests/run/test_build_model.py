@@ -43,7 +43,7 @@ TINY = tuple(
 )  # fmt: skip
 ONE, EACH = "rank 0 builds the weights in host memory", "each rank builds the whole model in host memory: "
 CASES: dict[str, tuple[dict[str, str], tuple[str, ...], str]] = {
-    "gpt": (GPT, SMALL, ONE),
+    "gpt": (GPT, ("model.args.depth=2", *SMALL[1:]), ONE),
     "silent": (SHY, ("model.args.how=silent",), ONE),
     "reads": (SHY, ("model.args.how=reads",), f"{EACH}on the meta device its factory raises RuntimeError"),
     "keeps": (SHY, ("model.args.how=keeps",), f"{EACH}it has tensors that are neither parameters nor buffers"),
@@ -108,7 +108,7 @@ def test_no_rank_but_one_holds_more_than_a_block_beside_its_rows(tmp_path: Path)
 
 
 def test_where_a_checkpoint_has_all_weights_nobody_builds_them(in_tmp_path: None) -> None:
-    flags: dict[str, Any] = {"multi_gpu": "fsdp", "epochs": 2, "batch_size": 8, "save_dir": "run"} | SHY
+    flags: dict[str, Any] = {"multi_gpu": "fsdp", "epochs": 1, "batch_size": 10, "save_dir": "run"} | SHY
     sets = ["model.args.how=keep"]
     whole = run_training(2, **flags | {"save_dir": "whole"}, sets=sets)
     run_training(2, **flags, sets=sets, max_steps=1)

@@ -30,6 +30,14 @@ def faults(folder: str = "run") -> list[str]:
     return [event["action"] for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == "fault"]
 
 
+@pytest.fixture(scope="module")
+def with_plenty(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the same run with enough memory."""
+    folder = str(tmp_path_factory.mktemp("plenty"))
+    assert run_training(**RUN | GREEDY | {"save_dir": folder}, sets=["model.args.limit=99"]).error == ""
+    return losses(folder)
+
+
 def for_inference() -> nn.Module:
     class ForInference(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -43,13 +51,12 @@ def for_inference() -> nn.Module:
 @pytest.mark.parametrize(
     ("workers", "only", "mode"), [(1, "null", "auto"), (2, "null", "auto"), (2, "1", "auto"), (2, "1", "fsdp")]
 )
-def test_micro_batches_shrink_until_they_fit(workers: int, only: str, mode: str) -> None:
+def test_micro_batches_shrink_until_they_fit(workers: int, only: str, mode: str, with_plenty: list[float]) -> None:
     """Alike on all ranks, also where it strikes one of them only."""
-    plenty = run_training(workers, **RUN | GREEDY | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
     shrunk = run_training(workers, **RUN | GREEDY | {"multi_gpu": mode}, sets=[f"model.args.rank={only}"])
-    assert shrunk.error == plenty.error == ""
+    assert shrunk.error == ""
     assert shrunk.summary["global_batch_size"] == 20
-    assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
+    assert losses("run") == pytest.approx(with_plenty, rel=1e-5)
     assert [action.split(", the same")[0] for action in faults()] == [
         "out of memory: micro-batches of 5 instead of 10",
         "out of memory: micro-batches of 2 instead of 5",
@@ -57,11 +64,10 @@ def test_micro_batches_shrink_until_they_fit(workers: int, only: str, mode: str)
 
 
 @pytest.mark.parametrize("said", ["", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"], ids=["torch", "cuDNN"])
-def test_one_process_survives_it_in_the_middle(said: str) -> None:
-    plenty = run_training(**RUN | GREEDY | {"save_dir": "plenty"}, sets=["model.args.limit=99"])
+def test_one_process_survives_it_in_the_middle(said: str, with_plenty: list[float]) -> None:
     shrunk = run_training(**RUN | GREEDY, sets=["model.args.after=6", f"model.args.said={said!r}"])
-    assert shrunk.error == plenty.error == ""
-    assert losses("run") == pytest.approx(losses("plenty"), rel=1e-5)
+    assert shrunk.error == ""
+    assert losses("run") == pytest.approx(with_plenty, rel=1e-5)
     assert shrunk.summary["steps"] == 6
     assert len(faults()) == 2
 
@@ -302,8 +308,10 @@ def test_out_of_memory_after_the_first_step_leaves_a_measured_global_batch_as_it
     assert faults()[-1].split(", the same")[0] == f"out of memory: micro-batches of {halved}"
 
 
-@pytest.mark.parametrize("every", ["1", "1000"], ids=["after a checkpoint", "before the first"])
-@pytest.mark.parametrize("workers", [2, 1])
+@pytest.mark.parametrize(
+    ("workers", "every"),
+    [(2, "1"), (1, "1000"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "1"), (2, "1000")))],
+)
 def test_neither_does_the_attempt_that_follows(every: str, workers: int) -> None:
     """On as many workers and on fewer, with and without a checkpoint to go on from."""
     sets = ["model.args.after=7", "model.args.limit=8", "model.args.rank=1"]

@@ -153,8 +153,9 @@ def test_a_run_that_begins_again_before_any_evaluation_has_no_best_yet() -> None
     assert run_with_scores(RISING, **again).summary["best"]["step"] == best_step() == 24
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("workers", "when"), [(1, "before"), (1, "after"), pytest.param(2, "before", marks=pytest.mark.slow), (2, "after")]
+)
 def test_a_kill_beside_a_checkpoint_changes_no_best(when: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same scores; best.pt is never behind the newest checkpoint, and after the resume not ahead either."""
     flags = {"global_batch_size": 10, "batch_size": 5, "exact": True}

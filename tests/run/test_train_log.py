@@ -199,7 +199,10 @@ def test_slow_samples_are_data_wait(tmp_path: Path) -> None:
     assert line["comm_share"] is None
 
 
-@pytest.mark.parametrize(("workers", "global_batch"), [(1, 10), (1, 25), (2, 20), (2, 15)])
+@pytest.mark.parametrize(
+    ("workers", "global_batch"),
+    [pytest.param(1, 10, marks=pytest.mark.slow), (1, 25), pytest.param(2, 20, marks=pytest.mark.slow), (2, 15)],
+)
 def test_samples_that_are_all_alike_have_no_gradient_noise(tmp_path: Path, workers: int, global_batch: int) -> None:
     """Micro-batch and global batch of a step then have the same mean gradient, whatever losses were multiplied by.
 

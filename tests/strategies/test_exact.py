@@ -73,7 +73,7 @@ def by_definition(count: int) -> bytes:
     return tree.total().numpy().tobytes()
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("workers", [3, 4, 7, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 def test_the_gradient_has_the_bits_of_the_definition_on_every_rank(workers: int) -> None:
     """Any number of leaves: more and fewer than workers, a power of two or not."""
     expected = [by_definition(count) for count in LEAVES]
@@ -128,7 +128,7 @@ def each_share(world: World) -> dict[str, str]:
     return {name: steps(plan, ExactReduction)(world) for name, plan in SHARES.items()}
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5, 8])
+@pytest.mark.parametrize("workers", [2, 3, 8, pytest.param(5, marks=pytest.mark.slow)])
 def test_buffers_have_the_bits_of_one_worker_too(workers: int) -> None:
     assert run_on_each_rank(workers, each_share) == [each_share(ALONE)] * workers
 
@@ -229,7 +229,7 @@ def each_kind(world: World) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("workers", [3, 4, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_type_of_weight_and_buffer_has_the_bits_of_one_worker(workers: int) -> None:
     expected = each_kind(ALONE)
     assert len(expected) == len(FLOATING) * len(KINDS)

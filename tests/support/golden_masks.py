@@ -60,12 +60,14 @@ ENDS: dict[str, tuple[str, ...]] = {
 """By the beginning of a template's name: the tokens at which its model stops, EOS first."""
 
 
+@cache
 def list_templates() -> dict[str, str]:
     """The templates by name; those ending in _training are trl's own variants."""
     paths = sorted(_find_package("trl").glob("chat_templates/*.jinja"))
     return {path.stem: path.read_text() for path in paths}
 
 
+@cache
 def read_corpus(name: str) -> list[list[str]]:
     """The conversations of a file of chatterbot_corpus: texts in turn."""
     path = _find_package("chatterbot_corpus") / "data" / "english" / f"{name}.yml"

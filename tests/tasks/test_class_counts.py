@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.commands.report.report import write_report
 from multigpu_cli.config.schema import DataConfig, MetricConfig, TaskConfig
+from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.loader import Batch, Loader
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World
@@ -23,9 +24,10 @@ from multigpu_cli.metrics.load import load_metrics
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.tasks.own_loss import Criterion
 from multigpu_cli.tasks.supervised import LARGEST_TABLE, Classification, MultiLabel, count_classes
-from tests.distributed.launcher import run_command, torchrun
 from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import fork_ranks
 from tests.support.world import CPU
+from train_multi_gpu import train
 
 MANY = 10_000
 same = nn.Identity()
@@ -74,15 +76,8 @@ def test_an_evaluation_of_ten_thousand_classes_makes_no_table(workers: int) -> N
 
 
 def test_a_run_of_ten_thousand_classes_ends_with_a_count_for_each(tmp_path: Path) -> None:
-    flags: dict[str, Any] = {
-        "data": f"{__name__}:many",
-        "max_steps": 2,
-        "save_dir": "run",
-        "batch_size": 8,
-        "multi_gpu": "ddp",
-    }
-    done = run_command(torchrun(2, **flags), tmp_path)
-    assert done.returncode == 0, done.stderr
+    flags = {"data": f"{__name__}:many", "max_steps": 2, "save_dir": str(tmp_path / "run"), "batch_size": 8}
+    fork_ranks(2, lambda rank: train(resolve(flags | {"multi_gpu": "ddp"}, [], None), screen="quiet"), seconds=120)
     file = tmp_path / "run" / "summary.json"
     summary = json.loads(file.read_text())
     assert file.stat().st_size < 3_000_000

@@ -1,11 +1,14 @@
 """The driver with trials that take no time: the same study on any slots and after any kill, faults, budget, seeds."""
 
+import gc
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
+import warnings
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,7 +23,6 @@ from multigpu_cli.tune.scheduler import measure_use
 from multigpu_cli.tune.study import summarize
 from tests.tune.studies import FAKE, find_children, make_driver, make_study, read_trials, wait_until_gone
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL: dict[str, Any] = {"trials": 6, "generation": 3, "rungs": [1, 3, 9], "sampler": "random"}
 
 
@@ -55,16 +57,25 @@ def test_one_two_and_three_slots_give_the_same_trials_and_winner_which_is_tested
     assert len(optuna.load_study(study_name=name, storage=storage).trials) == 6
 
 
-CODE = """
-import signal, sys
-from pathlib import Path
-from multigpu_cli.tune import driver
-from tests.tune.studies import FAKE, find_children, make_driver, make_study, read_trials, wait_until_gone
-signal.signal(signal.SIGINT, lambda *_: None)  # which the driver puts back: one more may come after its end
-driver.FRONT_DOOR = FAKE
-own = make_driver(Path(sys.argv[1]), make_study(trials=6, generation=3, rungs=[1, 3, 9]), 2, {"FAKE_EPOCH": "0.05"})
-print(own.run())
-"""
+COMPLETED, STOPPED = 0, 3
+
+
+def start_study(folder: Path, hangup: Any = signal.SIG_DFL, epoch: str = "0.05", **environ: str) -> BaseProcess:
+    """A study on two slots in a forked process, whose exit code says how it ended."""
+
+    def drive() -> None:
+        gc.freeze()  # as in support/ranks.py
+        signal.signal(signal.SIGHUP, hangup)
+        signal.signal(signal.SIGINT, lambda *_: None)  # which the driver puts back: one more may come after its end
+        study = make_study(trials=6, generation=3, rungs=[1, 3, 9])
+        own = make_driver(folder, study, 2, {"FAKE_EPOCH": epoch} | environ)
+        sys.exit({"completed": COMPLETED, "stopped": STOPPED}[own.run()])
+
+    process = get_context("fork").Process(target=drive, daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
+        process.start()
+    return process
 
 
 @pytest.mark.slow
@@ -72,27 +83,26 @@ def test_a_study_that_is_killed_at_random_ends_as_undisturbed(tmp_path: Path) ->
     run_study(tmp_path / "calm", sampler="tpe")
     random, folder, kills = Random(7), tmp_path / "killed", 0
     while True:
-        process = subprocess.Popen(
-            [sys.executable, "-c", CODE, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-        )
+        process = start_study(folder)
         wait_for_lines(folder / "study.jsonl", process, random.randrange(1, 5))
-        if kills >= 3 or process.poll() is not None:
+        if kills >= 3 or not process.is_alive():
             break
-        children = find_children(process.pid)
+        children = find_children(process.pid or 0)
         process.kill()
-        process.communicate()
+        process.join()
         kills += 1
         for child in children:
             wait_until_gone(child)  # the kernel has ended it with its driver
-    assert process.communicate()[0] == "completed\n"
+    process.join()
+    assert process.exitcode == COMPLETED
     assert kills == 3
     assert read_trials(folder) == read_trials(tmp_path / "calm")
 
 
-def wait_for_lines(file: Path, process: "subprocess.Popen[str]", count: int) -> None:
+def wait_for_lines(file: Path, process: BaseProcess, count: int) -> None:
     """Until so many more lines are there, or the process has ended."""
     before = len(list(read_events(file))) if file.exists() else 0
-    while process.poll() is None and (not file.exists() or len(list(read_events(file))) < before + count):
+    while process.is_alive() and (not file.exists() or len(list(read_events(file))) < before + count):
         time.sleep(0.01)
 
 
@@ -178,34 +188,29 @@ def test_several_objectives_run_whole_and_have_a_front(tmp_path: Path) -> None:
 
 
 def test_a_signal_stops_all_runs_and_the_study_goes_on(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", CODE, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = start_study(tmp_path)
     wait_for_lines(tmp_path / "study.jsonl", process, 3)
-    children = find_children(process.pid)
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate()[0] == "stopped\n"
+    children = find_children(process.pid or 0)
+    process.terminate()
+    process.join()
+    assert process.exitcode == STOPPED
     for child in children:
         assert not Path(f"/proc/{child}").exists()
     assert run_study(tmp_path, sampler="tpe")["status"] == "completed"
 
 
 def test_nohup_keeps_a_study_from_a_hangup_and_a_second_ctrl_c_ends_runs_that_do_not_stop(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CODE.replace('"0.05"', '"60"'), str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"FAKE_DEAF": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = start_study(tmp_path, signal.SIG_IGN, epoch="60", FAKE_DEAF="1")
     wait_for_lines(tmp_path / "study.jsonl", process, 3)
     (ignored,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
     assert int(ignored, 16) & 1 << signal.SIGHUP - 1
     until = time.monotonic() + 30
-    while process.poll() is None and time.monotonic() < until:
-        process.send_signal(signal.SIGINT)
+    while process.is_alive() and time.monotonic() < until:
+        os.kill(process.pid or 0, signal.SIGINT)
         time.sleep(0.05)
     process.kill()
-    assert process.communicate()[0] == "stopped\n"
+    process.join()
+    assert process.exitcode == STOPPED
 
 
 def test_the_journal_is_read_for_hours_only_where_something_is_to_be_decided(

@@ -186,7 +186,10 @@ def time_planted_steps(world: World, config: Config, folder: Path) -> list[float
         return group_timer.median_step(torch.stack(all_gather(world, group_timer.time_steps(components, world))))
 
 
-@pytest.mark.parametrize(("flags", "gathers"), [({}, 5 + 4), ({"reshard": "step"}, 5)], ids=["forward", "step"])
+@pytest.mark.parametrize(
+    ("flags", "gathers"),
+    [pytest.param({}, 5 + 4, id="forward"), pytest.param({"reshard": "step"}, 5, id="step", marks=pytest.mark.slow)],
+)
 def test_gathering_is_no_part_of_the_passes(
     flags: dict[str, Any], gathers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

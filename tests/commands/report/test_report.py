@@ -2,11 +2,13 @@
 
 import json
 import re
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 import main_multi_gpu
+from multigpu_cli.commands.report import report
 from multigpu_cli.commands.report.report import make_report_dir, write_report
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.plot_style import color_of_run
@@ -44,6 +46,14 @@ def test_where_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_report_dir([one], "file")
 
 
+@pytest.fixture
+def one_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first is drawn, since each takes a fifth of a second."""
+    draw = report.draw_plots
+    monkeypatch.setattr(report, "draw_plots", lambda runs: islice(draw(runs), 1))
+
+
+@pytest.mark.usefixtures("one_picture")
 def test_any_number_of_runs_and_the_curves_of_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ten runs of a sweep: all stand in a table with what they differ in, and eight have curves."""
     for number in range(10):
@@ -65,6 +75,7 @@ def test_any_number_of_runs_and_the_curves_of_the_best(tmp_path: Path, capsys: p
     assert curves[1].endswith("r6, r5, r7, r4, r8, r3, r9, r2")
 
 
+@pytest.mark.usefixtures("one_picture")
 def test_the_order_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [interrupted_run(tmp_path / name) for name in "ab"]
     (runs[1] / "summary.json").write_text(json.dumps(SUMMARY | {"final": {"test_accuracy": 0.99}}))

@@ -1,4 +1,7 @@
-"""selftest names each of sixteen faults, planted one at a time in a copy of the package, whose workers it starts."""
+"""selftest names each of sixteen faults, planted one at a time in a copy of the package, whose workers it starts.
+
+`make test` plants two at once, and forks the workers.
+"""
 
 import json
 import os
@@ -6,12 +9,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 import main_multi_gpu
+from tests.support.fork import exit_code
 
 ROOT = Path(main_multi_gpu.__file__).parent
 PACKAGE = ROOT / "multigpu_cli"
@@ -35,6 +41,7 @@ def build(input_shape, num_classes, batch_first):
     return Sequences(batch_first)
 """
 # An epoch ends with two micro-batches, which leave one of the three workers without any.
+COPIED = ("main_multi_gpu", "multigpu_cli", "tests", "train_multi_gpu")
 SETTINGS = ("--data", "own:images", "--batch-size", "4", "--nproc-per-node", "3", "--ema", "0.9", "--json")
 CONVNET = ("--model", "convnet", "--set", "model.args={width: 4, stages: 1, dropout: 0.5}")
 MIXED = "a sample's output does not depend on the others"
@@ -167,19 +174,39 @@ PLANTS = {
 }
 
 
-def run_selftest(home: Path, *plants: Plant, model: Sequence[str] = CONVNET) -> tuple[int, dict[str, Any]]:
-    """Exit code and findings of the command, in a copy of the package with these faults."""
+def make_copy(home: Path, *plants: Plant) -> None:
+    """A copy of the package with these faults, and OWN_CODE."""
     shutil.copytree(PACKAGE, home / "multigpu_cli")
     shutil.copy(ROOT / "main_multi_gpu.py", home)
     (home / "own.py").write_text(OWN_CODE)
     for file, text, wrong in (edit for each in plants for edit in each.edits):
         path = home / "multigpu_cli" / file
         path.write_text(path.read_text().replace(text, wrong))
+
+
+def run_selftest(home: Path, *plants: Plant, model: Sequence[str] = CONVNET) -> tuple[int, dict[str, Any]]:
+    """Exit code and findings of the command, in a copy of the package with these faults."""
+    make_copy(home, *plants)
     words = [sys.executable, str(home / "main_multi_gpu.py"), "selftest", *SETTINGS, *model]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(words, cwd=home, env=environ, capture_output=True, text=True, timeout=300)
     assert result.stdout, result.stderr
     return result.returncode, json.loads(result.stdout)
+
+
+def run_forked(home: Path) -> None:
+    """The command of the copy, in a fork of this process and with forked workers: torch is imported already."""
+    os.chdir(home)
+    sys.path.insert(0, str(home))
+    for name in [name for name in sys.modules if name.partition(".")[0] in COPIED]:
+        del sys.modules[name]
+    door: Any = import_module("main_multi_gpu")
+    selftest: Any = import_module("multigpu_cli.commands.selftest.selftest")
+    forks = import_module("tests.commands.selftest.test_selftest")
+    selftest.run_in_workers = lambda placement, _, config, folder: forks.in_forks(config, placement, folder)
+    with open(home / "said.json", "w") as file, redirect_stdout(file):
+        code = door.run(["selftest", *SETTINGS, *CONVNET])
+    assert (code, Path(door.__file__).parent) == (1, home)
 
 
 def list_failing(report: dict[str, Any]) -> list[str]:
@@ -194,13 +221,11 @@ def test_each_plant_still_has_its_place() -> None:
 
 def test_two_faults_are_found_and_nothing_else(tmp_path: Path) -> None:
     order, clipping, *_ = PLANTS.values()
-    code, report = run_selftest(tmp_path, order, clipping)
-    assert (code, list_failing(report)) == (1, [order.check, clipping.check])
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {
-        "multigpu_cli",
-        "main_multi_gpu.py",
-        "own.py",
-    }
+    make_copy(tmp_path, order, clipping)
+    before = {path.name for path in tmp_path.iterdir()}
+    assert exit_code(lambda: run_forked(tmp_path)) == 0
+    assert list_failing(json.loads((tmp_path / "said.json").read_text())) == [order.check, clipping.check]
+    assert {path.name for path in tmp_path.iterdir()} - before - {"__pycache__"} == {"said.json"}
 
 
 @pytest.mark.slow

@@ -164,7 +164,7 @@ def failing(found: Finding) -> list[CheckResult]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"model": "convnet", "nproc_per_node": 3},
+        {"model": "convnet", "model.args": {"stages": 1}, "nproc_per_node": 3},
         {"data": f"{HERE}:drawn", "data.args": {"own": False}, "model": "mlp"},
         {"model": "mlp", "amp": "bf16", "optimizer": "sgd", "global_batch_size": 14, "ema": 0.9},
         {

@@ -32,13 +32,20 @@ RUNS: dict[str, dict[str, Any]] = {
         "epochs": 1,
         "sets": SMALL,
     },
-    "convolution": {"data": "digits", "model": "convnet", "max_steps": 4, "ema": "0.9", "max_grad_norm": 0.1},
+    "convolution": {
+        "data": "digits",
+        "model": "convnet",
+        "max_steps": 3,
+        "ema": "0.9",
+        "max_grad_norm": 0.1,
+        "sets": ["data.args.val_fraction=0.02", "data.args.test_fraction=0.02", "model.args.stages=2"],
+    },
     "sgd": {"optimizer": "sgd", "epochs": 1},
 }
 EXACT: dict[str, Any] = {"exact": True, "amp": "off", "batch_size": 5, "global_batch_size": 20, "log_interval": 1}
 
 
-@pytest.mark.parametrize("what", RUNS)
+@pytest.mark.parametrize("what", [pytest.param("perceptron", marks=pytest.mark.slow), *[*RUNS][1:]])
 def test_gpus_come_to_the_bits_of_the_cpu(what: str, tmp_path: Path) -> None:
     flags = EXACT | RUNS[what]
     on_cpu = run_training(1, **flags, save_dir=str(tmp_path / "cpu"))

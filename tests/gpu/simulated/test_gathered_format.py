@@ -27,7 +27,7 @@ from tests.gpu.simulated.gpus import each_rank, train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Machine
 
-SMALL = ["model.args.depth=2", "model.args.heads=2", "model.args.width=32"]
+SMALL = ["model.args.depth=1", "model.args.heads=2", "model.args.width=32"]
 RUN: dict[str, Any] = {
     "data": "tests.support.user_code:sentences",
     "model": "gpt",
@@ -79,14 +79,14 @@ def train(folder: Path, steps: int, workers: int = 2, *, old: bool = False) -> t
 
 
 def test_a_run_gathers_half_the_bytes_and_an_older_one_goes_on_as_it_was(tmp_path: Path) -> None:
-    halved, losses, pinned = train(tmp_path / "new", 6)
+    halved, losses, pinned = train(tmp_path / "new", 4)
     assert pinned == "bf16"
-    assert train(tmp_path / "old", 2, old=True)[2] is None
-    whole, before, still = train(tmp_path / "old", 6)
+    assert train(tmp_path / "old", 1, old=True)[2] is None
+    whole, before, still = train(tmp_path / "old", 4)
     assert still == "fp32"
-    assert (whole, len(losses), len(before)) == (2 * halved, 6, 6)
+    assert (whole, len(losses), len(before)) == (2 * halved, 4, 4)
     assert losses == pytest.approx(before, rel=0.02), "norms and embeddings are rounded to eight bits"
-    assert train(tmp_path / "four", 6, 4)[1] == pytest.approx(losses, rel=2e-3), "alike on any number of workers"
+    assert train(tmp_path / "three", 4, 3)[1] == pytest.approx(losses, rel=2e-3), "alike on any number of workers"
 
 
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:

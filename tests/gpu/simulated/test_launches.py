@@ -34,7 +34,7 @@ TOKENS_RUN: dict[str, Any] = {
     "task": "language-model",
     "sets": ["model.args.depth=1", "model.args.heads=2", "model.args.width=16"],
     "batch_size": 4,
-    "max_steps": 5,
+    "max_steps": 4,
     "epochs": 5,
 }
 

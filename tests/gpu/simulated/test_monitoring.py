@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from multigpu_cli.faults import watchdog
-from tests.gpu.simulated.gpus import front_door, train_on_gpus
+from tests.gpu.simulated.gpus import train_on_gpus
 from tests.gpu.simulated.install import Simulated
 from tests.gpu.simulated.machine import Gpu, Machine
 
@@ -21,14 +21,14 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "train"]
 
 
-def test_a_gpu_that_nvml_has_lost_ends_no_run_and_is_told_of_once(tmp_path: Path) -> None:
+def test_a_gpu_that_nvml_has_lost_ends_no_run_and_is_told_of_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     lost = Machine((Gpu(nvml={"lost": "GPU is lost"}),))
-    done = front_door(
-        *("--max-steps", "4", "--log-interval", "1", "--num-workers", "0", "--save-dir", str(tmp_path / "run")),
-        machine=lost,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("of the GPU of rank 0: not known (NVML: GPU is lost)") == 1
+    flags: dict[str, Any] = {"max_steps": 4, "log_interval": 1, "save_dir": str(tmp_path / "run")}
+    ended = train_on_gpus(1, machine=lost, screen="normal", **flags)
+    assert (ended.error, ended.summary["status"]) == ("", "completed")
+    assert capfd.readouterr().out.count("of the GPU of rank 0: not known (NVML: GPU is lost)") == 1
     assert all(line["gpu_utilisation"] == line["gpu_memory_used"] == [None] for line in lines(tmp_path / "run"))
     assert all(line["memory"][0] > 0 for line in lines(tmp_path / "run"))
 

@@ -63,10 +63,10 @@ def try_to_encode(encoder: ChatEncoder, conversation: Conversation) -> ChatToken
 def test_masks_agree_with_the_marks_in_trls_templates() -> None:
     """Its variants for training mark what the assistant says; they were made without our rendering of prefixes."""
     compared = 0
-    for name in list_templates():
+    for name in (name for name in list_templates() if name.endswith("_training")):
         tokenizer, ends = make_tokenizer(name)
         for title, conversation in make_conversations().items():
-            if not name.endswith("_training") or (name, title) == ("diffusion_gemma_training", "a call of a tool"):
+            if (name, title) == ("diffusion_gemma_training", "a call of a tool"):
                 continue  # that one does not write the role after a tool's answer where it asks, so the model does
             try:
                 ids, learned = ChatEncoder(tokenizer, None, "assistant", ends).encode(conversation, "a:1")
