@@ -39,7 +39,7 @@ def rows() -> list[Row]:
 
 
 ROWS = rows()
-RUN: dict[str, Any] = {"epochs": 2, "num_workers": 0, "global_batch_size": 12, "batch_size": 4}
+RUN: dict[str, Any] = {"epochs": 1, "num_workers": 0, "global_batch_size": 12, "batch_size": 4}
 
 
 @pytest.fixture(autouse=True)

@@ -115,7 +115,7 @@ def test_the_samples_of_each_step_do_not_depend_on_the_workers(workers: int) -> 
 
 @pytest.mark.parametrize("data", ["tests.support.user_code:tensors", "tests.support.user_code:Items"])
 def test_the_curve_does_not_depend_on_the_workers(data: str) -> None:
-    doubled = {"data": data, "model": "tests.support.user_code:Double", "sets": ["model.args.network=own"]}
+    doubled = {"data": data, "model": "tests.support.user_code:Double", "sets": ["model.args.network=own"], "epochs": 2}
     one = run_training(**RUN | doubled)
     many = run_training(3, **RUN | doubled | {"save_dir": "other"})
     assert curve("other") == pytest.approx(curve(), rel=1e-9)
@@ -358,11 +358,14 @@ def test_a_dry_run_writes_nothing() -> None:
 # -- settings that change the weights as they say
 
 
+SHORT = RUN | {"epochs": 2}
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The fingerprint without any of them, by global batch."""
     folder = str(tmp_path_factory.mktemp("plain"))
-    sizes = {size: RUN | {"global_batch_size": size, "save_dir": f"{folder}/{size}"} for size in (20, 25)}
+    sizes = {size: SHORT | {"global_batch_size": size, "save_dir": f"{folder}/{size}"} for size in (20, 25)}
     return {size: run_training(**flags).summary["fingerprint"] for size, flags in sizes.items()}
 
 
@@ -383,8 +386,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     ids=lambda flags: next(iter(flags)),
 )
 def test_it_takes_effect_alike_on_two_workers(flags: dict[str, Any], plain: dict[int, str]) -> None:
-    one = run_training(**RUN | flags | {"save_dir": "one"}).summary
-    two = run_training(2, **RUN | flags | {"save_dir": "two"}).summary
+    one = run_training(**SHORT | flags | {"save_dir": "one"}).summary
+    two = run_training(2, **SHORT | flags | {"save_dir": "two"}).summary
     assert one["fingerprint"] != plain[20 + 5 * ("drop_last" in flags)]
     assert curve("two") == pytest.approx(curve("one"), rel=2e-2 if "amp" in flags else 1e-4)
     assert two["final"]["val_loss"] == pytest.approx(one["final"]["val_loss"], rel=2e-2 if "amp" in flags else 1e-4)

@@ -1,8 +1,6 @@
 """Wrong requests: exit code 2, one short message on stderr that names what is wrong, no traceback, nothing touched."""
 
-import os
 import socket
-import subprocess
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -12,8 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import main_multi_gpu
+from tests.distributed.forked import run_forked
+from tests.distributed.launcher import torchrun
 
-SCRIPT = Path(main_multi_gpu.__file__)
 TORCHRUN = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -498,16 +497,8 @@ def test_a_port_that_is_taken_is_named(call: Any) -> None:
 
 def test_under_torchrun_one_rank_speaks_and_no_attempt_is_wasted(tmp_path: Path) -> None:
     """torchrun's own box stands below and ends with our message; restarts find the verdict and end at once."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    done = subprocess.run(
-        [*torchrun, str(SCRIPT), "--multi-gpu", "ddp", "--epochs", "0"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        check=False,
-        timeout=60,
-    )
+    wrong = torchrun(2, restarts=2, multi_gpu="ddp", epochs=0)
+    done = run_forked(wrong, tmp_path, TMPDIR=str(tmp_path))
     assert done.returncode == 1  # torchrun's, whatever ours was
     assert done.stdout == ""
     spoken = [line for line in done.stderr.splitlines() if line.startswith("error: --epochs must be")]

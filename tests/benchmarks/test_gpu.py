@@ -16,6 +16,7 @@ from benchmarks.gpu import Turn
 from benchmarks.gpu_side import Kernels, idle_share
 from benchmarks.gpu_workloads import CannotRun, data_dir, jobs, resnet50
 from benchmarks.paired_timing import ROOT
+from tests.benchmarks.forked import run_module
 from tests.monitor.test_meters import Clock
 
 Measure = Callable[..., dict[str, Any]]
@@ -219,7 +220,8 @@ def test_the_data_is_copied_to_where_git_ignores_it(tmp_path: Path) -> None:
     assert "/shared/" in (project / ".gitignore").read_text().splitlines()
 
 
-def test_a_side_that_fails_says_why() -> None:
+def test_a_side_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", run_module)
     found = gpu.measure(Turn("har", "ours", 0), {"data_dir": "nowhere"}, 240, tiny=True)
     assert "nowhere" in found["error"]
 

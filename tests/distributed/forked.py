@@ -1,8 +1,7 @@
-"""Launches from a fork of the running test, which has torch already; their workers are new processes as ever."""
+"""Launches from a fork of the running test, which has torch already; their workers are new processes, or forks too."""
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -10,31 +9,59 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 import main_multi_gpu
-from tests.distributed.launcher import ENVIRON, FRONT_DOOR, SECONDS, TORCHRUN
+from tests.distributed.launcher import ENVIRON, FRONT_DOOR, SECONDS, TORCHRUN, wait_for_exit
 
 
-def run_forked(command: Sequence[str], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """As `run_command`: what the front door or torchrun does with these words."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
-        process = get_context("fork").Process(target=_act, args=(list(command), folder, environ, out, err))
-        process.start()
-        process.join(SECONDS)
-        if process.exitcode is None:
-            os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
-            raise subprocess.TimeoutExpired(command, SECONDS)
-        for file in (out, err):
-            file.seek(0)
-        return subprocess.CompletedProcess(command, process.exitcode, out.read(), err.read())
+class Forked:
+    """A launch in a fork, with what `wait_for_exit` and its callers need of a Popen."""
+
+    def __init__(self, command: Sequence[str], folder: Path, forked_workers: int, environ: dict[str, str]) -> None:
+        self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - see communicate
+        self.args, words = command, (list(command), folder, environ, self._out, self._err, forked_workers)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
+            self._process = get_context("fork").Process(target=_act, args=words)
+            self._process.start()
+        self.pid, self.kill, self._said = self._process.pid, self._process.kill, ("", "")
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.args, SECONDS)
+        if not self._out.closed:
+            for file in (self._out, self._err):
+                file.seek(0)
+            self._said = self._out.read(), self._err.read()
+            self._out.close()
+            self._err.close()
+        return self._said
 
 
-def _act(command: list[str], folder: Path, environ: dict[str, str], out: IO[str], err: IO[str]) -> None:
+def start_forked(command: Sequence[str], folder: Path, *, forked_workers: int = 0, **environ: str) -> Any:
+    """As `start_command`: what the front door or torchrun does with these words; its first workers may be forks."""
+    return Forked(command, folder, forked_workers, environ)
+
+
+def run_forked(command: Sequence[str], folder: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    return wait_for_exit(start_forked(command, folder, **more))
+
+
+def _act(
+    command: list[str], folder: Path, environ: dict[str, str], out: IO[str], err: IO[str], forked_workers: int
+) -> None:
     gc.freeze()  # as in ranks.py
     os.setsid()
     os.chdir(folder)
@@ -42,6 +69,7 @@ def _act(command: list[str], folder: Path, environ: dict[str, str], out: IO[str]
     for number, file in ((1, out), (2, err)):
         os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr, sys.argv = out, err, command[1:]
+    _fork_workers(forked_workers)
     try:
         if command[1] == FRONT_DOOR:
             main_multi_gpu.leave(main_multi_gpu.run(command[2:]))
@@ -50,3 +78,36 @@ def _act(command: list[str], folder: Path, environ: dict[str, str], out: IO[str]
     except BaseException:
         traceback.print_exc()
         main_multi_gpu.leave(1)
+
+
+def _fork_workers(count: int) -> None:
+    """Have these wait for what the agent would start: once its store is open, see run_training.py, nothing may fork."""
+    fork, waiting = get_context("fork"), []
+    for _ in range(count):
+        reader, writer = fork.Pipe(duplex=False)
+        process = fork.Process(target=_work, args=(reader, writer))
+        process.start()
+        reader.close()
+        waiting.append((process, writer))
+
+    def start(_: SubprocessHandler, words: Sequence[str], environ: dict[str, str]) -> Any:
+        process, writer = waiting.pop(0)
+        writer.send((words, environ))
+        return process._popen  # type: ignore[attr-defined]  # which can do what the agent needs
+
+    if count:
+        SubprocessHandler._popen = start  # type: ignore[assignment, method-assign]
+
+
+def _work(reader: Connection, writer: Connection) -> None:
+    writer.close()
+    os.setsid()
+    try:
+        words, environ = reader.recv()
+    except EOFError:  # nobody needs it
+        os._exit(0)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    sys.argv = list(words[words.index(FRONT_DOOR) :])
+    main_multi_gpu.main()

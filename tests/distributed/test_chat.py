@@ -272,7 +272,7 @@ def test_the_loss_curve_is_that_of_a_loop_written_by_hand(adapter: str, here: Pa
         **flags,
         packing="off",
         batch_size=4,
-        max_steps=50,
+        max_steps=25,
         log_interval=1,
         trace_samples=True,
         checkpoint_every=1000,
@@ -290,6 +290,6 @@ def test_the_loss_curve_is_that_of_a_loop_written_by_hand(adapter: str, here: Pa
         optimizer.step()
         expected.append(loss.item())
     losses = [line["loss"] for line in read_events(Path("run/journal.jsonl")) if line["event"] == "train"]
-    assert len(losses) == 50
+    assert len(losses) == 25
     assert losses[-1] < 0.98 * losses[0]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from multigpu_cli.checkpoint.manifest import find_damage
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
-from tests.distributed.forked import run_forked
+from tests.distributed.forked import run_forked, start_forked
 from tests.distributed.launcher import SECONDS, alone, run_command, start_command, torchrun, wait_for_exit
 from tests.support.run_training import fork_ranks
 from train_multi_gpu import train_with_multi_gpu
@@ -169,7 +169,8 @@ def test_config_yaml_has_the_users_settings_and_no_place(run: Path) -> None:
 
 def test_the_same_command_again_does_nothing(run: Path, here: Path) -> None:
     before = contents(run)
-    again = run_forked(torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL), here)
+    command = torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL)
+    again = run_forked(command, here, forked_workers=2)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout) == summary_of(run)
     assert contents(run) == before
@@ -189,7 +190,8 @@ def test_config_yaml_repeats_the_run_on_another_number_of_workers(run: Path, her
 
 def test_an_explicit_difference_is_refused_once_naming_both_values(run: Path, here: Path) -> None:
     before = contents(run)
-    refused = run_forked(torchrun(2, save_dir="run", **SMALL | {"global_batch_size": 64}), here)
+    command = torchrun(2, save_dir="run", **SMALL | {"global_batch_size": 64})
+    refused = run_forked(command, here, forked_workers=2)
     assert refused.returncode == 1, "torchrun turns every code into 1"
     assert refused.stderr.count("error: --global-batch-size 64 differs from 128") >= 1
     ours = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
@@ -244,7 +246,7 @@ def test_locked_stopped_resumed_killed_and_resumed_elsewhere(
     assert json.loads((run / f"checkpoints/step_{stopped['steps']:08d}/manifest.json").read_text())["world_size"] == 2
     assert events(run, "end")[-1]["status"] == "stopped"
 
-    third = start_command(torchrun(3, **flags), tmp_path, **SLOW)
+    third = start_forked(torchrun(3, **flags), tmp_path, forked_workers=3, **SLOW)
     process.append(third)
     waiting(lambda: checkpoints(run)[-1] >= stopped["steps"] + 20, third)
     assert events(run, "resume")[-1]["step"] == stopped["steps"]
@@ -276,7 +278,8 @@ def test_a_run_without_torchrun_launches_itself_and_stops_with_75(
     assert "Traceback" not in ended.stderr
     assert len(events(run, "start")) == 1, "a stop is no reason for another attempt"
 
-    again = run_forked(alone("--json", nproc_per_node=2, max_steps=checkpoints(run)[-1] + 5, **flags), tmp_path)
+    command = alone("--json", nproc_per_node=2, max_steps=checkpoints(run)[-1] + 5, **flags)
+    again = run_forked(command, tmp_path, forked_workers=2)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["status"] == "completed"
     assert json.loads(again.stdout)["resumed_from"].endswith(f"step_{events(run, 'resume')[-1]['step']:08d}")
@@ -344,7 +347,8 @@ def test_the_same_failure_at_the_same_step_twice_is_not_tried_again(tmp_path: Pa
 
 
 def test_a_wrong_request_of_a_self_launch_is_told_once(tmp_path: Path) -> None:
-    refused = run_forked(alone(nproc_per_node=2, multi_gpu="ddp", data="har", save_dir="run"), tmp_path)
+    command = alone(nproc_per_node=2, multi_gpu="ddp", data="har", save_dir="run")
+    refused = run_forked(command, tmp_path, forked_workers=2)
     assert refused.returncode == 2
     assert refused.stderr.count("har") >= 1
     assert "Traceback" not in refused.stderr

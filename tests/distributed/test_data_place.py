@@ -22,7 +22,8 @@ def _toys(in_tmp_path: None) -> None:
 
 def test_a_file_trains_resumes_elsewhere_and_predicts(capsys: pytest.CaptureFixture[str]) -> None:
     flags: dict[str, Any] = {"set": "data.target=kind", "batch_size": 6, "save_dir": "run", "max_steps": 4}
-    first = run_forked(alone("--json", data="toys.csv", nproc_per_node=2, multi_gpu="ddp", **flags), Path.cwd())
+    command = alone("--json", data="toys.csv", nproc_per_node=2, multi_gpu="ddp", **flags)
+    first = run_forked(command, Path.cwd(), forked_workers=2)
     assert first.returncode == 0, first.stderr
     assert json.loads(first.stdout)["world_size"] == 2
     assert "mlp on csv (toys.csv is a .csv file: 48 training samples), classification" in first.stderr

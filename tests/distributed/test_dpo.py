@@ -173,7 +173,7 @@ def test_the_reference_is_the_adapter_of_init_from_also_when_that_is_gone(
 ) -> None:
     make_model_folder(here / "model", places=128)
     write_adapter(here / "init.pt")
-    flags: dict[str, Any] = FLAGS | {"lr": 1e-2, "epochs": 2, "batch_size": 1, "global_batch_size": 3, "exact": True}
+    flags: dict[str, Any] = FLAGS | {"lr": 1e-2, "epochs": 1, "batch_size": 1, "global_batch_size": 3, "exact": True}
     flags |= {"checkpoint_every": 1, "init_from": "init.pt", "log_interval": 1}
     flags |= {"sets": ["data.val=0.2", "adapter.modules_to_save=lm_head"]}
     whole = run_training(1, **flags, save_dir="whole")

@@ -27,9 +27,10 @@ TALKS = {"What is 2 + 2?": "4", "Who is lazy?": "The dog.", "Capital of France?"
 RUN: dict[str, Any] = {
     "data": "chat", "data_dir": "talks.jsonl", "model": "pretrained", "model_dir": "model", "max_length": 100,
     "num_workers": 0, "packing": "off", "sets": ["data.val=0"], "batch_size": 1, "global_batch_size": 3, "epochs": 24,
-    "optimizer": "adamw", "lr": 2e-2, "weight_decay": 0.0, "exact": True, "checkpoint_every": 100,
+    "optimizer": "adamw", "lr": 2e-2, "weight_decay": 0.0, "exact": True, "checkpoint_every": 18,
 }  # fmt: skip
 ASKED: dict[str, Any] = {"prompts": "prompts.jsonl", "sample_every": 10}
+SHARDED: dict[str, Any] = {"multi_gpu": "fsdp", "resume": "one/checkpoints/step_00000018"}
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_a_model_learns_when_to_stop_and_says_so_after_epochs(here: Path, capfd:
     """The same text, and the same bits as without prompts, on any number of workers."""
     fingerprints = set()
     cases: tuple[tuple[str, int, dict[str, Any]], ...] = (
-        ("without", 1, {}), ("one", 1, ASKED), ("two", 2, ASKED), ("sharded", 2, ASKED | {"multi_gpu": "fsdp"}),
+        ("without", 1, {}), ("one", 1, ASKED), ("two", 2, ASKED), ("sharded", 2, ASKED | SHARDED),
     )  # fmt: skip
     for folder, workers, flags in cases:
         ended = run_training(workers, **RUN | flags, save_dir=folder, screen="normal", prepare=refuse_dropout)
@@ -79,7 +80,7 @@ def test_a_model_learns_when_to_stop_and_says_so_after_epochs(here: Path, capfd:
     assert [epoch for epoch, _ in found] == [10, 20, 24]
     assert found[-1][1] == [{"prompt": asked, "answer": said, "ended": True} for asked, said in TALKS.items()]
     assert read_samples("two") == found
-    assert read_samples("sharded") == found
+    assert read_samples("sharded") == found[1:]
 
     board = EventAccumulator("two/tensorboard")
     board.Reload()

@@ -49,7 +49,8 @@ def test_the_plan_names_what_only_a_file_asks_for(here: Path) -> None:
     flags: dict[str, Any] = {"config": "theirs.yaml", "save_dir": "run"}
     tried = run_forked(alone("--dry-run", "--json", **flags), here)
     assert json.loads(tried.stdout)["from_files"] == TOLD, tried.stderr
-    launched = run_forked(alone(multi_gpu="ddp", nproc_per_node=2, **flags), here, COLUMNS="400")
+    command = alone(multi_gpu="ddp", nproc_per_node=2, **flags)
+    launched = run_forked(command, here, forked_workers=2, COLUMNS="400")
     assert read_row(launched.stdout) == TOLD, launched.stderr
     started = next(event for event in journal.read_events(here / "run/journal.jsonl") if event["event"] == "start")
     assert started["plan"]["from_files"] == TOLD

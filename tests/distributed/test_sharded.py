@@ -213,7 +213,7 @@ def test_groups_find_the_largest_micro_batch_that_fits_all_of_them() -> None:
 def test_a_run_that_begins_with_the_weights_of_another_averages_them_from_the_start() -> None:
     """--init-from with --ema: the average is the first weights before it has seen a step; from any kind of file."""
     case = DOUBLE | {"sets": ["model.args.network=own"], "ema": 0.9}
-    run(2, "before", case, max_steps=2)
+    run(1, "before", case, max_steps=2)
     case |= {"init_from": "before", "max_steps": 5}
     assert not run(1, "one", case).error
     cases: tuple[tuple[str, int, dict[str, Any]], ...] = (("three", 3, {}), ("grouped", 4, {"shard_size": 2}))

@@ -40,6 +40,14 @@ def run(workers: int, folder: str = "run", **flags: Any) -> Ended:
     return run_training(workers, **RUN | where | {"save_dir": folder} | flags)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run of two ranks, which tests copy."""
+    folder = str(tmp_path_factory.mktemp("two") / "whole")
+    assert not run(2, folder).error
+    return folder
+
+
 def read_events(folder: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == kind]
 
@@ -126,10 +134,9 @@ DAMAGE: dict[Callable[[Path], None], str] = {
 }
 
 
-def test_damaged_pieces_are_named_and_kept_and_an_older_checkpoint_is_taken() -> None:
+def test_damaged_pieces_are_named_and_kept_and_an_older_checkpoint_is_taken(whole: str) -> None:
     """A torn piece, one that is missing, and flipped bytes, each in another checkpoint; 2 is the last good one."""
-    assert not run(2, "run").error
-    Path("run/summary.json").unlink()
+    rewind(whole, "run", LAST)
     losses = read_losses("run")
     for damage, step in zip(DAMAGE, (9, 8, 6, 4), strict=True):
         damage(Path("run/checkpoints", name(step)))
@@ -224,9 +231,10 @@ def test_a_full_disk_at_the_end_is_an_error_on_all_ranks() -> None:
     assert not run(2, "run", **case).error
 
 
-def test_where_not_all_ranks_see_the_folder_rank_0_writes_everything(capfd: pytest.CaptureFixture[str]) -> None:
+def test_where_not_all_ranks_see_the_folder_rank_0_writes_everything(
+    whole: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Two machines with disks of their own, on which a copy of a checkpoint in pieces lies, or not."""
-    assert not run(2, "whole").error
     for node in ("node0", "node1"):
         Path(node).mkdir()
     first = run(2, "run", apart=True, max_steps=4, screen="normal")
@@ -234,11 +242,11 @@ def test_where_not_all_ranks_see_the_folder_rank_0_writes_everything(capfd: pyte
     assert "not all workers see run: worker 0 gathers" in capfd.readouterr().out
     assert not open_checkpoint("node0/run", 4).in_pieces
     assert not Path("node1/run/checkpoints").exists()
-    rewind("whole", "node1/run2", 6)
+    rewind(whole, "node1/run2", 6)
     assert not run(2, "run2", apart=True).error, "rank 0 has no checkpoint: rank 1 reads it and sends it"
-    assert read_losses("node0/run2") == pytest.approx(read_losses("whole")[6:], rel=1e-12)
+    assert read_losses("node0/run2") == pytest.approx(read_losses(whole)[6:], rel=1e-12)
     for node in ("node0", "node1"):
-        rewind("whole", f"{node}/run3", 6)
+        rewind(whole, f"{node}/run3", 6)
     flip_byte(Path("node1/run3/checkpoints", name(6), "rank_1.safetensors"))
     ended = run(2, "run3", apart=True)
     assert (ended.error, Path(ended.summary["resumed_from"]).name) == ("", name(4)), "whoever has a piece looks at it"
@@ -286,8 +294,7 @@ def die_at(moment: str, step: int) -> None:
         pytest.param(0, "before old ones are removed", 4, marks=pytest.mark.slow),
     ],
 )
-def test_whenever_a_writer_is_killed_a_whole_checkpoint_is_left(rank: int, moment: str, left: int) -> None:
-    assert not run(2, "whole", checkpoint_every="2").error
+def test_whenever_a_writer_is_killed_a_whole_checkpoint_is_left(rank: int, moment: str, left: int, whole: str) -> None:
     killed = run(2, "run", prepare=on_rank(rank, lambda: die_at(moment, 4)), environ={"OWN_PAUSE": "0.05"})
     assert rank in killed.killed
     newest, skipped = Store(Path("run/checkpoints"), 9).find_newest()
@@ -295,4 +302,4 @@ def test_whenever_a_writer_is_killed_a_whole_checkpoint_is_left(rank: int, momen
     assert (newest.step, skipped) == (left, [])
     assert not run(2, "run").error
     assert [path for path in Path("run").rglob("*") if "draft" in path.name] == []
-    assert read_losses("run") == pytest.approx(read_losses("whole"), rel=1e-12)
+    assert read_losses("run") == pytest.approx(read_losses(whole), rel=1e-12)

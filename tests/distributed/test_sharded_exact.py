@@ -18,7 +18,7 @@ from tests.support.run_training import Ended
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 EXACT: dict[str, Any] = {"exact": True, "max_grad_norm": 0.5}
 MLP: dict[str, Any] = {"model": "mlp", "sets": ["model.args.width=17"], "ema": 0.9}
-IMAGES = {"model": "convnet", "sets": ["data.args.shape=[2, 8, 8]"]}
+IMAGES = {"model": "convnet", "sets": ["data.args.shape=[2, 8, 8]", "model.args.width=8"]}
 CASES: dict[str, dict[str, Any]] = {
     "mlp": MLP,
     "convnet": IMAGES | {"ema": 0.9},

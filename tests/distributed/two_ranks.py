@@ -8,6 +8,8 @@ import os
 import socket
 import sys
 
+import sympy  # type: ignore[import-untyped]  # noqa: F401 - half a second in each rank, and nothing of torch
+
 from main_multi_gpu import leave
 from multigpu_cli.config.sources import resolve
 from train_multi_gpu import train

@@ -121,7 +121,7 @@ def test_the_search_leaves_room_and_takes_a_step_of_the_optimizer(tmp_path: Path
     assert given.summary["fingerprint"] == found.summary["fingerprint"] is not None
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_search_comes_after_all_that_nccl_takes(exact: bool, tmp_path: Path) -> None:
     """Which it takes for each kind of collective when one first comes."""
 

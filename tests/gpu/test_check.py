@@ -2,6 +2,8 @@
 
 import json
 import os
+import runpy
+import sys
 import time
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from tests.gpu import check, runner
-from tests.gpu.calling import call_check
+from tests.gpu.machine import describe_machine
 from tests.gpu.registry import CHECKS, Check
 from tests.gpu.results import Results
 from tests.gpu.trial_checks import STARTED
@@ -117,7 +119,12 @@ def test_every_check_is_there_and_says_so_if_asked_for_another(capsys: pytest.Ca
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    done = call_check(os.environ, "--results", str(tmp_path / "results.jsonl"))
-    assert (done[-1]["end"], done[-1]["code"]) == ("no CUDA device here", 2)
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "about", describe_machine)  # in this process
+    monkeypatch.setattr(sys, "argv", ["check", "--results", str(tmp_path / "results.jsonl")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(check.__file__, run_name="__main__")
+    assert (json.loads(capsys.readouterr().out)["end"], ended.value.code) == ("no CUDA device here", 2)
     assert not (tmp_path / "results.jsonl").exists()

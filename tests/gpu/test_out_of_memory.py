@@ -92,8 +92,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(run)
 
 
-@pytest.mark.parametrize("amp", ["off", "fp16"])
-@pytest.mark.parametrize("place", ["forward", "backward", "optimizer", "after the optimizer"])
+@pytest.mark.parametrize(
+    ("place", "amp"),
+    [
+        *((place, "off") for place in ("forward", "backward", "optimizer", "after the optimizer")),
+        *((place, "fp16") for place in ("backward", "optimizer")),
+        *(pytest.param(place, "fp16", marks=pytest.mark.slow) for place in ("forward", "after the optimizer")),
+    ],
+)
 def test_a_step_without_memory_is_taken_again_or_the_run_begins_again(
     place: str, amp: str, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

@@ -43,6 +43,8 @@ class worst(MinMaxMetric):
 
 
 def test_its_classes_exchange_nothing_and_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchmetrics  # noqa: F401 - once rather than in each forked rank
+
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN)
     found = []

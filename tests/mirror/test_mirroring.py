@@ -30,7 +30,7 @@ from train_multi_gpu import train
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {
-    "epochs": 4, "batch_size": 4, "global_batch_size": 16, "log_interval": 1, "checkpoint_every": "2", "exact": True,
+    "epochs": 3, "batch_size": 4, "global_batch_size": 16, "log_interval": 1, "checkpoint_every": "2", "exact": True,
     "mirror": "file:mirror", "save_dir": "run",
 }  # fmt: skip
 
@@ -224,19 +224,19 @@ def test_another_run_with_the_same_mirror_is_refused_and_the_mirror_stays(tmp_pa
     assert "--mirror holds another run: --lr 0.5 differs from 0.000707107, with which file:" in ended.error
     assert not Path("other").exists()
     again = run_training(1, **RUN | {"save_dir": None})
-    assert (again.error, again.summary["steps"]) == ("", 16), "the same command finds the run that is complete"
+    assert (again.error, again.summary["steps"]) == ("", 12), "the same command finds the run that is complete"
     assert [path.name for path in Path("checkpoints").iterdir()] == [Path(again.summary["save_dir"]).parent.name]
     assert {file: file.read_bytes() for file in Path("mirror").rglob("*") if file.is_file()} == before
 
 
 def test_a_run_that_was_made_longer_goes_on_from_its_mirror(monkeypatch: pytest.MonkeyPatch) -> None:
     """The summary of the shorter run must not stay there: with it, the longer one would count as complete."""
-    assert run_training(1, **RUN | {"epochs": 2}).error == ""
+    assert run_training(1, **RUN | {"epochs": 1}).error == ""
     assert 0 in run_training(1, **RUN, prepare=die_at_third_checkpoint).killed
     wait_for_mirror("run")
     lose("run")
     resumed = run_training(1, **RUN, prepare=require_watchdog)
-    assert (resumed.error, resumed.summary["steps"]) == ("", 16)
+    assert (resumed.error, resumed.summary["steps"]) == ("", 12)
     assert resumed.summary["resumed_from"]
 
 
@@ -353,4 +353,4 @@ def test_a_folder_that_has_the_newest_checkpoint_goes_on_without_its_server() ->
     assert run_training(1, **RUN | {"epochs": 1}).error == ""
     gone = run_training(1, **RUN | {"mirror": "s3://bucket/run"}, environ={"AWS_ENDPOINT_URL": "http://127.0.0.1:9"})
     assert gone.error == ""
-    assert gone.summary["steps"] == 16
+    assert gone.summary["steps"] == 12

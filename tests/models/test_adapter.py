@@ -81,7 +81,7 @@ def test_every_layer_but_the_head_has_one(folders: dict[str, Path]) -> None:
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "dora"])
 def test_the_first_weights_follow_from_the_seed_alone(kind: str, folders: dict[str, Path]) -> None:
     one = build(folders["llama"], kind, dropout=0.1)
     torch.rand(5)

@@ -101,7 +101,7 @@ def test_an_image_network_learns_classes_with_the_same_bits_on_two_workers(
     np.savez("images.npz", X=images, y=classes)
     sets = ["model.architecture=vit", *(f"model.{name}={value}" for name, value in VIT.items())]
     flags: dict[str, Any] = {"data": "npz", "data_dir": ".", "model": "transformers", "task": "classification"}
-    run: dict[str, Any] = {"epochs": 8, "base_lr": "2e-2", "global_batch_size": 12, "batch_size": 4, "exact": True}
+    run: dict[str, Any] = {"epochs": 8, "base_lr": "2e-2", "global_batch_size": 12, "batch_size": 6, "exact": True}
     ends = [run_training(workers, **flags, **run, sets=sets, save_dir=f"{workers}") for workers in (1, 2)]
     assert not ends[0].error + ends[1].error
     assert ends[0].summary["fingerprint"] == ends[1].summary["fingerprint"]

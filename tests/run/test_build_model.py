@@ -34,7 +34,7 @@ from tests.support.world import CPU
 SHY = {"model": "tests.support.awkward_models:shy", "ema": "0.9"}
 LATE = {"model": "tests.run.test_build_components:Late", "data": "tests.run.test_build_components:Pictures"}
 GPT = {"model": "gpt", "data": "tests.support.user_code:sentences", "task": "language-model", "ema": "0.9"}
-SMALL = ("model.args.depth=12", "model.args.width=64", "model.args.heads=2")
+SMALL = ("model.args.depth=8", "model.args.width=64", "model.args.heads=2")
 HF = {"model": "transformers", "data": "tests.support.user_code:sentences", "task": "language-model"}
 TINY = tuple(
     f"model.args.{name}"

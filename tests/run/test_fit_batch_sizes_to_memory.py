@@ -85,7 +85,7 @@ def test_what_ran_out_of_memory_leaves_no_trace_in_the_statistics() -> None:
 
 @pytest.mark.parametrize(
     ("every", "mode"),
-    [("1", "auto"), ("1000", "auto"), ("1", "fsdp")],
+    [("1", "auto"), pytest.param("1000", "auto", marks=pytest.mark.slow), ("1", "fsdp")],
     ids=["after a checkpoint", "before the first", "sharded"],
 )
 def test_of_several_processes_the_next_attempt_goes_on_smaller(every: str, mode: str) -> None:

@@ -1,5 +1,7 @@
 """A state that one rank has read comes to all tensor by tensor: no second copy of it, on the device or the host."""
 
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -104,6 +106,12 @@ def test_a_state_of_another_model_leaves_the_weights_as_they_were() -> None:
     assert run_on_each_rank(2, work) == [(0.0, [2, 2])] * 2
 
 
+def layers(input_shape: Sequence[int], num_classes: int) -> nn.Module:
+    """4 MiB of weights; with AdamW 12 MiB of state."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4)))
+    return nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), 512), blocks, nn.Linear(512, num_classes))
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_resume_takes_no_more_of_a_gpu_than_a_step(exact: bool, tmp_path: Path) -> None:
     """And of the host next to nothing for a rank: only its file is there, once for all of a machine."""
@@ -129,7 +137,7 @@ def test_a_resume_takes_no_more_of_a_gpu_than_a_step(exact: bool, tmp_path: Path
 
         patch.object(assemble, "_restore_checkpoint", restore).start()
 
-    run: dict[str, Any] = {"model": "tests.gpu.test_too_large:layers", "batch_size": 2, "global_batch_size": 4}
+    run: dict[str, Any] = {"model": f"{__name__}:layers", "batch_size": 2, "global_batch_size": 4}
     run |= {"amp": "off", "exact": exact, "save_dir": str(tmp_path / "run"), "data_on_device": "off"}
     two = Machine.of(2, memory=1024 * MIB)
     first = train_on_gpus(2, machine=two, max_steps=2, **run)

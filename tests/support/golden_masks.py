@@ -120,8 +120,8 @@ def make_conversations() -> dict[str, Conversation]:
 
 
 def make_long_conversations() -> dict[str, Conversation]:
-    """By what they show, of eight answers or more."""
-    talks = [talk[:2] for talk in read_corpus("ai") if len(talk) > 1][:8]
+    """By what they show, of seven answers or more."""
+    talks = [talk[:2] for talk in read_corpus("ai") if len(talk) > 1][:7]
     turns = [{"role": role, "content": text} for talk in talks for role, text in zip(_SPEAKERS, talk, strict=True)]
     thought = {"role": "assistant", "content": f"<think>{talks[0][0]}</think>{talks[0][1]}"}
     trace: list[dict[str, Any]] = turns[:1]
@@ -132,7 +132,7 @@ def make_long_conversations() -> dict[str, Conversation]:
         trace += [{"role": "tool", "content": turn["content"], "name": tool}] * count
     return {
         "a question at the end": Conversation([{"role": "system", "content": talks[0][0]}, *turns, turns[0]]),
-        "two in a row": Conversation([*turns[:9], *turns[8:]]),
+        "two in a row": Conversation([*turns[:7], *turns[6:]]),
         "a thought": Conversation([*turns[:7], thought, *turns[8:]]),
         "calls of tools": Conversation([*trace, *turns[1:2]], tools=[_TOOL]),
     }

@@ -21,7 +21,7 @@ from tests.support.user_code import sentences
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 TEXT: dict[str, Any] = {"data": "tests.support.user_code:sentences", "model": "gpt", "task": "language-model"}
 SMALL = ["model.args.depth=1", "model.args.heads=2", "model.args.width=16", "model.args.dropout=0.2"]
-RUN = TEXT | {"global_batch_size": 20, "batch_size": 3, "epochs": 2, "log_interval": 1, "lr": 0.01, "sets": SMALL}
+RUN = TEXT | {"global_batch_size": 20, "batch_size": 5, "epochs": 2, "log_interval": 1, "lr": 0.01, "sets": SMALL}
 
 
 def lines(folder: str) -> list[dict[str, Any]]:

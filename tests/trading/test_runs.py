@@ -16,10 +16,12 @@ FEW = ["model.args.features=4", "model.args.hidden=4", "task.args.minibatches=1"
 
 
 def test_another_number_of_workers_and_a_resume_within_episodes_change_nothing(tmp_path: Path) -> None:
-    whole = run_training(1, sets=SETS + FEW, save_dir=str(tmp_path / "whole"), env_steps=192, **TRADING, **STEADY)
+    import multigpu_cli.monitor.plot_style  # noqa: F401 - once rather than in each forked rank
+
+    whole = run_training(1, sets=SETS + FEW, save_dir=str(tmp_path / "whole"), env_steps=128, **TRADING, **STEADY)
     begun = run_training(2, sets=SETS + FEW, save_dir=str(tmp_path / "run"), env_steps=64, **TRADING, **STEADY)
     assert_the_equity_curve_is_there(tmp_path / "run")  # the second worker has played it
-    again = run_training(1, sets=SETS + FEW, save_dir=str(tmp_path / "run"), env_steps=192, **TRADING, **STEADY)
+    again = run_training(1, sets=SETS + FEW, save_dir=str(tmp_path / "run"), env_steps=128, **TRADING, **STEADY)
     assert [whole.error, begun.error, again.error] == [""] * 3
     assert again.summary["resumed_from"]
     assert not again.summary["faults"], "no episode had to begin anew"

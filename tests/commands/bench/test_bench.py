@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
 from multigpu_cli.planning.speedup import Link
+from tests.distributed.forked import start_forked
 
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
 
@@ -129,7 +132,10 @@ def test_runs_have_some_seconds_of_steps(monkeypatch: pytest.MonkeyPatch) -> Non
         assert asked[-1] == asked[-2], "each repetition as many"
 
 
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, env, **_: nullcontext(start_forked(command, tmp_path, **env))
+    )
     with pytest.raises(WorkersFailed, match=r"^--model nowhere:net: there is no module 'nowhere'") as failed:
         run_trainer(resolve({"model": "nowhere:net"}, [], None), "single", 1, 8, tmp_path / "a", os.environ)
     assert "checkpoint" not in str(failed.value), "a benchmark does not go on"
@@ -150,6 +156,7 @@ def test_what_is_made_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         return shares | {"step_ms": {"single": 11.0, "ddp": 12.5, "dp": 20.0}[strategy] + (len(order) - 1) // 3 - 1}
 
     monkeypatch.setattr(bench, "run_trainer", return_figures)
+    monkeypatch.setattr("multigpu_cli.commands.plan.measure._SECONDS", 0)
     monkeypatch.setattr("multigpu_cli.commands.plan.measure.count_cores", lambda: 1)
     monkeypatch.setattr(bench, "measure_interconnect", lambda workers, device: Link("planted", 0.0, 1e30, "planted"))
     monkeypatch.setattr(bench, "measure_overlap", lambda config, workers: Overlap(5.0, 2.5) if workers > 1 else None)

@@ -10,7 +10,8 @@ import pytest
 
 import main_multi_gpu
 from tests.commands.several import outputs
-from tests.distributed.launcher import alone, run_command
+from tests.distributed.forked import run_forked
+from tests.distributed.launcher import alone
 from tests.support.run_training import run_training
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -46,7 +47,7 @@ def test_each_sample_once_and_in_order_on_any_number_of_workers(
 
 def test_it_starts_its_workers_itself() -> None:
     run()
-    done = run_command(alone("predict", "run", "--own-code", "--out", "two.csv", nproc_per_node=2), Path.cwd())
+    done = run_forked(alone("predict", "run", "--own-code", "--out", "two.csv", nproc_per_node=2), Path.cwd())
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["two.csv  22 samples of the test split, weights from run/best.pt"]
     main_multi_gpu.run(["predict", "run", "--own-code", "--out", "one.csv"])

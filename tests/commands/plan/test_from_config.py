@@ -1,3 +1,4 @@
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ REQUEST = parse_plan_request(None, "1,2", None, None, "8")
 
 def test_the_memory_of_a_model_whose_weights_are_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_model_folder(tmp_path / "model")
+    gc.freeze()  # models without values are looked for among all objects
     parameters = transformers.AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     flags = {"model": "pretrained", "model_dir": str(folder)}
     assert "there is no --data-dir" in "\n".join(format_plan(make_plan(resolve(flags, (), None), REQUEST)))

@@ -1,6 +1,7 @@
 """The forecast as a command; its arithmetic is tested in tests/planning."""
 
 import json
+import pickle
 import time
 from contextlib import closing
 from itertools import islice
@@ -22,6 +23,7 @@ from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.speedup import Link
 from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import fork_ranks
 
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.run.test_profile_micro_batch:plain"}
 
@@ -65,8 +67,19 @@ def test_workers_in_step_wait_for_the_slowest_and_a_hiccup_does_not_count() -> N
     assert measure.median_step(everyone) == pytest.approx([0.1, 1.0, 2.0, 0.4, 0.2])
 
 
-def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two real workers through the front door; the messages are DDP's buckets, and the buffers as doubles."""
+def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Forked workers, with what a new process is sent; the messages are DDP's buckets, and the buffers as doubles."""
+
+    def forked(choice: Placement, *sent: Any) -> dict[int, Any]:
+        def work(rank: int) -> None:
+            function, config = pickle.loads(given)  # noqa: S301
+            (tmp_path / str(rank)).write_text(json.dumps(function(config)))
+
+        given = pickle.dumps(sent)
+        fork_ranks(choice.num_processes_to_launch, work, 60)
+        return {0: json.loads((tmp_path / "0").read_text())}
+
+    monkeypatch.setattr(measure, "run_in_workers", forked)
     monkeypatch.setattr(measure, "count_cores", lambda: 2)
     alone = measure_worker(
         resolve(OWN | {"model": "tests.support.user_code:net", "batch_size": "20"}, [], None), [1, 2, 4]
@@ -91,8 +104,11 @@ def test_several_at_once_take_their_steps_together(monkeypatch: pytest.MonkeyPat
         ({"exact": True}, (), 4.5),
     ],
 )
-def test_a_step_sends_what_the_settings_say(flags: dict[str, Any], messages: tuple[float, ...], after: float) -> None:
+def test_a_step_sends_what_the_settings_say(
+    flags: dict[str, Any], messages: tuple[float, ...], after: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """4.5 MiB of gradients; with --exact they travel when backward has ended."""
+    monkeypatch.setattr(measure, "_SECONDS", 0)
     config = resolve(OWN | {"batch_size": "4"} | flags, [f"model.args.width={2**17}"], None)
     (work,) = measure_worker(config, [1]).works.values()
     assert [size / 2**20 for size in work.messages] == list(messages)
@@ -101,6 +117,7 @@ def test_a_step_sends_what_the_settings_say(flags: dict[str, Any], messages: tup
 
 def test_the_size_of_buckets_is_measured_where_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "measure_cap", lambda model, world: world.size)
+    monkeypatch.setattr(measure, "_SECONDS", 0)
     config = resolve(OWN | {"batch_size": "4"}, [f"model.args.width={2**17}"], None)
     messages, _ = measure._messages_of_step(measure_worker(config, [1]).components, World(torch.device("cpu"), size=2))
     assert [size / 2**20 for size in messages] == [2, 2, 0.5]

@@ -188,9 +188,9 @@ def test_fine_tuning_on_conversations_holds(monkeypatch: pytest.MonkeyPatch, tmp
     pytest.importorskip("transformers", reason="transformers is not installed")
     rows = [{"prompt": f"What is {n}?", "completion": " x" * (n % 5 + 1)} for n in range(40)]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    folder = str(make_model_folder(tmp_path / "model"))
+    folder = str(make_model_folder(tmp_path / "model", num_hidden_layers=1))
     own = {"data": "chat", "data_dir": str(tmp_path / "chat.jsonl"), "model": "pretrained", "model_dir": folder}
-    found = outcome(monkeypatch, **own, packing="off")
+    found = outcome(monkeypatch, **own, packing="off", num_workers=0)
     assert failing(found) == []
 
 
@@ -224,7 +224,7 @@ def test_an_unused_branch_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_dataset_with_a_random_stream_of_its_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = failing(outcome(monkeypatch, data=f"{HERE}:drawn", model="mlp"))
+    wrong = failing(outcome(monkeypatch, data=f"{HERE}:drawn", model="mlp", num_workers=0))
     assert wrong[0].check == "a sample is the same in any order and process"
     assert "comes out different in another order" in wrong[0].figures
     assert "the dataset (--data) has a random stream" in wrong[0].figures

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,18 +123,17 @@ def wait_for_the_stream(one: torch.Tensor) -> None:
     torch.cuda.current_stream().synchronize()
 
 
-@pytest.mark.parametrize(
-    "wait", [read_value, compare, pick, bring, fetch, fetch_into_pageable, make, wait_for_the_stream]
-)
-def test_the_host_is_seen_to_wait(wait: Callable[[torch.Tensor], None]) -> None:
+def test_the_host_is_seen_to_wait() -> None:
     def work(sim: Simulated) -> None:
         one = torch.ones(4, device="cuda")
-        with sim.record.watching() as events:
-            wait(one)
-        assert {event.kind for event in events} == {"sync"}
-        torch.cuda.set_sync_debug_mode("error")
-        with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
-            wait(one)
+        for wait in (read_value, compare, pick, bring, fetch, fetch_into_pageable, make, wait_for_the_stream):
+            torch.cuda.set_sync_debug_mode("default")
+            with sim.record.watching() as events:
+                wait(one)
+            assert {event.kind for event in events} == {"sync"}, wait
+            torch.cuda.set_sync_debug_mode("error")
+            with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+                wait(one)
 
     alone(work)
 

@@ -51,11 +51,11 @@ def test_gpus_come_to_the_bits_of_the_cpu(what: str, tmp_path: Path) -> None:
     on_cpu = run_training(1, **flags, save_dir=str(tmp_path / "cpu"))
     on_gpus = [
         gpus.train_on_gpus(count, machine=Machine.of(count), **flags, save_dir=str(tmp_path / f"gpu{count}"))
-        for count in (1, 2)
+        for count in ((1, 2) if what == "convolution" else (2,))
     ]
     sharded = {"multi_gpu": "fsdp", "machine": Machine.of(3), "save_dir": str(tmp_path / "sharded")}
     on_gpus.append(gpus.train_on_gpus(3, **flags | sharded))
-    assert [ended.error for ended in (on_cpu, *on_gpus)] == [""] * 4
+    assert {ended.error for ended in (on_cpu, *on_gpus)} == {""}
     assert {ended.summary["device"] for ended in on_gpus} == {Gpu().name}
     assert {ended.summary["fingerprint"] for ended in on_gpus} == {on_cpu.summary["fingerprint"]}
 
