@@ -47,13 +47,10 @@ LONG = (
     "tests/deploy",
     "tests/distributed",
     "tests/test_readme.py",
-    "tests/test_quickstart.py",
     "tests/test_launch_multi_gpu.py",
     "tests/test_engine.py",
     "tests/commands/selftest",
     "tests/tune",
-    "tests/loggers",
-    "tests/runtime/test_host_memory.py",
 )
 """Files and folders whose tests take longest."""
 
