@@ -40,8 +40,8 @@ class Sequences(torch.nn.Module):
 def build(input_shape, num_classes, batch_first):
     return Sequences(batch_first)
 """
-# An epoch ends with two micro-batches, which leave one of the three workers without any.
 COPIED = ("main_multi_gpu", "multigpu_cli", "tests", "train_multi_gpu")
+# An epoch ends with two micro-batches, which leave one of the three workers without any.
 SETTINGS = ("--data", "own:images", "--batch-size", "4", "--nproc-per-node", "3", "--ema", "0.9", "--json")
 CONVNET = ("--model", "convnet", "--set", "model.args={width: 4, stages: 1, dropout: 0.5}")
 MIXED = "a sample's output does not depend on the others"
