@@ -15,6 +15,7 @@ import pytest
 import typer
 from hypothesis import HealthCheck, settings
 
+from tests.support import safe_forks  # noqa: F401
 from tests.support.huge_pages import collapse_pages
 from tests.support.site import sitecustomize  # noqa: F401 - here too, for what a test imports and what it forks
 

@@ -15,8 +15,6 @@ from typing import Any
 import pexpect
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")  # Python 3.12 where torch has threads
-
 LAUNCHER = Path(__file__).parent.parent / "launch_multi_gpu.sh"
 BASH = os.environ.get("MULTIGPU_TEST_BASH", "bash")  # another bash, for instance a 3.2
 

@@ -1,12 +1,10 @@
 """Launches from a fork of the running test, which has torch already; their workers are new processes, or forks too."""
 
-import gc
 import os
 import subprocess
 import sys
 import tempfile
 import traceback
-import warnings
 from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -26,10 +24,8 @@ class Forked:
     def __init__(self, command: Sequence[str], folder: Path, forked_workers: int, environ: dict[str, str]) -> None:
         self._out, self._err = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - see communicate
         self.args, words = command, (list(command), folder, environ, self._out, self._err, forked_workers)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
-            self._process = get_context("fork").Process(target=_act, args=words)
-            self._process.start()
+        self._process = get_context("fork").Process(target=_act, args=words)
+        self._process.start()
         self.pid, self.kill, self._said = self._process.pid, self._process.kill, ("", "")
 
     def poll(self) -> int | None:
@@ -62,7 +58,6 @@ def run_forked(command: Sequence[str], folder: Path, **more: Any) -> subprocess.
 def _act(
     command: list[str], folder: Path, environ: dict[str, str], out: IO[str], err: IO[str], forked_workers: int
 ) -> None:
-    gc.freeze()  # as in ranks.py
     os.setsid()
     os.chdir(folder)
     os.environ.update(ENVIRON | environ)

@@ -3,7 +3,6 @@
 For each number of workers a group of its own is formed on the agent's store, as a restart would form it.
 """
 
-import gc
 import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -94,7 +93,6 @@ def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
 
 def take_first_steps(out: Path, rank: int) -> None:
     """What a forked rank does: the first steps of each case among so many workers, into files."""
-    gc.freeze()  # as in run_training.py
     distributed.process_group._pin_to_own_core = lambda *_: nullcontext()  # type: ignore[assignment]
     launch_env = LaunchEnv.from_environment(os.environ)
     assert launch_env is not None

@@ -1,6 +1,5 @@
 """The command line from end to end, with the real torchrun, on scikit-learn's digits (DESIGN §3 and §4)."""
 
-import gc
 import json
 import os
 import signal
@@ -358,7 +357,6 @@ def test_a_wrong_request_of_a_self_launch_is_told_once(tmp_path: Path) -> None:
 
 def train_and_look_for_gloo(rank: int) -> None:
     """As a script under torchrun; the exit code tells whether there is a thread of gloo, by the kernel's name."""
-    gc.freeze()  # as in run_training.py
     model = nn.Linear(3, 2)
     loader = DataLoader(TensorDataset(torch.ones(8, 3), torch.arange(8) % 2), batch_size=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -253,11 +252,9 @@ def working(size: int, config: Config) -> Iterator[list[Any]]:
             engine_run(request)
         os._exit(0)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
-        processes = [fork.Process(target=rank, args=(number,), daemon=True) for number in range(size)]
-        for process in processes:
-            process.start()
+    processes = [fork.Process(target=rank, args=(number,), daemon=True) for number in range(size)]
+    for process in processes:
+        process.start()
     try:
         yield processes
     finally:

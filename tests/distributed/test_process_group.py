@@ -1,10 +1,10 @@
 import os
 import signal
+import socket
 import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from multigpu_cli.run.open import resolve_request
 from multigpu_cli.run.request.spec import FromConfig
 from tests.support.fork import exit_code, wait_for_end
 from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import fork_ranks
 
 
 def test_a_world_of_one_needs_no_group() -> None:
@@ -36,19 +37,18 @@ def test_a_world_of_one_needs_no_group() -> None:
 
 @pytest.mark.parametrize("agent_store", [False, True])
 def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
-    agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    launch_env = LaunchEnv(
-        rank=0,
-        size=1,
-        local_rank=0,
-        local_size=1,
-        address="localhost",
-        port=agents.port if agent_store else _free_port(),
-        attempt=3,
-        agent_store=agent_store,
-    )
-
     def work() -> None:
+        agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        launch_env = LaunchEnv(
+            rank=0,
+            size=1,
+            local_rank=0,
+            local_size=1,
+            address="localhost",
+            port=agents.port if agent_store else _free_port(),
+            attempt=3,
+            agent_store=agent_store,
+        )
         with process_group(launch_env, torch.device("cpu"), timeout=5) as world:
             assert (world.rank, world.size, world.local_rank, world.local_size, world.attempt) == (0, 1, 0, 1, 3)
             assert world.store is not None
@@ -61,11 +61,10 @@ def test_a_group_lasts_as_long_as_its_context(agent_store: bool) -> None:
         ):
             raise ZeroDivisionError
         assert not dist.is_initialized(), "left also after an error"
+        generations = {key.split("/")[0] for key in agents.list_keys() if "sealed" in key}
+        assert len(generations) == 2 * agent_store, "restarts read no stale addresses"
 
     assert exit_code(work) == 0
-    if agent_store:
-        generations = {key.split("/")[0] for key in agents.list_keys() if "sealed" in key}
-        assert len(generations) == 2, "restarts read no stale addresses"
 
 
 def test_freed_memory_is_kept_on_a_cpu_and_not_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,26 +79,24 @@ def test_freed_memory_is_kept_on_a_cpu_and_not_for_a_gpu(monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(count_cores() < 2, reason="needs two cores")
 def test_two_ranks_and_their_threads_are_pinned_to_a_core_each_until_the_group_ends() -> None:
-    agents = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     cores = sorted(os.sched_getaffinity(0))[:2]
 
     def threads() -> dict[Path, set[int]]:
         return {task: os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()}
 
-    def work(world: World) -> None:
+    def work(rank: int) -> None:
         os.sched_setaffinity(0, cores)
         before = threads()
-        launch_env = LaunchEnv(world.rank, 2, world.rank, 2, "localhost", agents.port, 0, agent_store=True)
-        with process_group(launch_env, world.device, timeout=30):
+        with process_group(LaunchEnv.from_environment(os.environ), torch.device("cpu"), timeout=30):
             dist.all_reduce(torch.ones(1))
             now = threads()
             started = now.keys() - before.keys()
             assert started, "gloo has threads"
-            assert [now[each] for each in started] == [{cores[world.rank]}] * len(started)
-            assert os.sched_getaffinity(0) == {cores[world.rank]}
+            assert [now[each] for each in started] == [{cores[rank]}] * len(started)
+            assert os.sched_getaffinity(0) == {cores[rank]}
         assert os.sched_getaffinity(0) == set(cores)
 
-    run_on_each_rank(2, work, join=lambda store, rank, size: World(torch.device("cpu"), rank, size, rank, size))
+    fork_ranks(2, work, 60)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +188,8 @@ def test_a_worker_ends_with_its_agent() -> None:
 
 
 def _free_port() -> int:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
-    port = int(store.port)
-    del store
-    return port
+    with socket.create_server(("localhost", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 def _make_shared_error(*, consequence: bool) -> RequestError:

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
@@ -129,9 +128,7 @@ def test_who_waits_for_a_rank_that_moves_is_left_alone(tmp_path: Path, pause: fl
             time.sleep(20)
 
     waits = get_context("fork").Process(target=rank, args=(1,))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
-        waits.start()
+    waits.start()
     assert exit_code(lambda: rank(0)) == 1
     waits.join(10)
     assert waits.exitcode == 1
@@ -141,12 +138,11 @@ def test_who_waits_for_a_rank_that_moves_is_left_alone(tmp_path: Path, pause: fl
 
 def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path) -> None:
     """gloo notices that a peer has gone; NCCL would wait."""
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     words = tmp_path / "words"
 
     def world(rank: int) -> World:
-        client = dist.TCPStore("localhost", store.port, is_master=False)
-        return World(torch.device("cpu"), rank, 2, rank, 2, store=dist.PrefixStore("attempt-0", client))
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        return World(torch.device("cpu"), rank, 2, rank, 2, store=dist.PrefixStore("attempt-0", store))
 
     def waits() -> None:
         with Watchdog(world(0), 5, write_to(words)) as watch:
@@ -185,11 +181,9 @@ def test_all_that_live_name_the_rank_that_was_killed(tmp_path: Path) -> None:
     def words(number: int) -> Path:
         return tmp_path / f"words_{number}"
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
-        others = [get_context("fork").Process(target=rank, args=(number,)) for number in (1, 2)]
-        for other in others:
-            other.start()
+    others = [get_context("fork").Process(target=rank, args=(number,)) for number in (1, 2)]
+    for other in others:
+        other.start()
     assert exit_code(lambda: rank(0)) == 1
     for other in others:
         other.join(10)

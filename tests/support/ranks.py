@@ -1,10 +1,8 @@
 """A few ranks with a gloo group between them, forked from the running test: quick, since torch is imported already."""
 
-import gc
 import os
 import tempfile
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from multigpu_cli.distributed.world import World
+from tests.support import safe_forks  # noqa: F401
 
 _SECONDS = 240  # beside busy programs too
 TIMEOUT = timedelta(seconds=30)
@@ -38,8 +37,7 @@ def run_on_each_rank(size: int, work: Callable[[World], Any], join: Join = with_
         AssertionError: some rank raised or hung; its traceback.
     """
     fork = get_context("fork")
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
+    with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(size)]
         ranks = [
             fork.Process(target=_rank, args=(rank, size, Path(folder, "store"), work, join, pipe), daemon=True)
@@ -59,7 +57,6 @@ def run_on_each_rank(size: int, work: Callable[[World], Any], join: Join = with_
 
 
 def _rank(rank: int, size: int, store: Path, work: Callable[[World], Any], join: Join, pipe: Connection) -> None:
-    gc.freeze()  # garbage of the parent's may own threads, which are not in this process and cannot be joined here
     try:
         world = join(dist.FileStore(str(store), size), rank, size)
         pipe.send(("", work(world)))

@@ -1,13 +1,11 @@
 """Whole runs through `train`, in forked processes: as many workers as asked for, without the seconds of a launcher."""
 
 import faulthandler
-import gc
 import os
 import signal
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing import get_context
@@ -34,6 +32,7 @@ import multigpu_cli.strategies.fsdp.fsdp
 import multigpu_cli.tasks.supervised
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import TrainingError
+from tests.support import safe_forks  # noqa: F401
 from train_multi_gpu import train
 
 OWN = {
@@ -84,15 +83,13 @@ def run_training(
     """
     fork, agent = get_context("fork"), Agent(workers)
     request = (OWN | flags, list(sets), recipe, dry_run, screen, apart, prepare)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
-        pipes = [fork.Pipe(duplex=False) for _ in range(workers)]
-        ranks = [
-            fork.Process(target=_rank, args=(agent, attempt, dict(environ or {}), request, rank, pipes))
-            for rank in range(workers)
-        ]
-        for process in ranks:
-            process.start()
+    pipes = [fork.Pipe(duplex=False) for _ in range(workers)]
+    ranks = [
+        fork.Process(target=_rank, args=(agent, attempt, dict(environ or {}), request, rank, pipes))
+        for rank in range(workers)
+    ]
+    for process in ranks:
+        process.start()
     with agent.serving():
         answers = _answers([reader for reader, _ in pipes], ranks)
         for process in ranks:
@@ -155,11 +152,9 @@ def fork_ranks(workers: int, work: Callable[[int], object], seconds: float) -> N
         os.environ.update(agent.variables(rank))
         work(rank)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # as above
-        ranks = [fork.Process(target=act, args=(rank,)) for rank in range(workers)]
-        for process in ranks:
-            process.start()
+    ranks = [fork.Process(target=act, args=(rank,)) for rank in range(workers)]
+    for process in ranks:
+        process.start()
     with agent.serving():
         for process in ranks:
             process.join(seconds)
@@ -210,7 +205,6 @@ def _rank(
     rank: int,
     pipes: list[tuple[Connection, Connection]],
 ) -> None:
-    gc.freeze()  # garbage of the parent's may own threads, which are not in this process and cannot be joined here
     flags, sets, recipe, dry_run, screen, apart, prepare = request
     faulthandler.dump_traceback_later(_SECONDS - 20, file=2)  # where it stands, if it hangs
     os.environ.update(environ | agent.variables(rank, attempt))

@@ -1,12 +1,10 @@
 """The driver with trials that take no time: the same study on any slots and after any kill, faults, budget, seeds."""
 
-import gc
 import os
 import re
 import signal
 import sys
 import time
-import warnings
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -64,7 +62,6 @@ def start_study(folder: Path, hangup: Any = signal.SIG_DFL, epoch: str = "0.05",
     """A study on two slots in a forked process, whose exit code says how it ended."""
 
     def drive() -> None:
-        gc.freeze()  # as in support/ranks.py
         signal.signal(signal.SIGHUP, hangup)
         signal.signal(signal.SIGINT, lambda *_: None)  # which the driver puts back: one more may come after its end
         study = make_study(trials=6, generation=3, rungs=[1, 3, 9])
@@ -72,9 +69,7 @@ def start_study(folder: Path, hangup: Any = signal.SIG_DFL, epoch: str = "0.05",
         sys.exit({"completed": COMPLETED, "stopped": STOPPED}[own.run()])
 
     process = get_context("fork").Process(target=drive, daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 dislikes forks beside torch's threads
-        process.start()
+    process.start()
     return process
 
 
