@@ -47,6 +47,7 @@ LONG = (
     "tests/gpu/test_check_on_simulated.py",
     "tests/deploy",
     "tests/distributed",
+    "tests/test_quickstart.py",
     "tests/test_readme.py",
     "tests/test_launch_multi_gpu.py",
     "tests/test_engine.py",

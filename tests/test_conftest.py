@@ -2,12 +2,12 @@
 
 import io
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.benchmarks.forked import run_module
 from tests.support.fork import exit_code
 
 FILES = {
@@ -23,17 +23,14 @@ FILES = {
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", "4 skipped, 1 xfailed"), ("true", "1 skipped, 1 xfailed, 2 errors")])
-def test_with_ci_a_skip_that_is_on_no_list_fails(tmp_path: Path, ci: str, outcome: str) -> None:
+def test_with_ci_a_skip_that_is_on_no_list_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ci: str, outcome: str
+) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     words = ["-p", "tests.conftest", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words, f"--rootdir={Path.cwd()}", str(tmp_path)],
-        env=os.environ | {"CI": ci},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    monkeypatch.setenv("CI", ci)
+    done = run_module([sys.executable, "-m", "pytest", *words, f"--rootdir={Path.cwd()}", str(tmp_path)], Path.cwd())
     assert outcome in done.stdout.splitlines()[-1], done.stdout + done.stderr
     assert ("tests/conftest.py: Skipped: not today" in done.stdout) == bool(ci)
 

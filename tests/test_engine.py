@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import Mock, PropertyMock, call
 
 import pytest
@@ -33,6 +33,7 @@ RUN: dict[str, Any] = {
     "save_dir": "run", "global_batch_size": 20, "batch_size": 5, "epochs": 4, "log_interval": 1, "lr": 0.05,
 }  # fmt: skip
 
+SHORT = RUN | {"epochs": 2}
 WRITTEN = {"OWN_AFTER": "run/checkpoints/step_*"}  # the kill comes after the first checkpoint
 
 
@@ -48,6 +49,28 @@ def curve(folder: str = "run") -> dict[int, float]:
 def read_trace(folder: str = "run") -> dict[int, list[int]]:
     lines = map(json.loads, Path(folder, "samples.jsonl").read_text().splitlines())
     return {line["step"]: line["samples"] for line in lines}
+
+
+class Whole(NamedTuple):
+    """An undisturbed run's folder and summary."""
+
+    folder: str
+    summary: dict[str, Any]
+
+
+def train_whole(factory: pytest.TempPathFactory, **flags: Any) -> Whole:
+    folder = str(factory.mktemp("whole") / "run")
+    return Whole(folder, run_training(**RUN | {"save_dir": folder} | flags).summary)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return train_whole(tmp_path_factory, trace_samples=True)
+
+
+@pytest.fixture(scope="module")
+def exact_whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return train_whole(tmp_path_factory, exact=True)
 
 
 def test_a_run_leaves_what_the_contract_says() -> None:
@@ -102,13 +125,13 @@ def test_without_a_validation_split_the_last_weights_are_the_best() -> None:
 # -- the number of workers is a speed knob
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3, 5])
+@pytest.mark.parametrize("workers", [*(pytest.param(few, marks=pytest.mark.slow) for few in (2, 3)), 5])
 def test_the_samples_of_each_step_do_not_depend_on_the_workers(workers: int) -> None:
-    run_training(**RUN, trace_samples=True)
-    run_training(workers, **RUN | {"save_dir": "other"}, trace_samples=True)
+    run_training(**SHORT, trace_samples=True)
+    run_training(workers, **SHORT | {"save_dir": "other"}, trace_samples=True)
     assert read_trace("other") == read_trace()
-    assert len(read_trace()) == 12
-    for epoch in range(4):
+    assert len(read_trace()) == 6
+    for epoch in range(2):
         seen = [sample for step in range(3 * epoch + 1, 3 * epoch + 4) for sample in read_trace()[step]]
         assert sorted(seen) == list(range(60))
 
@@ -125,7 +148,7 @@ def test_the_curve_does_not_depend_on_the_workers(data: str) -> None:
 
 def test_exact_gives_the_same_bits_on_any_number_of_workers() -> None:
     marks = {
-        run_training(workers, **RUN | {"save_dir": f"run{workers}"}, exact=True).summary["fingerprint"]
+        run_training(workers, **SHORT | {"save_dir": f"run{workers}"}, exact=True).summary["fingerprint"]
         for workers in (1, 2, 3)
     }
     assert len(marks) == 1
@@ -135,8 +158,8 @@ def test_exact_gives_the_same_bits_on_any_number_of_workers() -> None:
 # -- interrupted and resumed
 
 
-def test_a_stopped_run_goes_on_where_it_was() -> None:
-    undisturbed = run_training(**RUN | {"save_dir": "whole"}, trace_samples=True).summary
+def test_a_stopped_run_goes_on_where_it_was(whole: Whole) -> None:
+    undisturbed = whole.summary
     stopped = run_training(**RUN, environ={"OWN_DEED": "0:19:SIGTERM"}, trace_samples=True).summary
     assert (stopped["status"], stopped["steps"]) == ("stopped", 5)
     assert json.loads(Path("run/summary.json").read_text())["status"] == "stopped"
@@ -145,8 +168,8 @@ def test_a_stopped_run_goes_on_where_it_was() -> None:
     assert resumed["fingerprint"] == undisturbed["fingerprint"]
     assert resumed["final"] == undisturbed["final"]
     assert resumed["best"] == undisturbed["best"]
-    assert curve() == curve("whole")
-    assert read_trace() == read_trace("whole")
+    assert curve() == curve(whole.folder)
+    assert read_trace() == read_trace(whole.folder)
     assert events("resume") == [events("resume")[0] | {"step": 5, "from_world_size": 1, "world_size": 1}]
     assert (resumed["samples"], resumed["steps"]) == (240, 12)
     assert resumed["resumed_from"] == "run/checkpoints/step_00000005"
@@ -155,32 +178,34 @@ def test_a_stopped_run_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [pytest.param(2, 1, marks=pytest.mark.slow), (1, 3), (3, 2)])
-def test_a_killed_run_goes_on_with_the_same_bits_on_another_number_of_workers(before: int, after: int) -> None:
+def test_a_killed_run_goes_on_with_the_same_bits_on_another_number_of_workers(
+    before: int, after: int, exact_whole: Whole
+) -> None:
     """With --exact, bits are a fair question."""
-    undisturbed = run_training(**RUN | {"save_dir": "whole"}, exact=True).summary
     when = 26 if before == 1 else 14  # in the seventh step
     killed = run_training(before, **RUN, exact=True, environ=WRITTEN | {"OWN_DEED": f"{before - 1}:{when}:SIGKILL"})
     assert before - 1 in killed.killed
     ended = run_training(after, **RUN, exact=True)
     assert ended.error == ""
-    assert ended.summary["fingerprint"] == undisturbed["fingerprint"]
-    assert curve() == curve("whole")
+    assert ended.summary["fingerprint"] == exact_whole.summary["fingerprint"]
+    assert curve() == curve(exact_whole.folder)
     assert events("resume")[0]["from_world_size"] == before
     assert events("resume")[0]["world_size"] == after
 
 
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ddp_goes_on_with_the_same_bits_on_the_same_number_of_workers(workers: int) -> None:
-    undisturbed = run_training(workers, **RUN | {"save_dir": "whole"}).summary
+    flags = RUN | {"epochs": 3}
+    undisturbed = run_training(workers, **flags | {"save_dir": "whole"}).summary
     when = {2: 14, 3: 9}[workers]  # in the seventh or eighth step
-    run_training(workers, **RUN, environ=WRITTEN | {"OWN_DEED": f"0:{when}:SIGKILL"})
-    resumed = run_training(workers, **RUN).summary
+    run_training(workers, **flags, environ=WRITTEN | {"OWN_DEED": f"0:{when}:SIGKILL"})
+    resumed = run_training(workers, **flags).summary
     assert resumed["resumed_from"]
     assert resumed["fingerprint"] == undisturbed["fingerprint"]
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step() -> None:
-    long = RUN | {"epochs": 400, "log_interval": 1000}
+    long = RUN | {"epochs": 400, "log_interval": 1000, "data": "tests.support.user_code:without_evaluation"}
     ended = run_training(3, **long, environ={"OWN_DEED": "1:30:SIGTERM", "OWN_PAUSE": "0.01"})
     assert (ended.summary["status"], ended.error, ended.killed) == ("stopped", "", [])
     assert 20 <= ended.summary["steps"] < 400
@@ -196,6 +221,7 @@ def test_a_resumed_run_hears_of_a_signal_soon_too() -> None:
         "log_interval": 5000,
         "checkpoint_every": 300,
         "data": "tests.support.user_code:without_evaluation",
+        "batch_size": 10,
     }
     run_training(1, **many, max_steps=300)
     ended = run_training(2, **many, max_steps=900, environ={"OWN_DEED": "0:5:SIGTERM", "OWN_PAUSE": "0.01"})
@@ -203,14 +229,13 @@ def test_a_resumed_run_hears_of_a_signal_soon_too() -> None:
     assert ended.summary["steps"] < 400
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_told() -> None:
-    undisturbed = run_training(**RUN | {"save_dir": "whole"}).summary
+def test_a_damaged_checkpoint_is_passed_over_and_told(whole: Whole) -> None:
     run_training(**RUN, environ={"OWN_AFTER": "run/checkpoints/step_00000009", "OWN_DEED": "0:41:SIGKILL"})
     *_, older, newest = sorted(Path("run/checkpoints").glob("step_*"))
     (newest / "state.pt").write_bytes((newest / "state.pt").read_bytes()[:-7])
     resumed = run_training(**RUN).summary
     assert resumed["resumed_from"] == str(older)
-    assert resumed["fingerprint"] == undisturbed["fingerprint"]
+    assert resumed["fingerprint"] == whole.summary["fingerprint"]
     [fault] = events("fault")
     assert f"{newest}: state.pt has" in fault["action"]
     assert str(newest) in json.dumps(resumed["faults"]), "and in the summary"
@@ -251,15 +276,15 @@ def test_a_finished_run_is_left_as_it_is(workers: int) -> None:
     assert contents("run") == before
 
 
-def test_a_finished_run_goes_on_when_it_gets_longer() -> None:
-    run_training(**RUN)
+def test_a_finished_run_goes_on_when_it_gets_longer(whole: Whole) -> None:
+    shutil.copytree(whole.folder, "run")
     longer = run_training(**RUN | {"epochs": 6}).summary
     assert (longer["steps"], longer["status"]) == (18, "completed")
     assert events("resume")[0]["step"] == 12
 
 
-def test_a_longer_run_that_was_killed_is_not_taken_for_complete() -> None:
-    run_training(**RUN)
+def test_a_longer_run_that_was_killed_is_not_taken_for_complete(whole: Whole) -> None:
+    shutil.copytree(whole.folder, "run")
     run_training(**RUN | {"epochs": 8}, environ=WRITTEN | {"OWN_DEED": "0:33:SIGKILL"})
     ended = run_training(**RUN | {"epochs": 8}).summary
     assert (ended["steps"], ended["status"]) == (24, "completed")
@@ -275,8 +300,8 @@ def test_a_finished_run_can_go_on_in_another_folder() -> None:
 
 
 @pytest.mark.parametrize("epochs", [4, 5])
-def test_without_best_weights_a_run_can_still_end(epochs: int) -> None:
-    run_training(**RUN)
+def test_without_best_weights_a_run_can_still_end(epochs: int, whole: Whole) -> None:
+    shutil.copytree(whole.folder, "run")
     Path("run/best.pt").unlink()
     Path("run/summary.json").unlink()
     ended = run_training(**RUN | {"epochs": epochs})
@@ -358,9 +383,6 @@ def test_a_dry_run_writes_nothing() -> None:
 # -- settings that change the weights as they say
 
 
-SHORT = RUN | {"epochs": 2}
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The fingerprint without any of them, by global batch."""
@@ -393,8 +415,8 @@ def test_it_takes_effect_alike_on_two_workers(flags: dict[str, Any], plain: dict
     assert two["final"]["val_loss"] == pytest.approx(one["final"]["val_loss"], rel=2e-2 if "amp" in flags else 1e-4)
 
 
-def test_an_average_that_forgets_at_once_is_the_weights_themselves() -> None:
-    plain = run_training(**RUN).summary["final"]["val_loss"]
+def test_an_average_that_forgets_at_once_is_the_weights_themselves(whole: Whole) -> None:
+    plain = whole.summary["final"]["val_loss"]
     assert run_training(**RUN | {"ema": 1e-6, "save_dir": "one"}).summary["final"]["val_loss"] == pytest.approx(
         plain, rel=1e-3
     )
@@ -403,15 +425,13 @@ def test_an_average_that_forgets_at_once_is_the_weights_themselves() -> None:
     )
 
 
-def test_grad_checkpointing_changes_nothing_but_memory() -> None:
-    plain = run_training(**RUN).summary
-    thrifty = run_training(**RUN | {"save_dir": "thrifty"}, grad_checkpointing=True).summary
-    assert thrifty["fingerprint"] == plain["fingerprint"]
+def test_grad_checkpointing_changes_nothing_but_memory(whole: Whole) -> None:
+    thrifty = run_training(**RUN, grad_checkpointing=True).summary
+    assert thrifty["fingerprint"] == whole.summary["fingerprint"]
 
 
-def test_a_warm_start_begins_with_those_weights() -> None:
-    run_training(**RUN)
-    shutil.copy("run/last.pt", "weights.pt")
+def test_a_warm_start_begins_with_those_weights(whole: Whole) -> None:
+    shutil.copy(f"{whole.folder}/last.pt", "weights.pt")
     run_training(**RUN | {"save_dir": "warm", "init_from": "weights.pt", "lr": 1e-12, "epochs": 1})
     before, after = (torch.load(path, weights_only=True)["model"] for path in ("weights.pt", "warm/last.pt"))
     for name, value in before.items():

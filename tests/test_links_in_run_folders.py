@@ -120,7 +120,7 @@ def test_under_torchrun_no_rank_begins_and_the_keys_stay_what_they_are(tmp_path:
     keys.write_text("ssh-ed25519 AAAA")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".lock").symlink_to(keys)
-    ended = run_forked(torchrun(2, save_dir="run", epochs=1, batch_size=500), tmp_path)
+    ended = run_forked(torchrun(2, save_dir="run", epochs=1, batch_size=500), tmp_path, forked_workers=2)
     assert "error: run/.lock is a symbolic link" in ended.stderr
     assert (ended.returncode != 0, keys.read_text()) == (True, "ssh-ed25519 AAAA")
     assert [file.name for file in Path("run").iterdir()] == [".lock"]

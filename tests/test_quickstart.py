@@ -32,12 +32,17 @@ def check(output: str, project: Path) -> None:
 
 
 def test_it_trains_the_digits(tmp_path: Path) -> None:
-    """With the environment at hand: only the installing is left out."""
+    """With the environment at hand: the installing is left out, and 13 of 20 epochs."""
     environment = Path(sys.executable).parent.parent
     if not (environment / ".installed").exists():
         pytest.skip(f"{environment} was not made by the Makefile")
-    project = copy_project(tmp_path)
-    check(quickstart(project, f"VENV={environment}", "--old-file", str(environment / ".installed")), project)
+    project, python = copy_project(tmp_path), tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase $1 in main*) set -- "$@" --epochs 7;; esac\nexec {environment}/bin/python "$@"\n'
+    )
+    python.chmod(0o755)
+    installed = ["--old-file", str(environment / ".installed")]
+    check(quickstart(project, f"VENV={environment}", f"BIN={tmp_path}", *installed), project)
 
 
 @pytest.mark.slow

@@ -6,12 +6,18 @@ A comment `<!-- not run: REASON -->` directly before a block exempts it. The rea
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from tests.distributed.forked import run_forked
+from tests.distributed.launcher import alone
 from tests.support.walkthrough import ROOT, Block, blocks, list_walked_blocks, script
 
 README = ROOT / "README.md"
@@ -73,9 +79,26 @@ def test_commands_stand_in_bash_blocks() -> None:
     assert [block for block in of_the_readme() if block.language not in NO_COMMANDS | {"bash"}] == []
 
 
-def test_the_blocks_run_one_after_the_other(tmp_path: Path) -> None:
-    """In one shell, as a reader types them."""
-    code, output = run(script(runnable()), copy_project(tmp_path))
+def run_mostly_forked(script: str, folder: Path) -> tuple[int, str]:
+    """As `run`, without variables; from the second call of the front door on in forks, which have torch already."""
+    calls = re.split(r"^python main_multi_gpu.py((?:.*\\\n)*.*)\n", script, flags=re.MULTILINE)
+    code, output = run(f"{calls[0]}python main_multi_gpu.py{calls[1]}", folder)
+    for before, words in zip(calls[2::2], calls[3::2], strict=False):
+        if not code:
+            code, said = run(before, folder)
+            output += said
+        if not code:
+            workers = 2 if "--nproc-per-node 2" in words else 0
+            command = alone(*shlex.split(words.replace("\\\n", "")))
+            ended = run_forked(command, folder, forked_workers=workers)
+            code, output = ended.returncode, output + ended.stdout + ended.stderr
+    return code, output
+
+
+@pytest.mark.parametrize("run_all", [run_mostly_forked, pytest.param(run, marks=pytest.mark.slow)])
+def test_the_blocks_run_one_after_the_other(run_all: Callable[[str, Path], tuple[int, str]], tmp_path: Path) -> None:
+    """As a reader types them."""
+    code, output = run_all(script(runnable()), copy_project(tmp_path))
     assert code == 0, output[-6000:]
     assert re.search(r"^same: [0-9a-f]{64}$", output, re.MULTILINE)
     assert (tmp_path / "project/runs/mine/report/report.html").is_file()

@@ -498,7 +498,7 @@ def test_a_port_that_is_taken_is_named(call: Any) -> None:
 def test_under_torchrun_one_rank_speaks_and_no_attempt_is_wasted(tmp_path: Path) -> None:
     """torchrun's own box stands below and ends with our message; restarts find the verdict and end at once."""
     wrong = torchrun(2, restarts=2, multi_gpu="ddp", epochs=0)
-    done = run_forked(wrong, tmp_path, TMPDIR=str(tmp_path))
+    done = run_forked(wrong, tmp_path, forked_workers=6, TMPDIR=str(tmp_path))
     assert done.returncode == 1  # torchrun's, whatever ours was
     assert done.stdout == ""
     spoken = [line for line in done.stderr.splitlines() if line.startswith("error: --epochs must be")]

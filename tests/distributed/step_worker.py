@@ -4,6 +4,7 @@ For each number of workers a group of its own is formed on the agent's store, as
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from multigpu_cli.distributed.world import World, all_reduce_sum
 from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console
-from multigpu_cli.run.assembly.assemble import build_components
+from multigpu_cli.run.assembly import assemble
 from multigpu_cli.run.open import assemble_run
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
@@ -59,7 +60,7 @@ def first_steps(case: Case, world: World, folder: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         folder.mkdir(parents=True, exist_ok=True)
         watch = Watchdog(world, 600, lambda error: None)
-        run = assemble_run(build_components(spec, world), Console("silent"), StopRequest(), watch, stack)
+        run = assemble_run(assemble.build_components(spec, world), Console("silent"), StopRequest(), watch, stack)
         found: dict[str, Any] = {"losses": []}
         _keep_first_gradient(run, found)
         batches = run.plan.batches
@@ -91,8 +92,9 @@ def _keep_first_gradient(run: Run, found: dict[str, Any]) -> None:
     run.state.precision.clip_and_step = keep_gradient  # type: ignore[method-assign, assignment]
 
 
-def take_first_steps(out: Path, rank: int) -> None:
-    """What a forked rank does: the first steps of each case among so many workers, into files."""
+def take_first_steps(out: Path, names: Sequence[str], rank: int) -> None:
+    """What a forked rank does: the first steps of these cases among so many workers, into files."""
+    assemble._compare_code = lambda *_: ({}, "")  # nothing is resumed
     distributed.process_group._pin_to_own_core = lambda *_: nullcontext()  # type: ignore[assignment]
     launch_env = LaunchEnv.from_environment(os.environ)
     assert launch_env is not None
@@ -102,7 +104,7 @@ def take_first_steps(out: Path, rank: int) -> None:
             continue
         here = replace(launch_env, size=workers, local_size=workers, attempt=workers)
         with distributed.process_group.process_group(here, torch.device("cpu"), timeout=300) as world:
-            for name, case in CASES.items():
-                found = first_steps(case, world, out / f"{name}-{workers}")
+            for name in names:
+                found = first_steps(CASES[name], world, out / f"{name}-{workers}")
                 torch.save(found, out / f"{name}-{workers}-{rank}.pt")
     os._exit(0)

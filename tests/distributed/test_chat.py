@@ -196,6 +196,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(adapter: str,
         "optimizer": "adamw",
         "lr": 1e-2,
         "epochs": 2,
+        "max_steps": 4,
         "max_length": 80,
         "exact": True,
         "adapter": adapter,
@@ -206,7 +207,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_bits(adapter: str,
     assert not whole.error, whole.error
     killed = run_training(3, **flags, save_dir="killed", prepare=die_at_third_checkpoint)
     assert killed.killed
-    ended = run_training(2, **flags, save_dir="killed")
+    ended = run_training(1, **flags, save_dir="killed")
     assert not ended.error, ended.error
     assert ended.summary["resumed_from"]
     assert ended.summary["fingerprint"] == whole.summary["fingerprint"]

@@ -19,7 +19,7 @@ from multigpu_cli.checkpoint.manifest import find_damage
 from multigpu_cli.checkpoint.weights import fingerprint
 from multigpu_cli.monitor import journal
 from tests.distributed.forked import run_forked, start_forked
-from tests.distributed.launcher import SECONDS, alone, run_command, start_command, torchrun, wait_for_exit
+from tests.distributed.launcher import SECONDS, alone, run_command, torchrun, wait_for_exit
 from tests.support.run_training import fork_ranks
 from train_multi_gpu import train_with_multi_gpu
 
@@ -66,7 +66,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(here: Path) -> subprocess.CompletedProcess[str]:
     """torchrun … main_multi_gpu.py --multi-gpu ddp, two epochs of the digits."""
     command = torchrun(2, "--json", "--trace-samples", save_dir="run", **SMALL)
-    return run_forked(command, here, PYTHONPROFILEIMPORTTIME="1")
+    return run_command(command, here, PYTHONPROFILEIMPORTTIME="1")
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_locked_stopped_resumed_killed_and_resumed_elsewhere(
     tmp_path: Path, process: list[subprocess.Popen[str]]
 ) -> None:
     run, flags = tmp_path / "run", LONG | {"save_dir": "run", "checkpoint_every": 10}
-    first = start_command(torchrun(2, **flags), tmp_path, **SLOW)
+    first = start_forked(torchrun(2, **flags), tmp_path, forked_workers=2, **SLOW)
     process.append(first)
     waiting(lambda: len(checkpoints(run)) >= 2, first)
 
@@ -237,7 +237,7 @@ def test_locked_stopped_resumed_killed_and_resumed_elsewhere(
     assert "another run is using run" in second.stderr
     assert first.poll() is None, "the first goes on"
 
-    first.send_signal(signal.SIGTERM)
+    os.kill(first.pid, signal.SIGTERM)
     ended = wait_for_exit(first)
     assert ended.returncode == 1
     stopped = summary_of(run)
@@ -266,10 +266,10 @@ def test_a_run_without_torchrun_launches_itself_and_stops_with_75(
     tmp_path: Path, process: list[subprocess.Popen[str]]
 ) -> None:
     run, flags = tmp_path / "run", LONG | {"save_dir": "run", "checkpoint_every": 10, "max_restarts": 1}
-    first = start_command(alone(nproc_per_node=2, **flags), tmp_path, **SLOW)
+    first = start_forked(alone(nproc_per_node=2, **flags), tmp_path, forked_workers=2, **SLOW)
     process.append(first)
     waiting(lambda: len(checkpoints(run)) >= 1, first)
-    first.send_signal(signal.SIGTERM)
+    os.kill(first.pid, signal.SIGTERM)
     ended = wait_for_exit(first)
     assert ended.returncode == 75, ended.stderr
     assert summary_of(run)["status"] == "stopped"

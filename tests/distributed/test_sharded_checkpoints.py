@@ -1,5 +1,6 @@
 """Checkpoints of --multi-gpu fsdp: each rank writes its rows, and any number of ranks reads what it needs."""
 
+import json
 import os
 import shutil
 import signal
@@ -48,6 +49,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole_of_three(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("three") / "whole")
+    assert not run(3, folder).error
+    return folder
+
+
 def read_events(folder: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] == kind]
 
@@ -79,28 +87,28 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
             assert_same(found[key], value, f"{where}.{key}")
 
 
-def test_what_three_ranks_write_any_number_goes_on_from_with_any_strategy() -> None:
+def test_what_three_ranks_write_any_number_goes_on_from_with_any_strategy(whole_of_three: str) -> None:
     """3 → 3, 2, 1 processes and ddp, and from one process's file back to three."""
-    whole = run(3, "whole")
-    assert not whole.error
-    last = open_checkpoint("whole", LAST)
+    whole = whole_of_three
+    last = open_checkpoint(whole, LAST)
     files = ["best_weights.pt", "manifest.json", *(f"rank_{rank}.safetensors" for rank in range(3)), "state.pt"]
     assert sorted(path.name for path in last.folder.iterdir()) == files
     assert set(last.manifest["files"]) == {*files[2:]}
-    written = read_events("whole", "checkpoint")
+    written = read_events(whole, "checkpoint")
     assert [event["step"] for event in written] == [2, 4, 6, 8, 9]
     assert written[-1]["bytes"] == sum((last.folder / file).stat().st_size for file in files[2:])
-    assert fingerprint(load_trained_weights(last.folder).state) == whole.summary["fingerprint"]
-    assert {entry.state for entry in list_checkpoints(Path("whole"))} == {"whole"}
+    summary = json.loads(Path(whole, "summary.json").read_text())
+    assert fingerprint(load_trained_weights(last.folder).state) == summary["fingerprint"]
+    assert {entry.state for entry in list_checkpoints(Path(whole))} == {"whole"}
 
     cases: tuple[tuple[str, int, dict[str, Any]], ...] = (
         ("three", 3, {}), ("two", 2, {}), ("one", 1, {}), ("ddp", 2, {"multi_gpu": "ddp"}),
     )  # fmt: skip
     for folder, workers, flags in cases:
-        rewind("whole", folder, 4)
+        rewind(whole, folder, 6)
         ended = run(workers, folder, **flags)
-        assert (ended.error, read_events(folder, "resume")[-1]["step"]) == ("", 4)
-        assert read_losses(folder) == pytest.approx(read_losses("whole"), rel=1e-12)
+        assert (ended.error, read_events(folder, "resume")[-1]["step"]) == ("", 6)
+        assert read_losses(folder) == pytest.approx(read_losses(whole), rel=1e-12)
         assert open_checkpoint(folder, LAST).in_pieces == (folder in ("three", "two"))
     parts = ("model", "average", "optimizer")
     assert_same(open_checkpoint("three", LAST).state(*parts), last.state(*parts))
@@ -109,7 +117,7 @@ def test_what_three_ranks_write_any_number_goes_on_from_with_any_strategy() -> N
     assert not open_checkpoint("back", 8).in_pieces
     assert not run(3, "back").error
     assert open_checkpoint("back", LAST).in_pieces
-    assert read_losses("back") == pytest.approx(read_losses("whole"), rel=1e-12)
+    assert read_losses("back") == pytest.approx(read_losses(whole), rel=1e-12)
 
 
 def rewind(folder: str, to: str, step: int) -> None:
@@ -140,23 +148,23 @@ def test_damaged_pieces_are_named_and_kept_and_an_older_checkpoint_is_taken(whol
     losses = read_losses("run")
     for damage, step in zip(DAMAGE, (9, 8, 6, 4), strict=True):
         damage(Path("run/checkpoints", name(step)))
-    ended = run(2, "run", max_steps=8)
+    ended = run(2, "run", max_steps=6)
     assert not ended.error
     assert Path(ended.summary["resumed_from"]).name == name(2)
     told = [event["action"] for event in read_events("run", "fault") if event["kind"] == "damaged checkpoint"]
     assert [words in action for words, action in zip(DAMAGE.values(), told, strict=True)] == [True] * 4
     kept = {path.name for path in Path("run/checkpoints").iterdir()}
-    assert kept == {name(2), name(4), name(6), name(8), name(9), *(f"damaged_{name(step)}" for step in (4, 6, 8))}
-    assert read_losses("run")[:8] == pytest.approx(losses[:8], rel=1e-12)
-    for step in (2, 4, 6, 8):
+    assert kept == {name(2), name(4), name(6), name(8), name(9), *(f"damaged_{name(step)}" for step in (4, 6))}
+    assert read_losses("run")[:6] == pytest.approx(losses[:6], rel=1e-12)
+    for step in (2, 4, 6):
         flip_byte(Path("run/checkpoints", name(step), "rank_0.safetensors"))
     ended = run(2, "run")
     assert ended.kind in ("RequestError", "NoIntactCheckpoint")
     assert "run has 5 checkpoints, and none is intact" in ended.error
 
 
-def test_each_rank_reads_a_share_of_the_pieces_to_verify_them() -> None:
-    assert not run(3, "run", max_steps=4).error
+def test_each_rank_reads_a_share_of_the_pieces_to_verify_them(whole_of_three: str) -> None:
+    rewind(whole_of_three, "run", 4)
 
     def note() -> None:
         def compute(file: Path, moved: Any = lambda: None) -> str:
@@ -237,10 +245,10 @@ def test_where_not_all_ranks_see_the_folder_rank_0_writes_everything(
     """Two machines with disks of their own, on which a copy of a checkpoint in pieces lies, or not."""
     for node in ("node0", "node1"):
         Path(node).mkdir()
-    first = run(2, "run", apart=True, max_steps=4, screen="normal")
+    first = run(2, "run", apart=True, max_steps=2, screen="normal")
     assert not first.error
     assert "not all workers see run: worker 0 gathers" in capfd.readouterr().out
-    assert not open_checkpoint("node0/run", 4).in_pieces
+    assert not open_checkpoint("node0/run", 2).in_pieces
     assert not Path("node1/run/checkpoints").exists()
     rewind(whole, "node1/run2", 6)
     assert not run(2, "run2", apart=True).error, "rank 0 has no checkpoint: rank 1 reads it and sends it"
@@ -248,7 +256,7 @@ def test_where_not_all_ranks_see_the_folder_rank_0_writes_everything(
     for node in ("node0", "node1"):
         rewind(whole, f"{node}/run3", 6)
     flip_byte(Path("node1/run3/checkpoints", name(6), "rank_1.safetensors"))
-    ended = run(2, "run3", apart=True)
+    ended = run(2, "run3", apart=True, max_steps=5)
     assert (ended.error, Path(ended.summary["resumed_from"]).name) == ("", name(4)), "whoever has a piece looks at it"
 
 
@@ -300,6 +308,6 @@ def test_whenever_a_writer_is_killed_a_whole_checkpoint_is_left(rank: int, momen
     newest, skipped = Store(Path("run/checkpoints"), 9).find_newest()
     assert newest is not None
     assert (newest.step, skipped) == (left, [])
-    assert not run(2, "run").error
+    assert not run(2, "run", max_steps=7).error
     assert [path for path in Path("run").rglob("*") if "draft" in path.name] == []
-    assert read_losses("run") == pytest.approx(read_losses(whole), rel=1e-12)
+    assert read_losses("run")[:7] == pytest.approx(read_losses(whole)[:7], rel=1e-12)

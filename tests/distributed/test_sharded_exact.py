@@ -21,8 +21,8 @@ MLP: dict[str, Any] = {"model": "mlp", "sets": ["model.args.width=17"], "ema": 0
 IMAGES = {"model": "convnet", "sets": ["data.args.shape=[2, 8, 8]", "model.args.width=8"]}
 CASES: dict[str, dict[str, Any]] = {
     "mlp": MLP,
-    "convnet": IMAGES | {"ema": 0.9},
-    "gpt": GPT | {"sets": SIZES, "grad_checkpointing": True, "amp": "bf16"},
+    "convnet": IMAGES | {"ema": 0.9, "max_steps": 4},
+    "gpt": GPT | {"sets": SIZES, "grad_checkpointing": True, "amp": "bf16", "max_steps": 4},
     "fp32": GPT | {"sets": SIZES},
     "sgd": MLP | {"optimizer": "sgd", "freeze": "1.*", "amp": "bf16"},
     "unfrozen": MLP | {"sets": [*MLP["sets"], "model.unfreeze_at=2"], "freeze": "1.*"},
@@ -109,18 +109,18 @@ def test_the_bits_are_those_of_one_process(name: str, sizes: Sequence[int]) -> N
 
 def test_other_sums_have_other_bits() -> None:
     """The control: or the tests above could not fail."""
-    train(1, "alone", MLP)
-    run(3, "plain", MLP, max_grad_norm=0.5)
+    train(1, "alone", MLP, max_steps=3)
+    run(3, "plain", MLP, max_grad_norm=0.5, max_steps=3)
     assert read_curve("plain") != read_curve("alone")
 
 
 def test_a_killed_run_has_the_bits_of_one_that_was_left_alone() -> None:
     """4 → 2 → 1, and another way on to ddp: each attempt reads what the one before wrote."""
-    case: dict[str, Any] = {"epochs": 4, "ema": 0.9}
+    case: dict[str, Any] = {"epochs": 3, "ema": 0.9}
     whole = train(1, "whole", case).summary
     killed = run(4, "run", case | EXACT, environ=WRITTEN | {"OWN_DEED": "3:12:SIGKILL"})
     assert 3 in killed.killed
-    assert train(2, "run", case, max_steps=9).summary["resumed_from"]
+    assert train(2, "run", case, max_steps=6).summary["resumed_from"]
     shutil.copytree("run", "other")
     ends = [train(1, "run", case), train(3, "other", case, multi_gpu="ddp")]
     for folder, ended in zip(("run", "other"), ends, strict=True):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.forked import run_forked
 from tests.distributed.launcher import alone, run_command
 
 NAMES = ("multiprocessing", "socket", "json", "queue", "wave")
@@ -55,6 +56,6 @@ def test_a_self_launched_run_with_own_code_a_logger_and_a_mirror(folder: Path) -
 
 @pytest.mark.parametrize("command", ["doctor", pytest.param("plan", marks=pytest.mark.slow)])
 def test_commands_that_start_workers_of_their_own(folder: Path, command: str) -> None:
-    ended = run_command(alone(command, "--json"), folder)
+    ended = run_forked(alone(command, "--json"), folder)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert not (folder / "imported").exists()

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,32 @@ def test_signals_that_follow_the_first_leave_the_workers_time_to_save(start: Sta
     assert running.communicate()[1] == ""
 
 
-def test_whoever_waits_for_another_node_ends_at_once(start: Start, tmp_path: Path) -> None:
+def test_whoever_waits_for_another_node_ends_at_once(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         store = ("localhost", taken.getsockname()[1])
-    running = start("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={store[0]}:{store[1]}")
-    wait_for(running, lambda: answers(store))
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(60) == 128 + signal.SIGTERM
-    assert "Traceback" not in running.communicate()[1]
+    words = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={store[0]}:{store[1]}"]
+
+    def begin() -> None:
+        with open(tmp_path / "said", "w") as file:
+            os.dup2(file.fileno(), 2)
+        sys.stderr = os.fdopen(2, "w")
+        sys.exit(torchrun.run_agent([*words, "worker.py"]))
+
+    running = get_context("fork").Process(target=begin)
+    running.start()
+    try:
+        until = time.monotonic() + 60
+        while not answers(store):
+            assert running.is_alive()
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        running.terminate()
+        running.join(60)
+    finally:
+        running.kill()
+    assert running.exitcode == 128 + signal.SIGTERM
+    assert "Traceback" not in (tmp_path / "said").read_text()
 
 
 @pytest.fixture

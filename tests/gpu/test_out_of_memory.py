@@ -19,9 +19,9 @@ NO_DROPOUT = ("model.args.width=8", "model.args.dropout=0.0")  # whose noise dep
 RUN: dict[str, Any] = {
     "model": "mlp",
     "sets": NO_DROPOUT,
-    "max_steps": 6,
+    "max_steps": 5,
     "batch_size": 8,
-    "checkpoint_every": 2,
+    "checkpoint_every": 4,
     "log_interval": 1,
     "amp": "off",
     "keep": 20,

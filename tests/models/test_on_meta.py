@@ -1,3 +1,4 @@
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,13 @@ def masked(*, kept: bool) -> nn.Module:
     if kept:
         model.table = table
     return model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> None:
+    """A build looks through all that are not frozen."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.mark.parametrize(

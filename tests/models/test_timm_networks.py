@@ -52,7 +52,7 @@ def test_a_vit_trains_resumes_evaluates_predicts_and_is_exported(
     """The same bits on two workers, and from a checkpoint on one; --own-code is not needed."""
     monkeypatch.chdir(tmp_path)
     sets = [f"model.{name}={value}" for name, value in VIT.items()]
-    flags = {**DIGITS, "exact": True, "batch_size": 16, "epochs": 2, "base_lr": 1e-2}
+    flags = {**DIGITS, "exact": True, "batch_size": 32, "epochs": 2, "base_lr": 1e-2}
     whole = run_training(2, **flags, sets=sets, save_dir="whole")
     assert not whole.error, whole.error
     earlier = min(Path("whole/checkpoints").iterdir())

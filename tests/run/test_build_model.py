@@ -72,14 +72,25 @@ def start(world: World, folder: Path, flags: dict[str, str], sets: tuple[str, ..
         return fingerprint(tensors), sorted(tensors), str(built.plan.notes.get("first_weights", ""))
 
 
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, list[str], str]]]:
+    """What one process and then each of three starts from in every case; one launch."""
+    folder = tmp_path_factory.mktemp("starts")
+
+    def each(world: World) -> dict[str, tuple[str, list[str], str]]:
+        return {name: start(world, folder, *CASES[name][:2]) for name in CASES}
+
+    return [each(World(CPU)), *run_on_each_rank(3, each)]
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_first_weights_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
-    flags, sets, words = CASES[name]
-    alone = start(World(CPU), tmp_path, flags, sets)
-    sharded = run_on_each_rank(3, lambda world: start(world, tmp_path, flags, sets))
+def test_the_first_weights_have_the_bits_of_one_process(
+    name: str, starts: list[dict[str, tuple[str, list[str], str]]]
+) -> None:
+    alone, *sharded = [found[name] for found in starts]
     assert sharded[0][:2] == alone[:2]
     assert alone[2] == ""
-    assert all(found[2].startswith(words) for found in sharded), sharded[0][2]
+    assert all(found[2].startswith(CASES[name][2]) for found in sharded), sharded[0][2]
 
 
 def measure_most_bytes(world: World, folder: Path) -> tuple[int, int, int]:
@@ -108,15 +119,17 @@ def test_no_rank_but_one_holds_more_than_a_block_beside_its_rows(tmp_path: Path)
 
 
 def test_where_a_checkpoint_has_all_weights_nobody_builds_them(in_tmp_path: None) -> None:
-    flags: dict[str, Any] = {"multi_gpu": "fsdp", "epochs": 1, "batch_size": 10, "save_dir": "run"} | SHY
+    flags: dict[str, Any] = {"multi_gpu": "fsdp", "max_steps": 2, "batch_size": 10, "save_dir": "run"} | SHY
+    flags["data"] = "tests.support.user_code:without_evaluation"
     sets = ["model.args.how=keep"]
     whole = run_training(2, **flags | {"save_dir": "whole"}, sets=sets)
-    run_training(2, **flags, sets=sets, max_steps=1)
+    run_training(2, **flags | {"max_steps": 1}, sets=sets)
     plan = run_training(2, **flags, sets=sets, dry_run=True).summary
     assert plan["first_weights"] == "no rank builds the weights: the checkpoint has them"
     assert run_training(2, **flags, sets=sets).summary["fingerprint"] == whole.summary["fingerprint"]
-    run_training(2, **flags | {"save_dir": "other"}, sets=["model.args.how=silent"], max_steps=1)
-    plan = run_training(2, **flags | {"save_dir": "other"}, sets=["model.args.how=silent"], dry_run=True).summary
+    other = flags | {"save_dir": "other", "sets": ["model.args.how=silent"]}
+    run_training(2, **other | {"max_steps": 1})
+    plan = run_training(2, **other, dry_run=True).summary
     assert plan["first_weights"].startswith("rank 0 builds the weights"), "a buffer is in no checkpoint"
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+import main_multi_gpu
 from multigpu_cli.commands.clean import list_checkpoints
 from multigpu_cli.monitor import journal
 from tests.support import disk_fault_model
 from tests.support.fork import exit_code
 from tests.support.run_training import Ended, run_training
-from tests.test_house_rules import ROOT
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {"save_dir": "run", "batch_size": 10, "epochs": 4, "checkpoint_every": "3", "log_interval": 1}
@@ -103,17 +103,26 @@ def test_a_full_disk_ends_in_one_message_and_no_traceback() -> None:
     """Through the front door, with TensorBoard at work."""
     flags = ["--data", "tests.support.user_code:tensors", *(word for name in NET for word in (f"--{name}", NET[name]))]
     flags += [word for name in RUN for word in (f"--{name.replace('_', '-')}", str(RUN[name]))]
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "main_multi_gpu.py"), *flags, "--quiet"],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "FAULTS": "8:full"},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("error: the last checkpoint could not be written to run: [Errno 27] File too large")
-    assert ended.stderr.count("error") == 1
-    assert "Traceback" not in ended.stderr + ended.stdout
-    warnings = [line.split("(")[0] for line in ended.stdout.splitlines() if line.startswith("warning: ")]
+    pipes = [os.pipe() for _ in range(2)]  # since no file takes what is said then
+
+    def start() -> None:
+        os.environ["FAULTS"] = "8:full"
+        for number, (_, write) in enumerate(pipes, 1):
+            os.dup2(write, number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        main_multi_gpu.leave(main_multi_gpu.run([*flags, "--quiet"]))
+
+    assert exit_code(start) == 1
+    said = []
+    for read, write in pipes:
+        os.close(write)
+        with open(read) as file:
+            said.append(file.read())
+    out, err = said
+    assert err.startswith("error: the last checkpoint could not be written to run: [Errno 27] File too large")
+    assert err.count("error") == 1
+    assert "Traceback" not in err + out
+    warnings = [line.split("(")[0] for line in out.splitlines() if line.startswith("warning: ")]
     assert "warning: run/journal.jsonl can't be written " in warnings
     assert len(warnings) == len(set(warnings)), "each once"
 

@@ -185,7 +185,7 @@ def test_auto_finds_the_largest_that_fits(
     if workers == "fsdp":  # two, of which one runs out of memory in the backward pass
         workers, flags = 2, flags | {"multi_gpu": "fsdp"}
         sets += ["model.args.rank=1", "model.args.backward=true"]
-    ended = run_training(int(workers), **flags, sets=sets)
+    ended = run_training(int(workers), **flags, sets=sets, max_steps=1)
     assert ended.error == ""
     [start] = [event for event in journal.read_events("run/journal.jsonl") if event["event"] == "start"]
     assert start["plan"]["batch_size"] == found
@@ -200,7 +200,7 @@ def test_auto_says_when_nothing_fits() -> None:
 
 
 def test_auto_begins_with_two_where_batch_norm_cannot_train_on_one() -> None:
-    ended = run_training(**RUN | {"model": "tests.support.user_code:net", "batch_size": "auto"})
+    ended = run_training(**RUN | {"model": "tests.support.user_code:net", "batch_size": "auto"}, max_steps=1)
     assert ended.error == ""
     [start] = [event for event in journal.read_events("run/journal.jsonl") if event["event"] == "start"]
     assert start["plan"]["batch_size"] == 16

@@ -73,7 +73,7 @@ def test_it_ends_as_the_older_version_would_have_ended_it(name: str) -> None:
         compare_runs("before", name)
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("exact", marks=pytest.mark.slow), "ppo"])
+@pytest.mark.parametrize("name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("exact", "ppo"))])
 def test_every_command_reads_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     def answer(*words: str) -> Any:
         assert main_multi_gpu.run([*words, "--json"]) == 0

@@ -26,7 +26,7 @@ from tests.support.run_training import Ended, run_training
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 RUN: dict[str, Any] = {
-    "global_batch_size": 20, "batch_size": 5, "epochs": 10, "checkpoint_every": "1000", "save_dir": "run",
+    "global_batch_size": 20, "batch_size": 5, "epochs": 3, "checkpoint_every": "1000", "save_dir": "run",
 }  # fmt: skip
 
 

@@ -1,14 +1,12 @@
-import subprocess
+import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from multigpu_cli.runtime.seeding import choose_kernels, enable_determinism, enable_fast_kernels, set_threads_per_rank
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.fork import exit_code
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [("cuda", (True, "high")), ("cpu", (False, "highest"))])
@@ -78,25 +76,30 @@ def test_kernels_without_a_deterministic_form_are_refused(monkeypatch: pytest.Mo
         torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory = benchmark, fill
 
 
+def told() -> tuple[Any, bool]:
+    import torch._inductor.config
+
+    found: Any = torch._inductor.config
+    return getattr(found, "deterministic", None), torch.are_deterministic_algorithms_enabled()
+
+
 def test_the_compiler_is_told_of_exact_runs_also_where_it_is_imported_later() -> None:
     """As torch.use_deterministic_algorithms does, which imports it."""
-    code = """
-import sys, torch
-from multigpu_cli.runtime.seeding import choose_kernels
 
-def told():
-    import torch._inductor.config
-    return getattr(torch._inductor.config, "deterministic", None), torch.are_deterministic_algorithms_enabled()
+    def work() -> None:
+        for name in [name for name in sys.modules if name.startswith("torch._inductor")]:
+            del sys.modules[name]  # other tests may have imported it
+        os.environ.pop("TORCHINDUCTOR_DETERMINISTIC", None)
+        with choose_kernels(torch.device("cpu"), exact=True):
+            assert "torch._inductor" not in sys.modules
+            assert torch.are_deterministic_algorithms_enabled()
+            first = told()
+        after = told()
+        with choose_kernels(torch.device("cpu"), exact=True):
+            again = told()
+        torch.use_deterministic_algorithms(True)
+        by_torch = told()
+        assert first == again == by_torch
+        assert after == ((by_torch[0] and False), False)
 
-with choose_kernels(torch.device("cpu"), exact=True):
-    print("torch._inductor" in sys.modules, torch.are_deterministic_algorithms_enabled(), told())
-print(told())
-with choose_kernels(torch.device("cpu"), exact=True):
-    print(told())
-torch.use_deterministic_algorithms(True)
-print(told())
-"""
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    first, after, again, by_torch = ended.stdout.splitlines()
-    assert (first, after) == (f"False True {by_torch}", by_torch.replace("True", "False"))
-    assert again == by_torch
+    assert exit_code(work) == 0

@@ -112,7 +112,7 @@ def layers(input_shape: Sequence[int], num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), 512), blocks, nn.Linear(512, num_classes))
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_resume_takes_no_more_of_a_gpu_than_a_step(exact: bool, tmp_path: Path) -> None:
     """And of the host next to nothing for a rank: only its file is there, once for all of a machine."""
 

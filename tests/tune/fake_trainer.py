@@ -1,4 +1,4 @@
-"""A trainer without torch, in the front door's place: its runs write what real ones do, so that tests start many.
+"""A trainer without packages, in the front door's place: its runs write what real ones do, so that tests start many.
 
 The accuracy is a function of lr, width, seed and epoch; `label_smoothing` asks for a fault: 0.1 out of memory, 0.2 NaN,
 0.3 a full disk, 0.4 dies by SIGKILL in its second epoch, once.
@@ -6,6 +6,7 @@ The accuracy is a function of lr, width, seed and epoch; `label_smoothing` asks 
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -13,12 +14,9 @@ from hashlib import sha256
 from math import log10
 from pathlib import Path
 
-import yaml
-
 argv = sys.argv[1:]
 given = [argv[at + 1] for at, word in enumerate(argv) if word == "--set"]
-settings = {key: yaml.safe_load(value) for key, value in (each.split("=", 1) for each in given)}
-base = yaml.safe_load(Path(argv[argv.index("--config") + 1]).read_text()) if "--config" in argv else {}
+settings = {key: json.loads(value) for key, value in (each.split("=", 1) for each in given)}
 stopped: list[int] = []
 heard = signal.SIG_IGN if "FAKE_DEAF" in os.environ else lambda number, frame: stopped.append(number)
 signal.signal(signal.SIGTERM, heard)
@@ -35,7 +33,8 @@ lr, width, fault = (
     settings.get("model.args.width", 16),
     settings.get("label_smoothing"),
 )
-pause, epochs, length = settings["tune.pause_at"], base["epochs"], float(os.environ.get("FAKE_EPOCH", "0"))
+epochs = int(re.findall(r"\bepochs: (\d+)", Path(argv[argv.index("--config") + 1]).read_text())[0])
+pause, length = settings["tune.pause_at"], float(os.environ.get("FAKE_EPOCH", "0"))
 lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.is_file() else []
 done = max((line["epoch"] for line in lines if line["event"] == "eval"), default=0)
 summary.unlink(missing_ok=True)

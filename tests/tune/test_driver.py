@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {"trials": 6, "generation": 3, "rungs": [1, 3, 9], "samp
 @pytest.fixture(autouse=True)
 def fake_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "FRONT_DOOR", FAKE)
+    monkeypatch.setattr(sys, "executable", sys._base_executable)  # type: ignore[attr-defined]  # it starts at once
 
 
 def run_study(folder: Path, slots: int = 1, said: list[str] | None = None, **given: Any) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def test_a_full_disk_pauses_the_study_and_fails_no_trial(tmp_path: Path) -> None
     assert {trial["state"] for trial in read_trials(tmp_path)} == {"waiting"}
 
 
-@pytest.mark.parametrize(("budget", "most"), [("10epochs", 11), ("3epochs", 3)])
+@pytest.mark.parametrize(("budget", "most"), [("10epochs", 11), pytest.param("3epochs", 3, marks=pytest.mark.slow)])
 def test_a_budget_is_overshot_by_less_than_a_rung(tmp_path: Path, budget: str, most: int) -> None:
     found = run_study(tmp_path, budget=budget)
     assert found["status"] == "budget"

@@ -47,7 +47,8 @@ def test_each_sample_once_and_in_order_on_any_number_of_workers(
 
 def test_it_starts_its_workers_itself() -> None:
     run()
-    done = run_forked(alone("predict", "run", "--own-code", "--out", "two.csv", nproc_per_node=2), Path.cwd())
+    words = alone("predict", "run", "--own-code", "--out", "two.csv", nproc_per_node=2)
+    done = run_forked(words, Path.cwd(), forked_workers=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["two.csv  22 samples of the test split, weights from run/best.pt"]
     main_multi_gpu.run(["predict", "run", "--own-code", "--out", "one.csv"])

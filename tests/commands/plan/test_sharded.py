@@ -78,7 +78,14 @@ def measure_peak(world: World, config: Config, folder: Path) -> dict[int, int]:
     return peaks
 
 
-@pytest.mark.parametrize("flags", [{}, {"reshard": "step"}, {"exact": True}], ids=["forward", "step", "exact"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param({}, id="forward", marks=pytest.mark.slow),
+        pytest.param({"reshard": "step"}, id="step"),
+        pytest.param({"exact": True}, id="exact"),
+    ],
+)
 def test_the_forecast_is_what_two_workers_hold(
     flags: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

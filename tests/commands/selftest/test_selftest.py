@@ -1,12 +1,13 @@
 """selftest: everything holds for what is right, and each planted fault is named."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,7 @@ def config(**settings: Any) -> Config:
 def outcome(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Finding:
     monkeypatch.setitem(sys.modules, HERE, sys.modules[__name__])
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    monkeypatch.setattr(inspect, "getsource", cache(inspect.getsource))  # it parses a whole file each time
     threads = torch.get_num_threads()
     try:
         report = run_selftest(config(**settings), "4", in_forks)
@@ -164,7 +166,8 @@ def failing(found: Finding) -> list[CheckResult]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"model": "convnet", "model.args": {"stages": 1}, "nproc_per_node": 3},
+        # test_planted_faults.py has such a one with two faults elsewhere
+        pytest.param({"model": "convnet", "model.args": {"stages": 1}, "nproc_per_node": 3}, marks=pytest.mark.slow),
         {"data": f"{HERE}:drawn", "data.args": {"own": False}, "model": "mlp"},
         {"model": "mlp", "amp": "bf16", "optimizer": "sgd", "global_batch_size": 14, "ema": 0.9},
         {

@@ -29,7 +29,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "data": "tests.support.user_code:sentences",
         "model": "gpt",
         "task": "language-model",
-        "epochs": 1,
+        "max_steps": 2,
         "sets": SMALL,
     },
     "convolution": {
@@ -40,7 +40,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "max_grad_norm": 0.1,
         "sets": ["data.args.val_fraction=0.02", "data.args.test_fraction=0.02", "model.args.stages=2"],
     },
-    "sgd": {"optimizer": "sgd", "epochs": 1},
+    "sgd": {"optimizer": "sgd", "max_steps": 2},
 }
 EXACT: dict[str, Any] = {"exact": True, "amp": "off", "batch_size": 5, "global_batch_size": 20, "log_interval": 1}
 
@@ -51,7 +51,7 @@ def test_gpus_come_to_the_bits_of_the_cpu(what: str, tmp_path: Path) -> None:
     on_cpu = run_training(1, **flags, save_dir=str(tmp_path / "cpu"))
     on_gpus = [
         gpus.train_on_gpus(count, machine=Machine.of(count), **flags, save_dir=str(tmp_path / f"gpu{count}"))
-        for count in ((1, 2) if what == "convolution" else (2,))
+        for count in {"convolution": (1, 2), "sgd": ()}.get(what, (2,))
     ]
     sharded = {"multi_gpu": "fsdp", "machine": Machine.of(3), "save_dir": str(tmp_path / "sharded")}
     on_gpus.append(gpus.train_on_gpus(3, **flags | sharded))

@@ -43,7 +43,7 @@ RUN: dict[str, Any] = {
     "log_interval": 1,
     "multi_gpu": "fsdp",
 }
-STEADY = 3
+STEADY = 2
 
 
 def record_gathers(file: Path, *, old: bool = False) -> Callable[[Simulated], None]:
@@ -85,6 +85,7 @@ def test_a_run_gathers_half_the_bytes_and_an_older_one_goes_on_as_it_was(tmp_pat
     whole, before, still = train(tmp_path / "old", 3)
     assert still == "fp32"
     assert (whole, len(losses), len(before)) == (2 * halved, 3, 3)
+    assert halved > 0
     assert losses == pytest.approx(before, rel=0.02), "norms and embeddings are rounded to eight bits"
     assert train(tmp_path / "three", 3, 3)[1] == pytest.approx(losses, rel=2e-3), "alike on any number of workers"
 

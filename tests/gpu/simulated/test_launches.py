@@ -230,8 +230,8 @@ def test_the_curve_is_the_same_on_two_gpus_with_a_padded_head_and_chunks(
     for strategy, ranks, gpus in (("none", 1, 1), ("ddp", 2, 2), ("dp", 1, 2), ("fsdp", 2, 2)):
         folder = tmp_path / strategy
         shared = {"batch_size": 5, "global_batch_size": 20, "amp": "off", "log_interval": 1, "save_dir": str(folder)}
-        machine = Machine.of(gpus)
-        ended = train_on_gpus(ranks, machine=machine, **TOKENS_RUN | shared | {"multi_gpu": strategy})
+        shared |= {"max_steps": 3, "multi_gpu": strategy}
+        ended = train_on_gpus(ranks, machine=Machine.of(gpus), **TOKENS_RUN | shared)
         assert ended.error == ""
         curves.append([event["loss"] for event in journal.read_events(folder / "journal.jsonl") if "loss" in event])
     assert len(curves[0]) >= 5
