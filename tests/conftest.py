@@ -158,6 +158,7 @@ def _no_orphans() -> Iterator[None]:
     yield
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     left = children.read_text().split() if children.exists() else []
-    commands = [Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode() for child in left]
-    trainers = [command for command in commands if "main_multi_gpu" in command or "torchrun" in command]
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in left]
+    forked = Path("/proc/self/cmdline").read_bytes()
+    trainers = [each for each in commands if b"main_multi_gpu" in each or b"torchrun" in each or each == forked]
     assert not trainers, f"still running: {trainers}"

@@ -83,11 +83,11 @@ def run_mostly_forked(script: str, folder: Path) -> tuple[int, str]:
     """As `run`, without variables; from the second call of the front door on in forks, which have torch already."""
     calls = re.split(r"^python main_multi_gpu.py((?:.*\\\n)*.*)\n", script, flags=re.MULTILINE)
     code, output = run(f"{calls[0]}python main_multi_gpu.py{calls[1]}", folder)
-    for before, words in zip(calls[2::2], calls[3::2], strict=False):
+    for before, words in zip(calls[2::2], [*calls[3::2], ""], strict=True):
         if not code:
             code, said = run(before, folder)
             output += said
-        if not code:
+        if words and not code:
             workers = 2 if "--nproc-per-node 2" in words else 0
             command = alone(*shlex.split(words.replace("\\\n", "")))
             ended = run_forked(command, folder, forked_workers=workers)

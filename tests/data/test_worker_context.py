@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from multigpu_cli.data.fetcher import run_in_process
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from tests.data.test_loader import PLAN, Noisy, epoch, source
+from tests.support import safe_forks
 from tests.support.fork import exit_code, wait_for_end
 from tests.support.world import CPU
 
@@ -99,13 +100,14 @@ def test_loader_processes_work_with_a_long_tmpdir(long_folder: Path, monkeypatch
     assert not list(long_folder.iterdir())
 
 
-def test_a_loader_process_collects_no_garbage_of_its_parent(tmp_path: Path) -> None:
+def test_a_loader_process_collects_no_garbage_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another loader's iterator, say, whose end in a process that did not start its workers prints a traceback."""
 
     class Left:
         def __del__(self) -> None:
             (tmp_path / str(os.getpid())).touch()
 
+    monkeypatch.setattr(safe_forks, "gc", Mock())  # or that would leave it to the parent
     gc.disable()
     try:
         left: Any = Left()

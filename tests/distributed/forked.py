@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 
 import main_multi_gpu
 from tests.distributed.launcher import ENVIRON, FRONT_DOOR, SECONDS, TORCHRUN, wait_for_exit
+from tests.support.fork import write_output_to
 
 
 class Forked:
@@ -61,9 +62,8 @@ def _act(
     os.setsid()
     os.chdir(folder)
     os.environ.update(ENVIRON | environ)
-    for number, file in ((1, out), (2, err)):
-        os.dup2(file.fileno(), number)
-    sys.stdout, sys.stderr, sys.argv = out, err, command[1:]
+    write_output_to(out, err)
+    sys.argv = command[1:]
     _fork_workers(forked_workers)
     try:
         if command[1] == FRONT_DOOR:

@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 UNEVEN = {"samples": 60, "global_batch": 26, "batch": 4}  # 7 micro-batches, one of them short; the last step has 2
-IDLE = {"samples": 50, "global_batch": 12, "batch": 6}  # 2 micro-batches for up to 4 workers; the last step has 1
+IDLE = {"samples": 26, "global_batch": 12, "batch": 6}  # 2 micro-batches for up to 4 workers; the last step has 1
 
 CASES = {
     f"{network}{'' if normed else '-plain'}-{cut}-{'double' if double else 'single'}": Case(

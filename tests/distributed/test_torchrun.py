@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from multigpu_cli.distributed import torchrun
 from multigpu_cli.distributed.launch_env import write_error
 from multigpu_cli.errors import FAILED, STOPPED
+from tests.support.fork import write_output_to
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = """
@@ -107,9 +108,8 @@ def test_whoever_waits_for_another_node_ends_at_once(tmp_path: Path) -> None:
 
     def begin() -> None:
         with open(tmp_path / "said", "w") as file:
-            os.dup2(file.fileno(), 2)
-        sys.stderr = os.fdopen(2, "w")
-        sys.exit(torchrun.run_agent([*words, "worker.py"]))
+            write_output_to(file, file)
+            sys.exit(torchrun.run_agent([*words, "worker.py"]))
 
     running = get_context("fork").Process(target=begin)
     running.start()
