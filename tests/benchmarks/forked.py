@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from tests.support.fork import exit_code
+from tests.support.fork import exit_code, write_output_to
 
 
 def run_module(command: Sequence[str], cwd: Path, **_: Any) -> CompletedProcess[str]:
@@ -20,7 +20,7 @@ def run_module(command: Sequence[str], cwd: Path, **_: Any) -> CompletedProcess[
         def work() -> None:
             os.chdir(cwd)
             sys.argv = list(command[2:])
-            sys.stdout, sys.stderr = out, err
+            write_output_to(out, err)
             warnings.simplefilter("ignore", RuntimeWarning)  # the test may have imported it
             runpy.run_module(command[2], run_name="__main__")
 

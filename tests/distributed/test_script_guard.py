@@ -13,6 +13,7 @@ import pytest
 
 from multigpu_cli.distributed.processes import check_spawned_script
 from multigpu_cli.errors import RequestError
+from tests.support.fork import write_output_to
 
 TRAINS = """
 import torch
@@ -49,9 +50,8 @@ def run_in_fork(act: Callable[[], object], folder: Path) -> tuple[int | None, st
 
     def begin() -> None:
         os.chdir(folder)
-        with open("said", "w") as file:
-            os.dup2(file.fileno(), 2)
-        sys.stderr = os.fdopen(2, "w")
+        said = open("said", "w")  # noqa: SIM115 - a traceback of the fork's comes last
+        write_output_to(said, said)
         act()
 
     process = get_context("fork").Process(target=begin)

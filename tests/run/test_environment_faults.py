@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ import main_multi_gpu
 from multigpu_cli.commands.clean import list_checkpoints
 from multigpu_cli.monitor import journal
 from tests.support import disk_fault_model
-from tests.support.fork import exit_code
+from tests.support.fork import exit_code, write_output_to
 from tests.support.run_training import Ended, run_training
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -107,9 +106,7 @@ def test_a_full_disk_ends_in_one_message_and_no_traceback() -> None:
 
     def start() -> None:
         os.environ["FAULTS"] = "8:full"
-        for number, (_, write) in enumerate(pipes, 1):
-            os.dup2(write, number)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+        write_output_to(*(os.fdopen(write, "w") for _, write in pipes))
         main_multi_gpu.leave(main_multi_gpu.run([*flags, "--quiet"]))
 
     assert exit_code(start) == 1
