@@ -1,9 +1,11 @@
 """The rules of the house (floors, sizes, safety), each checked over the whole tree, each shown to be able to fail."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
@@ -64,8 +66,13 @@ READING_LIST = (
 )
 """What one reads, from the top, to understand a training."""
 
-REGISTRIES = {"multigpu_cli/api/public.py", "multigpu_cli/__main__.py"}
-"""Lists of names, and what Python wants as a file of its own: they may be short."""
+SHORT_FILES = {
+    "multigpu_cli/api/public.py",  # a list of names
+    "multigpu_cli/__main__.py",  # Python requires this file
+    "multigpu_cli/tune/pause.py",  # loaded by each trial, which needs nothing else of tune
+    "multigpu_cli/watch/command.py",  # loaded by --help, which needs nothing else of watch
+}
+"""Files that may have less than 30 code lines, as each `rules.py` may."""
 
 GRAB_BAGS = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "managers"}
 
@@ -90,6 +97,29 @@ parse = cache(ast.parse)  # a second for the whole tree, which each rule looks a
 def walk(module: ast.Module) -> list[ast.AST]:
     """All nodes, found once for all rules, too."""
     return list(ast.walk(module))
+
+
+@cache
+def find_code_lines(text: str) -> frozenset[int]:
+    """Return the numbers of the lines that hold code: neither blank, nor a comment, nor part of a docstring.
+
+    Sizes are counted in these lines, so that explanation is free.
+    """
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        line
+        for node in walk(parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
+        for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    }
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    code = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in layout
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return frozenset(code - docstrings)
 
 
 def room_of(module: str) -> str | None:
@@ -183,15 +213,15 @@ def low_floors_know_no_torch(tree: Tree) -> Iterator[str]:
 
 
 def files_are_chapters(tree: Tree) -> Iterator[str]:
-    """Neither leaflets nor tomes; the loop is read top to bottom on a few pages."""
+    """A file has 30 to 300 code lines, and the engine, which is read from top to bottom, at most 150."""
     for path, text in tree.items():
-        lines = len(text.splitlines())
-        limit = 250 if path == "multigpu_cli/engine.py" else 400
+        lines = len(find_code_lines(text))
+        limit = 150 if path == "multigpu_cli/engine.py" else 300
         if not path.startswith("tests/") and lines > limit:
-            yield f"{path}: {lines} lines, at most {limit}"
-        leaflet = path.startswith("multigpu_cli/") and 0 < lines < 40 and not path.endswith("/rules.py")
-        if leaflet and path not in REGISTRIES:
-            yield f"{path}: {lines} lines, at least 40"
+            yield f"{path}: {lines} code lines, at most {limit}"
+        leaflet = path.startswith("multigpu_cli/") and 0 < lines < 30 and not path.endswith("/rules.py")
+        if leaflet and path not in SHORT_FILES:
+            yield f"{path}: {lines} code lines, at least 30"
 
 
 def folders_are_small(tree: Tree) -> Iterator[str]:
@@ -202,12 +232,13 @@ def folders_are_small(tree: Tree) -> Iterator[str]:
 
 
 def functions_are_short(tree: Tree) -> Iterator[str]:
-    for path, module in product(tree):
-        for node in walk(module):
+    """A function has at most 40 code lines, its signature included."""
+    for path, text in tree.items():
+        for node in walk(parse(text, path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > 60:
-                    yield f"{path}:{node.lineno}: {node.name} has {lines} lines, at most 60"
+                span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+                if (lines := len(find_code_lines(text).intersection(span))) > 40:
+                    yield f"{path}:{node.lineno}: {node.name} has {lines} code lines, at most 40"
 
 
 def only_the_console_prints(tree: Tree) -> Iterator[str]:
@@ -294,9 +325,9 @@ _READS_CAPABILITY = re.compile(
 
 
 def measure_house(tree: Tree) -> dict[str, int]:
-    """The numbers that HOUSE.md steers by; each may only fall."""
+    """Return the sizes that steer the house, by name; CEILINGS limits each of them."""
     package = {path: text for path, text in tree.items() if path.startswith("multigpu_cli/") and text}
-    lines = {path: len(text.splitlines()) for path, text in package.items()}
+    lines = {path: len(find_code_lines(text)) for path, text in package.items()}
     reading = [path for path in package if any(fnmatch(path, pattern) for pattern in READING_LIST)]
     modules = {module_of(path): path for path in package}
     reached, todo = set[str](), ["multigpu_cli/engine.py"]
@@ -310,11 +341,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
     core = [path for path in core if path not in ("multigpu_cli/capabilities.py", "multigpu_cli/config/schema.py")]
     return {
         "files": len(package),
-        "lines": sum(lines.values()),
+        "code lines": sum(lines.values()),
         "files to read": len(reading),
-        "lines to read": sum(lines[path] for path in reading),
+        "code lines to read": sum(lines[path] for path in reading),
         "files the engine reaches": len(reached),
-        "lines the engine reaches": sum(lines[path] for path in reached),
+        "code lines the engine reaches": sum(lines[path] for path in reached),
         "core files that read a capability's settings": sum(bool(_READS_CAPABILITY.search(tree[p])) for p in core),
         "core files that ask for live objects": sum(bool(re.search(r"\blive\b", tree[path])) for path in core),
         "core files that ask for shards": sum(bool(re.search(r"\bshards\b", tree[path])) for path in core),
@@ -323,11 +354,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 220,  # 220
-    "lines": 43_928,  # 41,000
+    "code lines": 32_437,  # 31,400 without what this round's features add
     "files to read": 30,
-    "lines to read": 7_009,  # 7,500
-    "files the engine reaches": 82,  # 100
-    "lines the engine reaches": 17_566,  # 18,000
+    "code lines to read": 5_200,  # 5,200
+    "files the engine reaches": 82,  # 82
+    "code lines the engine reaches": 12_800,  # 12,500
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0
@@ -335,7 +366,7 @@ CEILINGS = {
 """What each number was when it was last lowered, and where it is to go."""
 
 Rule = Callable[[Tree], Iterator[str]]
-LONG = "def long():\n" + "    x = 1\n" * 60
+LONG = "def long():\n" + "    x = 1\n" * 40
 HOME = "multigpu_cli/data/home.py"
 PLANTED: list[tuple[Rule, str, str]] = [
     (imports_point_down, "multigpu_cli/planning/batch.py", "from multigpu_cli.config.schema import Config"),
@@ -356,9 +387,9 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (low_floors_know_no_torch, "multigpu_cli/config/schema.py", "def late():\n    from torch import nn"),
     (low_floors_know_no_torch, "main_multi_gpu.py", "import torch.distributed as dist"),
     (low_floors_know_no_torch, "multigpu_cli/mirror/rules.py", "import torch"),
-    (files_are_chapters, "multigpu_cli/engine.py", "x = 1\n" * 251),
-    (files_are_chapters, "multigpu_cli/launch.py", "x = 1\n" * 401),
-    (files_are_chapters, "multigpu_cli/launch.py", "x = 1\n" * 39),
+    (files_are_chapters, "multigpu_cli/engine.py", "x = 1\n" * 151),
+    (files_are_chapters, "multigpu_cli/launch.py", "x = 1\n" * 301),
+    (files_are_chapters, "multigpu_cli/launch.py", "x = 1\n" * 29 + "# explanation is no code\n" * 9),
     (functions_are_short, HOME, LONG),
     (functions_are_short, HOME, "class A:\n    async " + LONG.replace("\n", "\n    ").rstrip()),
     (only_the_console_prints, "multigpu_cli/engine.py", "print('loss')"),
@@ -391,9 +422,11 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (imports_point_down, "main_multi_gpu.py", "import train_multi_gpu\nfrom multigpu_cli.errors import RequestError"),
     (low_floors_know_no_torch, "main_multi_gpu.py", "def late():\n    import torch"),
     (low_floors_know_no_torch, HOME, "import torch"),
-    (files_are_chapters, "multigpu_cli/mirror/rules.py", "x = 1\n" * 39),
+    (files_are_chapters, "multigpu_cli/mirror/rules.py", "x = 1\n" * 29),
     (files_are_chapters, "multigpu_cli/data/__init__.py", ""),
+    (files_are_chapters, "multigpu_cli/launch.py", "x = 1\n" * 300 + "# explained\n\n" * 300),
     (functions_are_short, HOME, LONG.removesuffix("    x = 1\n")),
+    (functions_are_short, HOME, 'def f():\n    """Explain.\n' + "\n    more\n" * 99 + '    """\n' + "    # why\n" * 99),
     (only_the_console_prints, "multigpu_cli/commands/doctor/doctor.py", "print('fine')"),
     (loading_runs_no_code, HOME, "torch.load(path, weights_only=True)\nmodel.eval()\nyaml.safe_load(text)"),
     (nothing_is_swallowed, HOME, "try:\n    x()\nexcept Exception as error:\n    raise Fault from error"),

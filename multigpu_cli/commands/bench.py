@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from multigpu_cli.capabilities import MULTI_PROCESS
@@ -280,29 +281,34 @@ _SHADES = {
 }
 
 
+def _draw_time_and_speedup(time: Axes, speed: Axes, rungs: list[BenchResult], of_dp: list[BenchResult]) -> None:
+    """Draw the step times (each turn a point) with their forecast, and the speedups with the ideal ones."""
+    names = [str(rung.workers) for rung in rungs]
+    for index, rung in enumerate(rungs):
+        time.plot([index] * len(rung.step_ms), rung.step_ms, "o", color=color_of_run(0), alpha=0.4, markersize=5)
+    time.plot(names, [rung.median for rung in rungs], "-", color=color_of_run(0), label="measured")
+    forecast = [nan if rung.forecast_ms is None else rung.forecast_ms for rung in rungs]
+    time.plot(names, forecast, "--s", color=color_of_run(1), label="forecast", markersize=4)
+    time.set(title="Time of an optimizer step", ylabel="milliseconds")
+    speed.plot(names, [rung.speedup for rung in rungs], "-o", color=color_of_run(0), label="measured")
+    speed.plot(names, [rung.workers for rung in rungs], ":", color="#9aa5ae", label="ideal")
+    speed.set(title="Speedup", ylabel="over one worker")
+    if of_dp:
+        workers = [str(rung.workers) for rung in of_dp]
+        look: dict[str, Any] = {"color": color_of_run(2), "label": "DataParallel", "markersize": 4}
+        time.plot(workers, [rung.median for rung in of_dp], "-^", **look)
+        speed.plot(workers, [rung.speedup for rung in of_dp], "-^", **look)
+
+
 def draw_benchmark(rungs: Sequence[BenchResult], title: str) -> bytes:
-    """A PNG file of four charts; nn.DataParallel, where it was measured, is a line of its own in the first two."""
+    """Return a PNG file of four charts; nn.DataParallel, if it was measured, is a line of its own in the first two."""
     of_dp = [rung for rung in rungs if rung.strategy == "dp"]
     rungs = [rung for rung in rungs if rung.strategy != "dp"]
-    workers = [rung.workers for rung in rungs]
-    names = [str(count) for count in workers]
+    names = [str(rung.workers) for rung in rungs]
     with rc_context(STYLE):
         figure = Figure(figsize=(8.8, 6.0), layout="constrained")
         (time, speed), (use, parts) = figure.subplots(2, 2)
-        for at, rung in enumerate(rungs):
-            time.plot([at] * len(rung.step_ms), rung.step_ms, "o", color=color_of_run(0), alpha=0.4, markersize=5)
-        time.plot(names, [rung.median for rung in rungs], "-", color=color_of_run(0), label="measured")
-        forecast = [rung.forecast_ms for rung in rungs]
-        time.plot(names, forecast, "--s", color=color_of_run(1), label="forecast", markersize=4)
-        time.set(title="Time of an optimizer step", ylabel="milliseconds")
-        speed.plot(names, [rung.speedup for rung in rungs], "-o", color=color_of_run(0), label="measured")
-        speed.plot(names, workers, ":", color="#9aa5ae", label="ideal")
-        speed.set(title="Speedup", ylabel="over one worker")
-        if of_dp:
-            places = [str(rung.workers) for rung in of_dp]
-            look: dict[str, Any] = {"color": color_of_run(2), "label": "DataParallel", "markersize": 4}
-            time.plot(places, [rung.median for rung in of_dp], "-^", **look)
-            speed.plot(places, [rung.speedup for rung in of_dp], "-^", **look)
+        _draw_time_and_speedup(time, speed, rungs, of_dp)
         efficiency = [100 * rung.efficiency for rung in rungs]
         use.bar(names, efficiency, color=color_of_run(0), width=0.5, label="efficiency")
         known = [(str(rung.workers), rung.utilisation) for rung in rungs if rung.utilisation is not None]

@@ -149,14 +149,8 @@ def load(
     for other in mix[1:]:
         _check_alike(mix[0], other)
     first, sizes = mix[0].source, [len(each.source.train) for each in mix]  # type: ignore[arg-type]
-    order = MixtureOrder(
-        sizes,
-        [each.weight for each in mix],
-        samples or sum(sizes),
-        seed,
-        [shuffle_block or each.source.shuffle_block for each in mix],
-        shuffle_window,
-    )
+    weights, blocks = [each.weight for each in mix], [shuffle_block or each.source.shuffle_block for each in mix]
+    order = MixtureOrder(sizes, weights, samples or sum(sizes), seed, blocks, shuffle_window)
     shares = _describe_shares(mix, order)
     classes = first.num_classes if first.task == "classification" else 0
     splits: dict[str, Any] = {part: _join([getattr(each.source, part) for each in mix], classes) for part in SPLITS}

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -228,21 +229,26 @@ def build_pretrained(
             **more,
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0]
-        remedy = "a causal language model of transformers"
-        if attention == "flash" and isinstance(error, ImportError):
-            remedy = "pip install flash-attn, where there is a GPU for it; or --set model.args.attention=sdpa"
-        elif attention != "eager" and "attention" in said:
-            remedy = "--set model.args.attention=eager"
-        raise RequestError(f"--model-dir {folder}: {said}", remedy=remedy) from error
-    wrong = [*told["missing_keys"], *(each[0] for each in told["mismatched_keys"])]
-    if wrong:
+        raise _explain_load_error(folder, attention, error) from error
+    absent = [*told["missing_keys"], *(each[0] for each in told["mismatched_keys"])]
+    if absent:
         raise RequestError(
-            f"--model-dir {folder}: its weights are not those of its config.json; {pluralize(len(wrong), 'tensor')} "
-            f"would stay at their initial values: {', '.join(sorted(wrong)[:_LISTED])}",
+            f"--model-dir {folder}: its weights are not those of its config.json; {pluralize(len(absent), 'tensor')} "
+            f"would stay at their initial values: {', '.join(sorted(absent)[:_LISTED])}",
             remedy="the config.json and the weights of one model, with its language-model head",
         )
     return network  # type: ignore[no-any-return]
+
+
+def _explain_load_error(folder: Path, attention: str, error: Exception) -> RequestError:
+    """Return the request's error for one that transformers raised while it built or loaded a model."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    remedy = "a causal language model of transformers"
+    if attention == "flash" and isinstance(error, ImportError):
+        remedy = "pip install flash-attn, where there is a GPU for it; or --set model.args.attention=sdpa"
+    elif attention != "eager" and "attention" in first_line:  # transformers has no type of its own for this
+        remedy = "--set model.args.attention=eager"
+    return RequestError(f"--model-dir {folder}: {first_line}", remedy=remedy)
 
 
 def _configure_4_bits() -> Any:

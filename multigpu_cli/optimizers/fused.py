@@ -64,26 +64,31 @@ class AdamW(torch.optim.AdamW):
             torch._foreach_add_(every, 1)
             if self.found_inf is not None:  # in a list: the host would read a single tensor, and wait for the device
                 torch._foreach_sub_(every, [self.found_inf] * len(every))
-            for (group, parameters, states), each, counts in zip(self._batches, gradients, steps, strict=True):
-                torch._fused_adamw_(
-                    parameters,
-                    each,
-                    [state["exp_avg"] for state in states],
-                    [state["exp_avg_sq"] for state in states],
-                    [],
-                    counts,
-                    lr=group["lr"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    amsgrad=False,
-                    maximize=False,
-                    grad_scale=self.grad_scale,
-                    found_inf=self.found_inf,
-                )
+            for batch, batch_gradients, counts in zip(self._batches, gradients, steps, strict=True):
+                self._step_batch(batch, batch_gradients, counts)
         finally:
             torch._C._set_grad_enabled(grad_mode)
+
+    def _step_batch(self, batch: _Batch, gradients: list[Tensor], steps: list[Tensor]) -> None:
+        """Step the parameters of one batch with one kernel; `steps` are their step counts, already increased."""
+        group = batch.group
+        torch._fused_adamw_(
+            batch.parameters,
+            gradients,
+            [state["exp_avg"] for state in batch.states],
+            [state["exp_avg_sq"] for state in batch.states],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+        )
 
     def _divide(self) -> list[_Batch]:
         """[] where torch's own step is needed: a state is not there yet, or settings ask for another kernel."""

@@ -130,33 +130,20 @@ def plan_batches(
     drop_last: bool = False,
     interleaved: bool = False,
 ) -> BatchPlan:
-    """Plan the batches; the global batch is given, or is micro-batch × accumulation × workers.
+    """Plan the batches of an epoch. Without `global_batch`, it is micro_batch × accumulation × workers samples.
 
-    RequestError: accumulation and global batch disagree, or there are too few samples for the workers or a step.
+    Raises RequestError if accumulation and global batch disagree, or if there are too few samples for the workers or
+    for one step.
     """
     product = micro_batch * (accumulation or 1) * workers
+    chosen = global_batch or product
     if global_batch is not None and accumulation is not None and product != global_batch:
         raise RequestError(
             f"--global-batch-size {global_batch} and --grad-accum-steps {accumulation} disagree: "
             f"{micro_batch} × {accumulation} × {workers} workers = {product}",
             remedy="leave --grad-accum-steps out (it is derived), or make the two agree",
         )
-    chosen = global_batch or product
-    if chosen < workers:
-        raise RequestError(
-            f"--global-batch-size {chosen} is below the number of workers ({workers})",
-            remedy=f"use --global-batch-size {workers} or more, or fewer workers",
-        )
-    if samples < workers:
-        raise RequestError(
-            f"--data: the training set has {samples} samples for {workers} workers",
-            remedy="use more samples, or fewer workers",
-        )
-    if drop_last and samples < chosen:
-        raise RequestError(
-            f"--drop-last leaves no step: {samples} training samples are less than one global batch of {chosen}",
-            remedy="leave --drop-last out, or use a smaller --batch-size",
-        )
+    _check_sizes(samples, chosen, workers, drop_last=drop_last)
     return BatchPlan(
         samples=samples,
         micro_batch=micro_batch,
@@ -165,6 +152,25 @@ def plan_batches(
         drop_last=drop_last,
         interleaved=interleaved,
     )
+
+
+def _check_sizes(samples: int, global_batch: int, workers: int, *, drop_last: bool) -> None:
+    """Raise RequestError if some worker would never have a sample, or if an epoch would have no step."""
+    if global_batch < workers:
+        raise RequestError(
+            f"--global-batch-size {global_batch} is below the number of workers ({workers})",
+            remedy=f"use --global-batch-size {workers} or more, or fewer workers",
+        )
+    if samples < workers:
+        raise RequestError(
+            f"--data: the training set has {samples} samples for {workers} workers",
+            remedy="use more samples, or fewer workers",
+        )
+    if drop_last and samples < global_batch:
+        raise RequestError(
+            f"--drop-last leaves no step: {samples} training samples are less than one global batch of {global_batch}",
+            remedy="leave --drop-last out, or use a smaller --batch-size",
+        )
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:

@@ -42,7 +42,7 @@ from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
 from multigpu_cli.models.build import list_unused_methods
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.gpu import Sampler, peak_flops
-from multigpu_cli.monitor.journal import Journal
+from multigpu_cli.monitor.journal import Event, Journal
 from multigpu_cli.monitor.meters import NoiseMeter, SampleTrace, StepTimer
 from multigpu_cli.monitor.run_state import RunState
 from multigpu_cli.run.assembly.assemble import build_components
@@ -190,6 +190,23 @@ def record_failure(run: Run) -> Iterator[None]:
         raise reason from (None if reason is error else error)
 
 
+def _journal_start(run: Run, gpus: list[str]) -> None:
+    """Write the journal's `start` line: plan, hosts, devices and versions; `gpus` are names of models."""
+    run.log.journal.write(
+        "start",
+        plan=run.plan.as_dict(),
+        world_size=run.world.size,
+        host=platform.node(),
+        hosts=list(dict.fromkeys(run.world.hosts)),
+        devices=[str(device) for device in run.spec.placement.devices],
+        gpus=gpus,
+        data=run.loaders.train.data_location,
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+        resumed_from=run.spec.resume_point.checkpoint,
+        **compiler_fields(run),
+    )
+
+
 def assemble_run(
     components: TrainComponents,
     console: Console,
@@ -210,20 +227,10 @@ def assemble_run(
         board = stack.enter_context(closing(TensorBoard(folder / "tensorboard", console.warn)))
     followers = [part.follow_journal(components, console, watchdog, stack) for part in parts if world.is_main]
 
-    def open_files() -> tuple[Journal, SampleTrace | None]:
-        with fail_on_write_error(folder):
-            path = folder / "journal.jsonl" if world.is_main else None
-            listeners = [each for each in (board, *followers) if each]
-            journal = stack.enter_context(closing(Journal(path, listeners, console.warn)))
-            if not config.log.trace_samples:
-                return journal, None
-            trace = SampleTrace(folder / "samples.jsonl", world, plan.batches.global_batch, console.warn)
-            return journal, stack.enter_context(closing(trace))
-
-    journal, trace = run_on_all_ranks(world, open_files)
+    listeners = [each for each in (board, *followers) if each]
+    journal, trace = run_on_all_ranks(world, lambda: _open_files(components, listeners, console, stack))
     components.task.moved, components.strategy.on_gather = watchdog.mark_progress, watchdog.count_arrival
     progress_bar = stack.enter_context(closing(console.progress(plan.schedule.total_steps, progress.step)))
-    fp16 = components.state.precision.name == "fp16"
     store = Store(folder / "checkpoints", config.checkpoint.keep, watchdog.mark_progress)
     writer = stack.enter_context(Writer())
     saver = components.strategy.create_saver(store, writer)
@@ -234,15 +241,7 @@ def assemble_run(
         gpu = stack.enter_context(closing(Sampler(str(torch.cuda.get_device_properties(world.device).uuid))))
     run = Run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
-        observer=StepObserver(
-            watchdog,
-            StepTimer(device_runs_ahead=world.device.type == "cuda"),
-            NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor),
-            SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16),
-            LossMeter(world, progress, plan.batches.steps_per_epoch),
-            trace,
-            not components.loaders.train.ready,
-        ),
+        observer=_make_observer(components, watchdog, trace),
         checkpointer=Checkpointer(store, writer, saver, CheckpointSchedule(config.checkpoint), progress.step),
         log=RunLog(journal, board, console, progress_bar, state, gpu, _count_flops(components)),
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
@@ -260,6 +259,36 @@ def _count_flops(components: TrainComponents) -> float | None:
     return count_flops_per_sample(components, components.plan.batches.micro_batch)
 
 
+def _open_files(
+    components: TrainComponents, listeners: Sequence[Callable[[Event], None]], console: Console, stack: ExitStack
+) -> tuple[Journal, SampleTrace | None]:
+    """Open the journal, which only rank 0 writes, and with --trace-samples the file of each step's samples."""
+    world, folder = components.world, Path(components.spec.resume_point.folder)
+    with fail_on_write_error(folder):
+        path = folder / "journal.jsonl" if world.is_main else None
+        journal = stack.enter_context(closing(Journal(path, listeners, console.warn)))
+        if not components.config.log.trace_samples:
+            return journal, None
+        trace = SampleTrace(folder / "samples.jsonl", world, components.plan.batches.global_batch, console.warn)
+        return journal, stack.enter_context(closing(trace))
+
+
+def _make_observer(components: TrainComponents, watchdog: Watchdog, trace: SampleTrace | None) -> StepObserver:
+    """Make the meters that watch each step."""
+    world, config = components.world, components.config
+    fp16 = components.state.precision.name == "fp16"
+    return StepObserver(
+        watchdog,
+        StepTimer(device_runs_ahead=world.device.type == "cuda"),
+        # the scale of fp16's gradients changes from step to step, so that their noise can't be measured
+        NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor),
+        SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16),
+        LossMeter(world, components.progress, components.plan.batches.steps_per_epoch),
+        trace,
+        not components.loaders.train.ready,
+    )
+
+
 def start_run(run: Run, memory_warnings: list[str]) -> None:
     """Write the settings and the first lines of this attempt, with the faults that came before it."""
     world, start, log, logs = run.world, run.spec.resume_point, run.log, run.folder / "logs"
@@ -267,19 +296,7 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
         record_run(world.agent_dir, world.attempt, str(run.folder))
     run_on_main_rank(world, lambda: _prepare_folder(run))
     models = gpu_models(run.spec.placement, world)
-    log.journal.write(
-        "start",
-        plan=run.plan.as_dict(),
-        world_size=world.size,
-        host=platform.node(),
-        hosts=list(dict.fromkeys(world.hosts)),
-        devices=[str(device) for device in run.spec.placement.devices],
-        gpus=list(models.values()),
-        data=run.loaders.train.data_location,
-        versions={"torch": torch.__version__, "python": platform.python_version()},
-        resumed_from=start.checkpoint,
-        **compiler_fields(run),
-    )
+    _journal_start(run, list(models.values()))
     if weights := run.state.initial_weights:
         log.journal.write("initial_weights", file=run.config.model.init_from, **weights._asdict())
     if warning := describe_unlike_gpus(models, "rank" if world.size > 1 else "GPU"):

@@ -113,9 +113,7 @@ class Precision:
             norm = norm * factor.to(norm.dtype)
         # 1 for NaN and infinity, by one kernel: NaN is not below a threshold
         skipped = _threshold(self._one, norm, torch.finfo(norm.dtype).max).float()
-        divisor: Tensor | None = None
-        if max_norm is not None:  # to divide by 1 changes nothing, and takes a kernel
-            divisor = (norm + 1e-6 if max_norm == 1 else (norm + 1e-6) / max_norm).clamp_(min=1.0)
+        divisor = None if max_norm is None else _find_divisor(norm, max_norm)
         if factor is not None and in_kernel:
             divisor = (1.0 if divisor is None else divisor) / factor.to(norm.dtype)
         elif factor is not None:
@@ -127,11 +125,7 @@ class Precision:
         elif divisor is not None:
             torch._foreach_div_(gradients, divisor)
         if scaled:
-            found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            for found_here in found.values():  # what this rank's gradients have; they may be a part of the whole
-                found_here.copy_(skipped)
-            self._scaler.step(optimizer)
-            self._scaler.update()
+            self._step_scaled(optimizer, skipped)
         elif fused and not on_host:
             optimizer.found_inf = skipped  # type: ignore[attr-defined]
             optimizer.step()
@@ -140,6 +134,14 @@ class Precision:
         for parameter in parameters:  # like optimizer.zero_grad(), without its hooks, which take 30 µs
             parameter.grad = None
         return norm, skipped
+
+    def _step_scaled(self, optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
+        """Step through the GradScaler of fp16, and adapt its scale; `skipped` () is 1 if no rank may step."""
+        overflows = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for overflow in overflows.values():  # torch's flag covers this rank's gradients, which may be a shard
+            overflow.copy_(skipped)
+        self._scaler.step(optimizer)
+        self._scaler.update()
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._scaler.state_dict())
@@ -155,6 +157,12 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     for number in {gradient.dtype for gradient in gradients}:  # a kernel takes tensors and factor of one dtype
         same = [gradient for gradient in gradients if gradient.dtype == number]
         torch._foreach_mul_(same, factor.to(torch.promote_types(number, torch.float32)))
+
+
+def _find_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what gradients of total norm `norm` () are divided by to clip them: at least 1, as clip_grad_norm_."""
+    # dividing by max_norm = 1 would change nothing and cost a kernel
+    return (norm + 1e-6 if max_norm == 1 else (norm + 1e-6) / max_norm).clamp_(min=1.0)
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:

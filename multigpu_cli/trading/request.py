@@ -1,6 +1,7 @@
 """Builds a group of trading environments from --data-dir and data.args."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -47,25 +48,12 @@ def group(
         length, start, window, cash, max_shares, cost, reward_scale: see TradingRules; the first two are for training.
     """
     training = split == "train"
-    market = build(
-        _prices(data_dir, symbols, adjusted, made_days, made_seed),
-        window=window or 1,
-        period=period,
-        turbulence=turbulence,
-        turbulence_window=turbulence_window,
-        fill=fill,
-        val_from=val_from,
-        test_from=test_from,
-    )
-    rules = TradingRules(
-        cash=cash,
-        max_shares=max_shares,
-        cost=cost,
-        reward_scale=reward_scale,
-        length=length if training else None,
-        start=start if training else "beginning",
-        window=window,
-    )
+    history = _prices(data_dir, symbols, adjusted, made_days, made_seed)
+    dates: dict[str, Any] = {"val_from": val_from, "test_from": test_from, "window": window or 1, "period": period}
+    market = build(history, turbulence=turbulence, turbulence_window=turbulence_window, fill=fill, **dates)
+    rules = TradingRules(cash=cash, max_shares=max_shares, cost=cost, reward_scale=reward_scale, window=window)
+    if training:  # an evaluation runs from the split's first date to its last
+        rules = replace(rules, length=length, start=start)
     return Trading(market, rules, market.days[split], numbers, seed, device, recording=not training)
 
 

@@ -93,6 +93,12 @@ def test_a_model_learns_when_to_stop_and_says_so_after_epochs(here: Path, capfd:
     shutil.rmtree("one/checkpoints")
     Path("talks.jsonl").unlink()
     shutil.move("model", "moved")
+    check_sample_command(capfd)
+    check_exported_folder(capfd)
+
+
+def check_sample_command(capfd: pytest.CaptureFixture[str]) -> None:
+    """`sample` answers as the run's own samples did, from best.pt and a folder of the model that was moved."""
     capfd.readouterr()
     for asked, said in TALKS.items():
         words = ["sample", "one", "--prompt", asked, "--temperature", "0", "--model-dir", "moved"]
@@ -106,6 +112,9 @@ def test_a_model_learns_when_to_stop_and_says_so_after_epochs(here: Path, capfd:
     assert main_multi_gpu.run(words) == 0
     assert capfd.readouterr().out == f"{raw}The dog.<|im_end|>\n"
 
+
+def check_exported_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    """A sharded checkpoint becomes a folder with which transformers alone answers alike."""
     pieces = next(Path("sharded/checkpoints").iterdir())
     assert (pieces / "rank_1.safetensors").is_file()
     words = ["export", str(pieces), "--to", "out", "--format", "hf", "--model-dir", "moved", "--json"]

@@ -226,16 +226,12 @@ def test_the_flops_of_a_sample_are_counted_where_a_rate_is_known(monkeypatch: py
         assert opening._count_flops(made) == counted
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize(("local_rank", "size"), [(0, 1), (1, 2), (0, 2)])
-def test_an_attempt_begins_with_what_came_before_it(
-    local_rank: int, size: int, resumed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def make_attempt(monkeypatch: pytest.MonkeyPatch, world: World, resumed: bool) -> tuple[Any, MagicMock]:
+    """Make the calls of start_run mocks, and a mock of a run's second attempt, which has faults if it is resumed."""
     names = ("record_run", "_prepare_folder", "gpu_models", "describe_unlike_gpus", "restore_best_file")
     noted, run = note_calls(monkeypatch, *names, "read_previous_cause", "disable_collective_timeout"), MagicMock()
     monkeypatch.setattr(opening, "compiler_fields", lambda run: {"compile": {}})
-    run.world = World(CPU, rank=local_rank, local_rank=local_rank, size=size, attempt=1)
-    run.folder, run.progress.step, point = Path("run"), 6, run.spec.resume_point
+    run.world, run.folder, run.progress.step, point = world, Path("run"), 6, run.spec.resume_point
     noted.gpu_models.return_value, run.spec.same_length = {0: "A", 1: "B"}, False
     noted.describe_unlike_gpus.return_value = "unlike" if resumed else ""
     noted.restore_best_file.return_value = "lost" if resumed else ""
@@ -243,8 +239,18 @@ def test_an_attempt_begins_with_what_came_before_it(
     point.manifest, point.warnings = ({"world_size": 4}, ["skipped one"]) if resumed else (None, [])
     weights = SimpleNamespace(_asdict=lambda: {"loaded": 3})
     run.state.initial_weights, run.state.restore_warning = (weights, "no optimizer") if resumed else (None, "")
-    run.log.console.rank_output = output = Mock() if resumed else None
+    run.log.console.rank_output = Mock() if resumed else None
     run.config.model.init_from, run.plan.schedule.total_steps = "base.pt", 12
+    return noted, run
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(("local_rank", "size"), [(0, 1), (1, 2), (0, 2)])
+def test_an_attempt_begins_with_what_came_before_it(
+    local_rank: int, size: int, resumed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(CPU, rank=local_rank, local_rank=local_rank, size=size, attempt=1)
+    noted, run = make_attempt(monkeypatch, world, resumed)
     opening.start_run(run, ["out of memory: halved"] if resumed else [])
     assert noted.record_run.mock_calls == [call(run.world.agent_dir, 1, "run")] * (local_rank == 0)
     noted._prepare_folder.assert_called_once_with(run)
@@ -276,8 +282,8 @@ def test_an_attempt_begins_with_what_came_before_it(
     said = [call.warn("unlike"), call.note("the run now has 12 steps: the schedule was recomputed")] * resumed
     assert [each for each in run.log.console.mock_calls if each[0] in ("warn", "note")] == said
     run.log.console.details.assert_called_once_with(ANY)
-    if output:
-        output.start.assert_called_once_with(Path("run/logs"), 1)
+    if resumed:
+        run.log.console.rank_output.start.assert_called_once_with(Path("run/logs"), 1)
 
 
 @pytest.mark.parametrize("board", [True, False])

@@ -1,5 +1,6 @@
 """What FSDP2 takes from the settings, what it asks of torch in each pass, and how it tells that workers differ."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -129,6 +130,41 @@ def test_each_pass_asks_torch_for_what_its_place_in_the_step_needs() -> None:
     run_on_each_rank(1, follow_passes)
 
 
+def are_sharded(model: nn.Module) -> bool:
+    return all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def record_flags(model: nn.Module, calls: list[tuple[str, bool]]) -> None:
+    """Append each flag that FSDP is given, with its name, to the calls."""
+    for name in ("requires_gradient_sync", "reshard_after_backward", "requires_all_reduce"):
+        real = getattr(model, f"set_{name}")
+        setattr(model, f"set_{name}", lambda on, name=name, real=real: calls.append((name, on)) or real(on))
+
+
+def unfreeze_bias(model: nn.Module, strategy: FSDP2) -> None:
+    """Train the first bias from now on, as --freeze with an end does, and check that its rows are reduced too."""
+    model.get_submodule("0")._parameters["bias"].requires_grad_(True)  # type: ignore[union-attr]
+    for parameter in strategy._parts.values():
+        parameter.requires_grad_(True)
+    assert strategy.follow_trained(lambda: strategy) is strategy
+    assert are_sharded(model)
+    assert [row.shape for row in strategy.local_parameters] == [(8, 5), (8,), (3, 8), (3,)]
+
+
+def probe_twice(
+    strategy: FSDP2, run_pass: Callable[[], None], calls: list[tuple[str, bool]], passes: list[list[tuple[str, bool]]]
+) -> None:
+    """Probe the memory with two passes, without accumulation and with it, and compare the flags set in each pass."""
+    trial, (inside, last) = [("requires_all_reduce", False)], passes
+    for flags, expected in (({}, trial * 2), ({"accumulates": True}, [*inside, *trial, *last, *trial])):
+        calls.clear()
+        strategy.probe_memory(lambda: (run_pass(), run_pass())[0], **flags)
+        assert calls == expected
+    calls.clear()
+    run_pass()
+    assert calls == [], "a trial leaves nothing behind"
+
+
 def follow_passes(world: World) -> None:
     model, (inputs, _) = network(norm=False), samples(2)
     model.get_submodule("0").bias.requires_grad_(False)
@@ -136,9 +172,7 @@ def follow_passes(world: World) -> None:
     asked, counted, waits = list[tuple[str, bool]](), list[bool](), list[int]()
     strategy.on_gather = lambda: waits.append(1)
     strategy._complete_sums = lambda: asked.append(("complete_sums", True))  # type: ignore[method-assign]
-    for name in ("requires_gradient_sync", "reshard_after_backward", "requires_all_reduce"):
-        real = getattr(model, f"set_{name}")
-        setattr(model, f"set_{name}", lambda on, name=name, real=real: asked.append((name, on)) or real(on))
+    record_flags(model, asked)
     inside = [("requires_gradient_sync", False), ("reshard_after_backward", False)]
     last = [("requires_gradient_sync", True), ("reshard_after_backward", True)]
 
@@ -150,11 +184,8 @@ def follow_passes(world: World) -> None:
         with strategy.accumulate(last=False):
             loss().backward()
 
-    def are_divided() -> bool:
-        return all(isinstance(parameter, DTensor) for parameter in model.parameters())
-
     strategy.warm_up(loss)
-    assert are_divided()
+    assert are_sharded(model)
     run_pass()  # outside of a step each is by itself
     assert (asked, counted, len(waits)) == ([], [False] * 2, 4)
     model.zero_grad()
@@ -167,26 +198,14 @@ def follow_passes(world: World) -> None:
     assert counted[2:] == [True, False, False], "what padding passes use is not counted"
     assert strategy.find_parameter(strategy.local_parameters[0]) is model.get_parameter("0.weight")
 
-    trial = [("requires_all_reduce", False)]
-    for flags, expected in (({}, trial * 2), ({"accumulates": True}, [*inside, *trial, *last, *trial])):
-        asked.clear()
-        strategy.probe_memory(lambda: (run_pass(), run_pass())[0], **flags)
-        assert asked == expected
-    asked.clear()
-    run_pass()
-    assert asked == [], "a trial leaves nothing behind"
+    probe_twice(strategy, run_pass, asked, [inside, last])
     with patch.object(probe, "can_probe", lambda: False):
         strategy.probe_memory(run_pass)
     assert len(waits) == 2 * len(counted) == 2 * 11
 
     with torch.no_grad():
         loss()
-    assert not are_divided(), "as after an evaluation"
-    model.get_submodule("0")._parameters["bias"].requires_grad_(True)  # type: ignore[union-attr]
-    for parameter in strategy._parts.values():
-        parameter.requires_grad_(True)
-    assert strategy.follow_trained(lambda: strategy) is strategy
-    assert are_divided()
-    assert [row.shape for row in strategy.local_parameters] == [(8, 5), (8,), (3, 8), (3,)]
+    assert not are_sharded(model), "as after an evaluation"
+    unfreeze_bias(model, strategy)
     del FSDPModule.set_reduce_scatter_unused_params  # as in torch 2.8
     strategy.warm_up(loss)

@@ -73,16 +73,11 @@ def load(
         file: the file in data_dir, where there are several.
     """
     files, text = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
-    template = (
-        None if chat_template is None else locate_other_file("chat", Path(str(data_dir)), chat_template).read_text()
-    )
     form = detect_form(files["train"][0], files["train"].describe(0)) if format == "auto" else format
     limit, (learns, paired) = _find_limit(text, max_length), _choose_loss(form, loss_on)
-    encoder, record, identity = _make_encoder(text, template, template_args, learns)
+    encoder, record, identity = _make_encoder(text, _read_template(data_dir, chat_template), template_args, learns)
     tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, text.ends, identity))
-    endings = text.tokenizer.pad_token_id, text.tokenizer.eos_token_id, 0
-    padding = next(token for token in endings if token is not None)
-    splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, padding)
+    splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(text))
     notes = [check_samples(name, part, overlong, learns, text) for name, part in splits.items()]
     packs = PackedDataset(splits["train"], seed) if packing == "on" and not paired else None
     pairs = {name: PreferenceDataset(part) for name, part in splits.items() if isinstance(part, AnswerDataset)}
@@ -102,6 +97,19 @@ def load(
         model="pretrained",
         task="dpo" if paired else "language-model",
     )
+
+
+def _read_template(data_dir: str | None, chat_template: str | None) -> str | None:
+    """Read the file of a chat template, which is next to the data; return None if no file is named."""
+    if chat_template is None:
+        return None
+    return locate_other_file("chat", Path(str(data_dir)), chat_template).read_text()
+
+
+def _find_padding(text: TextModel) -> int:
+    """Return the token that fills rows up; no loss is computed on it, so any token will do."""
+    candidates = text.tokenizer.pad_token_id, text.tokenizer.eos_token_id, 0
+    return next(token for token in candidates if token is not None)
 
 
 def _open_splits(

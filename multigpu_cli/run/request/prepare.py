@@ -54,28 +54,16 @@ _PROVISIONAL = 32  # stands for --batch-size auto until it has been measured
 
 
 def make_plan(request: RunRequest, world: World) -> Plan:
-    """The plan of a run, the same on every rank; a RequestError where numbers do not go together."""
+    """Make the plan of a run, the same on every rank.
+
+    Raises RequestError if batch sizes, workers, samples and schedule do not fit together.
+    """
     config, placement, source, start = request.config, request.placement, request.source, request.resume_point
-    processes = max(world.size, placement.num_processes_to_launch)
-    workers = {"single": 1, "dp": len(placement.devices)}.get(placement.strategy, processes)
-    micro_batch, global_batch = source.fixed_batch_sizes or (config.batch.size, config.batch.global_size)
     epochs, exact = source.epochs or config.length.epochs, config.reproducibility.exact
-    batches = plan_batches(
-        samples=source.num_train_samples,
-        micro_batch=_PROVISIONAL if micro_batch == "auto" else int(micro_batch),
-        workers=workers,
-        accumulation=config.batch.grad_accum_steps,
-        global_batch=global_batch,
-        drop_last=config.batch.drop_last,
-        interleaved=request.strategy.interleaved,
-    )
+    batches = _plan_batches(request, world)
     base, rate_settings = _resolve_rate(request, batches), request.user_config.rate
     precision = agree_on_precision(config.precision.amp, world, placement.devices)
     workers_here = len(placement.devices) if placement.num_processes_to_launch else world.local_size
-    compiled = f"{config.model.compile}{request.strategy.compile_note}"
-    if config.model.compile == "off":
-        faster = world.device.type == "cuda" and placement.strategy != "dp" and not exact
-        compiled = "off: --compile default is often faster on a GPU, after a minute or two" if faster else ""
     schedule = plan_schedule(
         peak=base.value,
         shape=config.rate.schedule,
@@ -106,9 +94,34 @@ def make_plan(request: RunRequest, world: World) -> Plan:
         epochs=epochs,
         batch_size_reason="to be measured before the first step" if config.batch.size == "auto" else "",
         threads=set_threads_per_rank(workers_here, count_cores(), exact=exact),
-        notes={"compiled": compiled, "from_files": config.from_files},
+        notes={"compiled": _describe_compilation(request, world), "from_files": config.from_files},
         data=request.source.note.removesuffix("; ") if request.source.codec.record else "",
     )
+
+
+def _plan_batches(request: RunRequest, world: World) -> BatchPlan:
+    """Plan the batches for the number of workers, which for dp is its number of devices."""
+    config, placement, source = request.config, request.placement, request.source
+    processes = max(world.size, placement.num_processes_to_launch)
+    micro_batch, global_batch = source.fixed_batch_sizes or (config.batch.size, config.batch.global_size)
+    return plan_batches(
+        samples=source.num_train_samples,
+        micro_batch=_PROVISIONAL if micro_batch == "auto" else int(micro_batch),
+        workers={"single": 1, "dp": len(placement.devices)}.get(placement.strategy, processes),
+        accumulation=config.batch.grad_accum_steps,
+        global_batch=global_batch,
+        drop_last=config.batch.drop_last,
+        interleaved=request.strategy.interleaved,
+    )
+
+
+def _describe_compilation(request: RunRequest, world: World) -> str:
+    """Name the compiler's mode, or suggest it if it would probably pay; "" if there is nothing to say."""
+    if request.config.model.compile != "off":
+        return f"{request.config.model.compile}{request.strategy.compile_note}"
+    is_exact, is_dp = request.config.reproducibility.exact, request.placement.strategy == "dp"
+    pays = world.device.type == "cuda" and not is_dp and not is_exact
+    return "off: --compile default is often faster on a GPU, after a minute or two" if pays else ""
 
 
 def _load_schedule(config: Config) -> ScheduleFunction | None:
@@ -172,6 +185,25 @@ def _name_device(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
 
 
+def _adopt_pins(command: Config, start: ResumePoint, origin: str) -> tuple[Config, Config]:
+    """Return the settings of the command merged with those of the checkpoint, and the same with its pinned values.
+
+    `origin` is the run folder of the checkpoint. Raises RequestError if the command contradicts a pinned value.
+    """
+    user_config, pinned = command, {}
+    if manifest := start.manifest:
+        pinned = manifest["pins"]
+        user_config = merge_with_checkpoint(command, manifest["settings"], manifest["written"], pinned, origin)
+    elif start.global_batch and not command.batch.global_size:
+        pinned = {"global_batch_size": start.global_batch}
+    if not pinned:
+        return user_config, user_config
+    # accumulation isn't pinned: it is derived again from the number of workers
+    earlier = {key: value for key, value in BEFORE_PINNED.items() if manifest and key not in user_config.explicit}
+    fixed = earlier | {key: value for key, value in pinned.items() if key in SETTINGS} | {"grad_accum_steps": None}
+    return user_config, replace_settings(user_config, fixed | ({"base_lr": None} if "lr" in pinned else {}))
+
+
 def prepare_spec(
     config: Config,
     placement: Placement,
@@ -187,18 +219,9 @@ def prepare_spec(
     RequestError: the request can't be carried out; nothing was written, but for a copied checkpoint.
     """
     start = agree_on_resume_point(config, world, moved, note)
-    pinned: dict[str, Any] = {}
-    user_config, origin = config, str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
-    if manifest := start.manifest:
-        pinned = manifest["pins"]
-        user_config = merge_with_checkpoint(config, manifest["settings"], manifest["written"], pinned, origin)
-    elif start.global_batch and not config.batch.global_size:
-        pinned = {"global_batch_size": start.global_batch}
-    command, config = config, user_config
-    if pinned:  # accumulation is derived anew from the number of workers
-        earlier = {key: value for key, value in BEFORE_PINNED.items() if manifest and key not in config.explicit}
-        fixed = earlier | {key: value for key, value in pinned.items() if key in SETTINGS} | {"grad_accum_steps": None}
-        config = replace_settings(user_config, fixed | ({"base_lr": None} if "lr" in pinned else {}))
+    manifest, command = start.manifest, config
+    origin = str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
+    user_config, config = _adopt_pins(command, start, origin)
     check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved))
     if manifest and (base := manifest["settings"].get("base")):

@@ -78,10 +78,8 @@ class FSDP2(Strategy):
             group.lazy_init()  # torch 2.8 pads its rows anew here, and after it has loaded a state
         model.register_load_state_dict_post_hook(lambda *_: self._point_rows_to_weights())
         parameters = {name: cast(DTensor, p) for name, p in model.named_parameters(remove_duplicate=False)}
-        rows = {
-            name: nn.Parameter(parameters[name].detach().to_local(), p.requires_grad)  # type: ignore[attr-defined]
-            for name, p in whole.items()
-        }
+        local = {name: parameters[name].detach().to_local() for name in whole}  # type: ignore[attr-defined]
+        rows = {name: nn.Parameter(local[name], p.requires_grad) for name, p in whole.items()}
         self._state = ShardedState(world, parameters, mesh)
         self._blocks, self._parameters = blocks, parameters
         self._parts: dict[Tensor, DTensor] = {row: parameters[name] for name, row in rows.items()}
@@ -90,11 +88,19 @@ class FSDP2(Strategy):
             model.register_forward_hook(self._free_rest_without_backward)  # after FSDP's own
         self._reduces_next, self._probes = True, False
         self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
-        self._order = 0  # a hash of which blocks have run, one after the other
+        self._watch_order(model, blocks)
+
+    def _watch_order(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        """Register hooks that compare, over the workers, which blocks of the model run, one after the other.
+
+        Each gathering is a collective, so workers that run blocks in another order would wait for each other.
+        """
+        self._order = 0  # a hash of the blocks that have run
         for number, block in enumerate([*blocks, ""]):
             hook = partial(self._note_gather, number)
             model.get_submodule(block).register_forward_pre_hook(hook, prepend=True)  # before the gathering
-        model.register_forward_hook(lambda *_: self._compare_blocks(-1))  # also who runs fewer of them comes here
+        # a worker that runs fewer blocks than the others is noticed here
+        model.register_forward_hook(lambda *_: self._compare_blocks(-1))
 
     @classmethod
     def find_errors(cls, config: Config, workers: int) -> Iterator[RequestError]:

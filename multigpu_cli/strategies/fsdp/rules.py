@@ -10,7 +10,31 @@ from multigpu_cli.planning.schedule import OPTIMIZERS
 
 
 def find_sharding_errors(config: Config, workers: int) -> Iterator[RequestError]:
-    """What can't be done with sharded weights, or with groups of --shard-size; each has a way out."""
+    """Yield an error for each setting that sharded weights exclude, or that doesn't fit groups of --shard-size."""
+    yield from _find_excluded_modes(config)
+    if (optimizer := OPTIMIZERS.get(config.optimizer.name)) and optimizer.needs_whole_weights:
+        yield RequestError(
+            f"--optimizer {config.optimizer.name} can't be used with --multi-gpu fsdp: its step needs all "
+            "rows of a weight, and each worker has only some",
+            remedy="an element-wise optimizer, such as adamw or sgd, or --multi-gpu ddp",
+        )
+    if names_environments(config) or config.task.name == "ppo":
+        yield RequestError(
+            "--task ppo can't be used with --multi-gpu fsdp: each pass of a sharded model is one of all workers, whose "
+            "environments do not act equally often",
+            remedy="--multi-gpu ddp",
+        )
+    shard_size = config.device.shard_size
+    if shard_size and workers > 1 and workers % shard_size:  # one worker alone has nothing to shard
+        sizes = [str(size) for size in range(2, workers + 1) if workers % size == 0]
+        yield RequestError(
+            f"--shard-size {shard_size}: {workers} workers can't be divided into groups of {shard_size}",
+            remedy=f"--shard-size {' or '.join(sizes)}; with {workers} all workers are one group",
+        )
+
+
+def _find_excluded_modes(config: Config) -> Iterator[RequestError]:
+    """Yield an error for each mode of reproducibility, the compiler and communication that FSDP does not support."""
     model, compression = config.model, config.communication.grad_compression
     refused = (
         (f"--grad-compression {compression}", compression != "none", "--grad-compression none, or --multi-gpu ddp"),
@@ -24,33 +48,14 @@ def find_sharding_errors(config: Config, workers: int) -> Iterator[RequestError]
             "separately, and round differently than a whole model",
             remedy="--compile off, or --multi-gpu ddp",
         )
-    if (known := OPTIMIZERS.get(config.optimizer.name)) and known.needs_whole_weights:
-        yield RequestError(
-            f"--optimizer {config.optimizer.name} can't be used with --multi-gpu fsdp: its step needs all "
-            "rows of a weight, and each worker has only some",
-            remedy="an element-wise optimizer, such as adamw or sgd, or --multi-gpu ddp",
-        )
     for what, given, remedy in refused:
         if given:
             yield RequestError(f"{what} can't be used with --multi-gpu fsdp yet", remedy=remedy)
-    if names_environments(config) or config.task.name == "ppo":
-        yield RequestError(
-            "--task ppo can't be used with --multi-gpu fsdp: each pass of a sharded model is one of all workers, whose "
-            "environments do not act equally often",
-            remedy="--multi-gpu ddp",
-        )
     if model.compile == "reduce-overhead":
         yield RequestError(
             "--compile reduce-overhead can't be used with --multi-gpu fsdp: gathered weights have new "
             "addresses in each pass, and CUDA graphs need fixed ones",
             remedy="--compile default, or --multi-gpu ddp",
-        )
-    shard_size = config.device.shard_size
-    if shard_size and workers > 1 and workers % shard_size:  # one worker alone has nothing to shard
-        sizes = [str(size) for size in range(2, workers + 1) if workers % size == 0]
-        yield RequestError(
-            f"--shard-size {shard_size}: {workers} workers can't be divided into groups of {shard_size}",
-            remedy=f"--shard-size {' or '.join(sizes)}; with {workers} all workers are one group",
         )
 
 
