@@ -10,6 +10,47 @@ from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
 from multigpu_cli.config.types import PARTS, SettingEntry, quote_value
 from multigpu_cli.errors import RequestError, TrainingError, raise_all
 
+NAMES_ELSEWHERE = {
+    "amp": "precision mixed-precision",
+    "amp fp16": "fp16 half",
+    "amp bf16": "bf16",
+    "batch_size": "per-device-train-batch-size per-device-batch-size train-batch-size local-batch-size",
+    "best": "metric-for-best-model monitor",
+    "checkpoint_every": "save-steps save-every save-interval save-freq save-strategy every-n-train-steps",
+    "compile default": "torch-compile",
+    "data": "dataset dataset-name",
+    "data_dir": "data-path data-root dataset-path train-file train-dir",
+    "early_stopping_patience": "patience early-stopping",
+    "ema": "model-ema ema-decay",
+    "epochs": "max-epochs num-train-epochs num-epochs",
+    "exact": "deterministic",
+    "grad_accum_steps": "accumulate gradient-accumulation-steps accumulate-grad-batches accumulation-steps accum-iter",
+    "grad_checkpointing": "gradient-checkpointing activation-checkpointing",
+    "init_from": "pretrained-weights load-weights",
+    "keep": "save-total-limit keep-last save-top-k",
+    "log_interval": "logging-steps log-every log-every-n-steps print-freq",
+    "logger": "report-to wandb tensorboard",
+    "lr": "learning-rate",
+    "max_grad_norm": "clip-grad grad-clip gradient-clip-val gradient-clipping max-norm",
+    "max_steps": "max-iters max-train-steps total-steps num-steps",
+    "model": "arch architecture model-name model-name-or-path",
+    "multi_gpu": "strategy accelerator distributed-backend distribution",
+    "nproc_per_node": "num-processes world-size",
+    "nproc_per_node N, or torchrun in the place of torch.distributed.launch": "local-rank",
+    "nproc_per_node N for the number, or gpu_ids 0,1 for the choice": "num-gpus gpus devices n-gpu n-gpus ngpus",
+    "nproc_per_node for training processes, or num_workers for those that load data": "workers",
+    "num_workers": "dataloader-num-workers num-data-workers",
+    "optimizer": "optim opt",
+    "optimizer.args.momentum=0.9": "momentum",
+    "model.args.dropout=0.1": "dropout",
+    "resume": "resume-from-checkpoint resume-from ckpt-path checkpoint ckpt",
+    "save_dir": "output-dir output checkpoint-dir save-path logging-dir log-dir default-root-dir work-dir",
+    "schedule": "lr-scheduler lr-scheduler-type scheduler sched",
+    "warmup_epochs": "warmup-steps warmup-ratio num-warmup-steps",
+    "weight_decay": "wd",
+}
+"""Names that other trainers (HF Trainer, Lightning, Accelerate, timm, fairseq, torchtitan) have for our settings."""
+
 _PLACE = {"data", "data_dir"}
 _MAPPINGS = ("optimizer.rates", "task.class_weights", "data.sample_weights")
 _SCALED = ("base_lr", "base_batch_size", "lr_scaling")
@@ -122,7 +163,20 @@ def _parse_entry(entry: SettingEntry) -> tuple[str, Any]:
     return key, setting.kind.read(value, label)
 
 
+def translate_name(name: str, *, flags: bool) -> str | None:
+    """Return our settings for another trainer's name of one, as flags or as keys; None if it is not in the table."""
+    word = name.lower().replace("_", "-")
+    ours = next((ours for ours, theirs in NAMES_ELSEWHERE.items() if word in theirs.split()), None)
+    if ours is None or not flags:
+        return ours
+    if "=" in ours:
+        return f"--set {ours}"
+    return " ".join(f"--{part.replace('_', '-')}" if part in SETTINGS else part for part in ours.split(" "))
+
+
 def _suggestion(key: str) -> str:
+    if ours := translate_name(key, flags=False):
+        return f"{ours}, which is the name here"
     part, _, inner = key.partition(".")
     name = inner if inner in SETTINGS else f"{part}_{inner}"
     if part in PARTS and name in SETTINGS:

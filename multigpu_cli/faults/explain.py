@@ -11,6 +11,7 @@ from textwrap import wrap
 from typing import Any
 
 from multigpu_cli.config.schema import SETTINGS
+from multigpu_cli.config.sources import translate_name
 from multigpu_cli.errors import TrainingError, did_you_mean
 
 _LOST_CONNECTION = ("closed by peer", "reset by peer", "timeout caused pair closure", "remote process has terminated")
@@ -108,22 +109,6 @@ def extract_main_thread_stack() -> traceback.StackSummary:
 
 
 _LONGEST = 15  # lines
-_ELSEWHERE = {  # our names for flags of other programs, where the spelling is too different to guess
-    "--learning-rate": "--lr",
-    "--dataset": "--data",
-    "--output-dir": "--save-dir",
-    "--checkpoint-dir": "--save-dir",
-    "--workers": "--nproc-per-node for processes, --num-workers for those that load data",
-    "--num-gpus": "--nproc-per-node for how many, --gpu-ids for which",
-    "--gpus": "--nproc-per-node for how many, --gpu-ids for which",
-    "--accumulate": "--grad-accum-steps",
-    "--gradient-accumulation-steps": "--grad-accum-steps",
-    "--patience": "--early-stopping-patience",
-    "--dropout": "--set model.args.dropout=0.1",
-    "--fp16": "--amp fp16",
-    "--bf16": "--amp bf16",
-    "--local-rank": "--nproc-per-node N, or torchrun in the place of torch.distributed.launch",
-}
 
 
 def describe_usage_error(error: Any) -> str:
@@ -133,9 +118,13 @@ def describe_usage_error(error: Any) -> str:
 
 
 def _find_remedy(error: Any) -> str:
-    wrong = str(getattr(error, "option_name", ""))
-    if elsewhere := _ELSEWHERE.get(wrong):
-        return elsewhere
+    wrong = str(getattr(error, "option_name", "")).lower().replace("_", "-")
+    options = {option for parameter in error.ctx.command.params for option in parameter.opts} if error.ctx else set()
+    if wrong in options:
+        return f"did you mean {wrong!r}?"
+    ours = translate_name(wrong.removeprefix("--"), flags=True)
+    if ours and {word for word in ours.split() if word.startswith("--")} <= options:
+        return ours
     if (key := wrong.removeprefix("--")) in SETTINGS and SETTINGS[key].flag is None:
         return f"--set {key}=…"
     if known := getattr(error, "possibilities", None):

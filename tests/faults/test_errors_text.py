@@ -5,7 +5,8 @@ import shlex
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.faults.explain import _ELSEWHERE, shorten_message
+from multigpu_cli.config.sources import NAMES_ELSEWHERE
+from multigpu_cli.faults.explain import shorten_message
 
 LONG = "error: --data-dir data/with/a/long/path-to-somewhere holds no such thing\n  try: another folder, or mend it"
 LONG += "\n\n    a/"
@@ -34,16 +35,50 @@ def test_what_is_too_long_is_cut_and_said_so() -> None:
     assert lines[13:] == ["  … and 27 more lines: --debug shows all"]
 
 
-@pytest.mark.parametrize("flag", _ELSEWHERE)
-def test_flags_of_other_programs_are_translated_into_ours(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_multi_gpu.run([flag, "1"]) == 2
-    told = capsys.readouterr().err
-    assert told == f"error: no such option: {flag}\n  try: {_ELSEWHERE[flag]}\n"
-    ours = [word for word in shlex.split(_ELSEWHERE[flag]) if word.startswith("--")]
-    assert ours
-    for name in ours:
-        assert main_multi_gpu.run([name]) == 2
-        assert f"'{name}' requires an argument" in capsys.readouterr().err
+def find_remedy(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the remedy of a wrong request; it is one line."""
+    assert main_multi_gpu.run(argv) == 2
+    _, remedy = capsys.readouterr().err.split("\n  try: ")
+    return remedy.strip()
+
+
+@pytest.mark.parametrize("ours", NAMES_ELSEWHERE)
+def test_remedy_translates_flags_of_other_trainers(ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With dashes and with underscores; what it advises is an option."""
+    for name in NAMES_ELSEWHERE[ours].split():
+        remedies = {find_remedy([flag, "1"], capsys) for flag in (f"--{name}", f"--{name.replace('-', '_')}=1")}
+        (remedy,) = remedies
+        options = [word for word in shlex.split(remedy) if word.startswith("--")]
+        assert options
+        options = [option for option in options if option not in ("--exact", "--ema", "--grad-checkpointing")]
+        for option in options:
+            assert main_multi_gpu.run([option]) == 2
+            assert f"'{option}' requires an argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "remedy"),
+    [
+        ("--num_gpus 2", "--nproc-per-node N for the number, or --gpu-ids 0,1 for the choice"),
+        ("--output_dir runs/a", "--save-dir"),
+        ("--devices 2", "--nproc-per-node N for the number, or --gpu-ids 0,1 for the choice"),
+        ("--precision bf16", "--amp"),
+        ("--batch_size 8", "did you mean '--batch-size'?"),
+        ("--Batch-Size 8", "did you mean '--batch-size'?"),
+        ("--per_device_train_batch_size 8", "--batch-size"),
+        ("--accelerator gpu", "--multi-gpu"),
+        ("--momentum 0.9", "--set optimizer.args.momentum=0.9"),
+        ("--set momentum=0.9", "optimizer.args.momentum=0.9, which is the name here"),
+        ("--set output_dir=runs/a", "save_dir, which is the name here"),
+        ("--optimiser sgd", "did you mean '--optimizer'?"),
+    ],
+)
+def test_remedy_names_the_option_that_was_meant(argv: str, remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_remedy(argv.split(), capsys) == remedy
+
+
+def test_remedy_of_a_command_names_only_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--save-dir" not in find_remedy(["status", "--output-dir", "runs/a"], capsys)
 
 
 @pytest.mark.parametrize(
