@@ -199,6 +199,20 @@ def test_batch_sizes_and_forecasts(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
+def test_speedup_table_shows_costs_if_a_price_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    measured: dict[str, Any] = {
+        "forward_seconds": 0.01,
+        "backward_seconds": 0.02,
+        "parameters": 10**7,
+        "batch_size": 32,
+    }
+    train_multi_gpu.print_training_speedup_estimates((1, 2), price=36.0, **measured)
+    heading, *rows = capsys.readouterr().out.splitlines()
+    forecast = train_multi_gpu.estimate_training_speedup((1, 2), price=36.0, **measured)
+    assert "cost" in heading
+    assert [float(row.split()[-1]) for row in rows] == [pytest.approx(row["cost"], abs=0.01) for row in forecast]
+
+
 def test_copies_that_srun_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would train, evaluate, or start processes, alone."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")

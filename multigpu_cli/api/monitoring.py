@@ -270,10 +270,13 @@ def estimate_training_speedup(
 
 
 def print_training_speedup_estimates(num_gpus: int | Sequence[int] = (1, 2, 4, 8), **measured: Any) -> None:
-    """Print the forecast of `estimate_training_speedup` as a table; the arguments are the same."""
+    """Print the forecast of `estimate_training_speedup` as a table, with the cost if a `price` is passed."""
     console = Console("normal")
     rows = estimate_training_speedup(num_gpus, **measured)
-    console.note(f"{'GPUs':>4}{'samples/s':>14}{'speedup':>9}{'efficiency':>12}{'hours':>10}  (forecast, not measured)")
+    cost = "" if rows[0]["cost"] is None else f"{'cost':>12}"
+    heading = f"{'GPUs':>4}{'samples/s':>14}{'speedup':>9}{'efficiency':>12}{'hours':>10}{cost}"
+    console.note(f"{heading}  (forecast, not measured)")
     for row in rows:
         numbers = f"{row['speedup']:>9.2f}{row['efficiency']:>11.0%} {row['seconds'] / 3600:>9.2f}"
+        numbers += f"{row['cost']:>12,.2f}" if cost else ""
         console.note(f"{row['workers']:>4}{row['samples_per_second']:>14,.0f}{numbers}")
