@@ -18,6 +18,7 @@ quickstart: $(VENV)/.installed ## install, look for devices, train the digits wi
 	@printf '\nNext: source $(BIN)/activate, then bash launch_multi_gpu.sh, or python main_multi_gpu.py --help\n'
 
 test: style ## what CI runs, three tests at a time: lint, types, unit tests, several processes, recipes, README
+	@$(BIN)/python -m tests.support.pythons # other versions of Python, which a test trains with
 	@$(BIN)/python -m compileall -q multigpu_cli *.py # once, and not in each process that a test starts
 	$(BIN)/mypy & types=$$!; code=0; $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder || code=$$?; wait $$types || { code=$$?; echo "mypy: errors, see above"; }; exit $$code
 	@$(BIN)/python -m tests.test_house_rules # the sizes of the house
@@ -97,5 +98,5 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; } # without pip (Debian: apt install python3-venv) it is of no use
 
 clean: ## remove the environment and caches; checkpoints stay
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage_cache
+	rm -rf $(VENV) .venv-python* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

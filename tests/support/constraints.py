@@ -19,10 +19,10 @@ def resolve(python: Path) -> list[str]:
     """Return name==version of each package that pip would install with all extras, sorted; takes minutes."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([python, "-m", "venv", folder], check=True)
-        pip, report = [Path(folder, "bin", "python"), "-m", "pip"], Path(folder, "report.json")
-        subprocess.run([*pip, "install", "--quiet", "--upgrade", "pip"], check=True)
+        install, report = [f"{folder}/bin/python", "-m", "pip", "install", "--quiet"], Path(folder, "report.json")
+        subprocess.run([*install, "--upgrade", "pip"], check=True)
         requirements = sorted({*list_requirements(), *list_requirements(*PROJECT["optional-dependencies"])})
-        subprocess.run([*pip, "install", "--quiet", "--dry-run", "--report", report, *requirements], check=True)
+        subprocess.run([*install, "--dry-run", "--report", str(report), *requirements], check=True)
         packages = [item["metadata"] for item in json.loads(report.read_text())["install"]]
     names = {package["name"].lower().replace("_", "-"): package["version"] for package in packages}
     return sorted(f"{name}=={version}" for name, version in names.items() if not UNPINNED.fullmatch(name))

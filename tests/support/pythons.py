@@ -54,17 +54,19 @@ def make_environment(version: str, python: Path) -> Path:
     content = "\n".join([*requirements, constraints.read_text()])
     installed, stamp = folder / "environment" / "bin" / "python", folder / ".installed"
     with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # `make test` makes it beside its first tests
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two tests, or `make test` in two terminals
         if not stamp.exists() or stamp.read_text() != content:
             stamp.unlink(missing_ok=True)
+            print(f"an environment for Python {version}, in {folder.name}: a minute or two", flush=True)
             subprocess.run([python, "-m", "venv", "--clear", folder / "environment"], check=True)
-            command = [installed, "-m", "pip", "install", "--quiet", "--no-compile", "--constraint", constraints]
-            subprocess.run([*command, *requirements], check=True)
+            command = [str(installed), "-m", "pip", "install", "--quiet", "--no-compile"]
+            subprocess.run([*command, "--constraint", str(constraints), *requirements], check=True)
             stamp.write_text(content)
     return installed
 
 
 def main() -> None:
+    """Make the environment of each other version that this machine has, before `make test` begins."""
     for version in VERSIONS:
         python = find_python(version)
         if python and version != f"{sys.version_info.major}.{sys.version_info.minor}":
