@@ -322,11 +322,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 220,  # 220
+    "files": 221,  # 220
     "lines": 43_928,  # 41,000
     "files to read": 30,
     "lines to read": 7_009,  # 7,500
-    "files the engine reaches": 82,  # 100
+    "files the engine reaches": 83,  # 100
     "lines the engine reaches": 17_566,  # 18,000
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0

@@ -1,4 +1,4 @@
-"""Checksums of what a device computes, by which a run with --exact recognizes a machine that rounds differently.
+"""Checksums of a device's arithmetic, by which a run with --exact recognizes a machine that rounds differently.
 
 A name says too little. Libraries choose their kernels by the processor's vendor, model and caches, so two processors
 with the same instructions, which torch names alike, can differ in the last bits of a product.

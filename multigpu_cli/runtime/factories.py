@@ -194,7 +194,7 @@ def explain_torchvision(what: str, error: BaseException | None = None) -> Reques
         importlib.import_module("torchvision")
     except ModuleNotFoundError:  # it is not installed, or lacks another package, which the error names
         return None
-    except Exception as fault:  # whatever a library that can't be loaded raises
+    except Exception as fault:  # a library that can't be loaded may raise any error
         import torch  # late: torchvision has loaded it
 
         version, _, build = torch.__version__.partition("+")

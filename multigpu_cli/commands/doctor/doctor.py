@@ -82,7 +82,7 @@ def _check_job(config: Config, environ: Mapping[str, str], launch_env: LaunchEnv
 
 
 def check_machine(config: Config, environ: Mapping[str, str], workers: int) -> Iterator[Finding]:
-    """Check versions, GPUs and the system of this machine, which so many workers share; nothing is trained."""
+    """Check versions, GPUs and the system of this machine, which `workers` processes share; nothing is trained."""
     yield from gpus.check_gpus(gather_facts(environ))
     if fault := explain_torchvision("models of timm, torchvision and transformers"):
         yield Finding("torchvision", "warn", fault.problem, fault.remedy or "")

@@ -93,7 +93,7 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
             f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
             remedy="leave out --early-stopping-patience, or use data with a validation split (val)",
         )
-    unread = [] if start.manifest else list(spec.factories.find_unread(config, spec.task))  # else it was begun so
+    unread = [] if start.manifest else list(spec.factories.find_unread(config, spec.task))  # a resumed run passed
     yield from unread or _check_class_settings(spec)
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
     for name, now in spec.machine.items():

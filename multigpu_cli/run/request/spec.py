@@ -284,7 +284,7 @@ class RunSpec(RunRequest):
 
 
 def describe_machine(plan: Plan, placement: Placement) -> dict[str, Any]:
-    """Describe what the bits of a result depend on beside the settings: all must be equal to resume with --exact."""
+    """Describe the facts, except settings, that determine the bits of a result; a resume with --exact compares them."""
     facts = {"CPU threads": plan.threads, "device": plan.device, "torch version": torch.__version__}
     facts |= compute_checksums(placement.devices[0], plan.precision)
     if (device := placement.devices[0]).type == "cpu":
