@@ -95,7 +95,7 @@ constraints: ## refresh constraints/, the versions that make installs, for each 
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 …")'
-	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; } # without pip (Debian: apt install python3-venv) it is of no use
+	$(PYTHON) -m venv --upgrade-deps $(VENV) || { rm -f $@; exit 1; } # without pip (Debian: apt install python3-venv) it is of no use
 
 clean: ## remove the environment and caches; checkpoints stay
 	rm -rf $(VENV) .venv-python* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage_cache
