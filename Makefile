@@ -7,7 +7,7 @@ SHELL_FILES := launch_multi_gpu.sh .ci/run deploy/slurm.sbatch
 ALONE := alone or quality or netns or root or slurm
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all walkthrough picture chaos mutants same-runs bench bench-peers bench-growth gpu-bench gpu-check gpu-data lint style format clean
+.PHONY: help quickstart constraints test test-all walkthrough picture chaos mutants same-runs bench bench-peers bench-growth gpu-bench gpu-check gpu-data lint style format clean
 
 help: ## what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -18,6 +18,7 @@ quickstart: $(VENV)/.installed ## install, look for devices, train the digits wi
 	@printf '\nNext: source $(BIN)/activate, then bash launch_multi_gpu.sh, or python main_multi_gpu.py --help\n'
 
 test: style ## what CI runs, three tests at a time: lint, types, unit tests, several processes, recipes, README
+	@$(BIN)/python -m tests.support.pythons # other versions of Python, which a test trains with
 	@$(BIN)/python -m compileall -q multigpu_cli *.py # once, and not in each process that a test starts
 	$(BIN)/mypy & types=$$!; code=0; $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder || code=$$?; wait $$types || { code=$$?; echo "mypy: errors, see above"; }; exit $$code
 	@$(BIN)/python -m tests.test_house_rules # the sizes of the house
@@ -77,18 +78,25 @@ format: $(VENV)/.installed-dev ## let ruff lay the code out
 	$(BIN)/ruff format .
 
 # A stamp is newer than what it was made from, so a second call installs nothing.
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --editable .
+$(VENV)/.installed: pyproject.toml $(wildcard constraints/*.txt) | $(BIN)/python
+	$(INSTALL) --editable .
 	touch $@
 
-$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[dev]'
+$(VENV)/.installed-dev: pyproject.toml $(wildcard constraints/*.txt) | $(BIN)/python
+	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/.installed
+
+# The tested versions for this Python; a version without a file of its own gets the newest. A search for them takes minutes.
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(addprefix --constraint ,$(wildcard \
+	constraints/$(shell $(BIN)/python -c 'import sys; print("python%d.%d.txt" % sys.version_info[:2])')))
+
+constraints: ## refresh constraints/, the versions that make installs, for each supported Python on this machine: minutes
+	$(PYTHON) -m tests.support.constraints
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12 …")'
-	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; } # without pip (Debian: apt install python3-venv) it is of no use
+	$(PYTHON) -m venv --upgrade-deps $(VENV) || { rm -f $@; exit 1; } # without pip (Debian: apt install python3-venv) it is of no use
 
 clean: ## remove the environment and caches; checkpoints stay
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage_cache
+	rm -rf $(VENV) .venv-python* build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

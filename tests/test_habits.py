@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.pythons import VERSIONS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -76,5 +78,6 @@ def test_the_workflow_runs_what_runs_here_and_may_only_read() -> None:
     assert os.access(ROOT / last["run"], os.X_OK)
     assert [step["uses"] for step in others if not re.fullmatch(r"actions/[\w-]+@v\d+\.\d+\.\d+", step["uses"])] == []
     project = (ROOT / "pyproject.toml").read_text()
-    versions = [step["with"]["python-version"] for step in others if "python-version" in step.get("with", {})]
-    assert [f">={version}" for version in versions] == re.findall(r'^requires-python = "(.*)"', project, re.MULTILINE)
+    (names,) = (step["with"]["python-version"] for step in others if "python-version" in step.get("with", {}))
+    assert sorted(versions := names.split()) == list(VERSIONS)
+    assert [f">={versions[-1]}"] == re.findall(r'^requires-python = "(.*)"', project, re.MULTILINE)

@@ -1,14 +1,20 @@
 """What `pip install` gets: every package, the recipes, the launcher, the licence."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.support.pythons import VERSIONS, list_requirements, locate_constraints
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -69,3 +75,37 @@ def test_an_installed_program_finds_its_recipes(wheel: Path, tmp_path: Path) -> 
     *found, source = result.stdout.split()
     assert source.startswith(str(tmp_path))
     assert found == sorted(file.stem for file in ROOT.glob("configs/*.yaml"))
+
+
+def test_project_wheel_and_changelog_name_the_same_version(wheel: Path) -> None:
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest
+    assert newest[1] == PROJECT["project"]["version"]
+    assert wheel.name.startswith(f"multigpu_cli-{newest[1]}-"), "from its metadata comes __version__"
+
+
+def test_each_supported_python_is_classified_and_has_constraints() -> None:
+    classified = [name.rpartition(" :: ")[2] for name in PROJECT["project"]["classifiers"] if ":: Python ::" in name]
+    assert classified == list(VERSIONS)
+    assert {file.name for file in ROOT.glob("constraints/*")} == {f"python{version}.txt" for version in VERSIONS}
+
+
+def test_constraints_pin_each_requirement_within_its_range() -> None:
+    needed = [*list_requirements(), *list_requirements(*PROJECT["project"]["optional-dependencies"])]
+    requirements = [Requirement(text) for text in needed]
+    for version in VERSIONS:
+        lines = [line for line in locate_constraints(version).read_text().splitlines() if not line.startswith("#")]
+        pins = dict(line.split("==") for line in lines)
+        unpinned = {each.name.lower() for each in requirements if each.name.lower() not in pins}
+        assert unpinned == {"torch", "torchvision", "nvidia-ml-py"}
+        wrong = [
+            str(each)
+            for each in requirements
+            if each.name.lower() in pins and pins[each.name.lower()] not in each.specifier
+        ]
+        assert not wrong, "make constraints"
+
+
+def test_installed_torchvision_is_the_release_for_torch() -> None:
+    torch, torchvision = (Version(metadata.version(name)) for name in ("torch", "torchvision"))
+    assert (torchvision.major, torchvision.minor) == (0, torch.minor + 15), "see `doctor`"

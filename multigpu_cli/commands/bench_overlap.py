@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils.data import TensorDataset
 
-from multigpu_cli.commands.plan.measure import build_probed, iterate_micro_batches, limit_threads, threads_per_worker
+from multigpu_cli.commands.plan.measure import build_probed, iterate_micro_batches, threads_per_worker
 from multigpu_cli.config.resume_rules import replace_settings, without_setting
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.load import check_has_samples, open_data
@@ -31,6 +31,7 @@ from multigpu_cli.launch import run_in_workers
 from multigpu_cli.planning.batch import plan_batches
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.step import forward_backward
+from multigpu_cli.runtime.seeding import limit_threads
 
 _STEPS, _WARM_UP = 40, 6
 _LONGEST_WAIT = 300.0  # seconds

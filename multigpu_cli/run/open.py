@@ -51,6 +51,7 @@ from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_bat
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.finalize import build_summary, restore_best_file, write_run_end
 from multigpu_cli.run.part import Part, bind_moments, load_parts
+from multigpu_cli.run.request.checks import find_unpinned_facts
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig, RunSpec
 from multigpu_cli.run.run import Checkpointer, CheckpointSchedule, LossMeter, Run, RunControl, RunLog, StepObserver
@@ -91,7 +92,8 @@ def resolve_request(
         Watchdog(world, config.fault.hang_timeout, on_fatal_error) as watchdog,
     ):
         spec = prepare_spec(config, placement, world, factories, moved=watchdog.mark_progress, note=console.note)
-        for warning in [*spec.source.warnings, *(() if spec.is_complete else spec.plan.warnings())]:
+        running = () if spec.is_complete else (*spec.plan.warnings(), *find_unpinned_facts(spec))
+        for warning in (*spec.source.warnings, *running):
             console.warn(warning)
         parts = [] if spec.is_complete else load_parts(spec, world)
         with choose_kernels(world.device, spec.strategy.cudnn_benchmark, exact=spec.config.reproducibility.exact):

@@ -31,14 +31,13 @@ def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callab
         )
     try:
         module = importlib.import_module(module_name) if name in registry else _import_own(module_name)
-    except ModuleNotFoundError as missing:
-        if name not in registry and missing.name and (module_name + ".").startswith(missing.name + "."):
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything: reported as a RequestError
+        missing = isinstance(error, ModuleNotFoundError) and name not in registry and error.name
+        if missing and (module_name + ".").startswith(missing + "."):
             raise RequestError(
                 f"{flag} {name}: there is no module {module_name!r} in {Path.cwd()} or among the installed packages",
                 remedy="run from the folder that contains it, or check the spelling before the colon",
-            ) from missing
-        raise _not_imported(name, module_name, flag, missing) from missing
-    except (Exception, SystemExit) as error:  # the user's own code may raise anything: reported as a RequestError
+            ) from error
         raise _not_imported(name, module_name, flag, error) from error
     found = module
     for part in attribute.split("."):
@@ -90,11 +89,11 @@ def _no_arguments(script: str) -> Iterator[None]:
 
 
 def import_extra(package: str, problem: str, remedy: str) -> Any:
-    """A package that not everybody has installed; RequestError, with these words, where it is not there."""
+    """Import a package that not everybody has installed; RequestError, with these words, if it can't be imported."""
     try:
         return importlib.import_module(package)
     except ImportError as missing:
-        raise RequestError(problem, remedy=remedy) from missing
+        raise explain_torchvision(f"import {package}", missing) or RequestError(problem, remedy=remedy) from missing
 
 
 def call_factory(
@@ -127,11 +126,11 @@ def call_factory(
         )
     try:
         return factory(**chosen)
-    except TrainingError:
-        raise
     except (Exception, SystemExit) as error:  # the user's own code may raise anything: reported as a RequestError
-        if foreign := _explain_torchvision(f"--{where} {_name(factory)}", error):
+        if foreign := explain_torchvision(f"--{where} {_name(factory)}", error):
             raise foreign from error
+        if isinstance(error, TrainingError):
+            raise
         lines = [f"--{where}: {_name(factory)} raised {type(error).__name__} in {describe_place(error)}: {error}"]
         lines += ["  it was called with"] + [f"    {name} = {quote_value(value)}" for name, value in chosen.items()]
         remedy = f"change {where}.args, or use --debug to see the traceback"
@@ -168,11 +167,11 @@ def _not_imported(name: str, module: str, flag: str, error: BaseException) -> Ba
             remedy=f'what it does beside its definitions below if __name__ == "__main__":, '
             f"or {name.partition(':')[2]} in a file of its own",
         )
-    if foreign := _explain_torchvision(f"{flag} {name}", error):
+    if foreign := explain_torchvision(f"{flag} {name}", error):
         return foreign
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        package = f"the package {error.name} is not installed"
-        return RequestError(f"{flag} {name}: {package}", remedy=f"pip install 'multigpu-cli[{_EXTRAS[error.name]}]'")
+        remedy = f"pip install 'multigpu-cli[{_EXTRAS[error.name]}]'"
+        return RequestError(f"{flag} {name}: the package {error.name} is not installed", remedy=remedy)
     of_ours = isinstance(error, ImportError) and (error.name or "").startswith("multigpu_cli")
     return RequestError(
         f"{flag} {name}: importing {module} raised {type(error).__name__} in {describe_place(error)}: {error}",
@@ -182,23 +181,30 @@ def _not_imported(name: str, module: str, flag: str, error: BaseException) -> Ba
     )
 
 
-def _explain_torchvision(what: str, error: BaseException) -> RequestError | None:
-    """The error for a torchvision that was compiled for another torch: its import fails, also inside transformers."""
-    found: BaseException | None = error
-    while found and "operator torchvision::" not in str(found):
-        found = found.__cause__ or found.__context__
-    if not found:
-        return None
-    import torch  # late: torchvision has loaded it
+def explain_torchvision(what: str, error: BaseException | None = None) -> RequestError | None:
+    """Return the error to raise if `error` comes from a torchvision that was built for another torch, otherwise None.
 
-    version, _, build = torch.__version__.partition("+")
-    major, minor = version.split(".")[:2]
-    own = f"'torchvision==0.{int(minor) + 15}.*'" if major == "2" else "torchvision"  # 0.15 is that of torch 2.0
-    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
-    return RequestError(
-        f"{what}: the installed torchvision is not built for torch {torch.__version__} ({found})",
-        remedy=f"pip install --force-reinstall --no-deps {own}{index}",
-    )
+    Such a torchvision, from another index than torch, fails whenever it is imported, also inside timm, torchmetrics,
+    transformers and peft, whose errors then name something unrelated. Without an error, the import itself decides.
+    """
+    # most errors have nothing of torchvision in their traceback, and need no import, which takes a second
+    if error and "torchvision" not in "".join(traceback.format_exception(error)):
+        return None
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError:  # it is not installed, or lacks another package, which the error names
+        return None
+    except Exception as fault:  # a library that can't be loaded may raise any error
+        import torch  # late: torchvision has loaded it
+
+        version, _, build = torch.__version__.partition("+")
+        own = f"'torchvision==0.{int(version.split('.')[1]) + 15}.*'"  # 0.15 is that of torch 2.0
+        index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+        return RequestError(
+            f"{what}: the installed torchvision is not built for torch {torch.__version__} ({fault})",
+            remedy=f"pip install --force-reinstall --no-deps {own}{index}",
+        )
+    return None
 
 
 def describe_place(error: BaseException) -> str:

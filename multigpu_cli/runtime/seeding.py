@@ -125,3 +125,14 @@ def set_threads_per_rank(workers_here: int, cpus: int, *, exact: bool) -> int:
     threads = 1 if exact else min(torch.get_num_threads(), cpus) if workers_here == 1 else max(1, cpus // workers_here)
     torch.set_num_threads(threads)
     return threads
+
+
+@contextmanager
+def limit_threads(number: int) -> Iterator[None]:
+    """Use this number of CPU threads inside the context."""
+    outside = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(outside)

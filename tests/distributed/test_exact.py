@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import main_multi_gpu
@@ -42,6 +43,7 @@ from multigpu_cli.run.finalize import finish_completed
 from multigpu_cli.run.open import assemble_run, resolve_request, start_run
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
+from multigpu_cli.runtime.arithmetic import compute_checksums
 from multigpu_cli.runtime.seeding import enable_determinism
 from tests.support import tiny_datasets
 from tests.support.ranks import run_on_each_rank
@@ -303,11 +305,22 @@ def test_another_machine_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.
     folder = tmp_path / "run"
     cell = Cell("mlp", steps=1).settings(folder)
     train(ALONE, cell, shorten(load_data_source(Config().data, 42), 30))
-    pins = {"CPU threads": 1, "device": "cpu with ANOTHER", "torch version": torch.__version__}
-    for module in ("spec", "prepare", "checks"):
-        monkeypatch.setattr(f"multigpu_cli.run.request.{module}.describe_machine", lambda plan, placement: pins)
+    journal = (folder / "journal.jsonl").read_bytes()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
     with pytest.raises(RequestError, match=r"started with device cpu with .*, here it is cpu with ANOTHER"):
         train(ALONE, cell | {"max_steps": 2}, shorten(load_data_source(Config().data, 42), 30))
+    monkeypatch.undo()
+    # the name is the same, and the arithmetic is not
+    compute = functional.conv2d
+    monkeypatch.setattr(functional, "conv2d", lambda *inputs, **more: compute(*inputs, **more) * (1 + 2**-22))
+    compute_checksums.cache_clear()
+    with pytest.raises(RequestError, match=r"checksum of convolutions \w{12}, here it is \w{12}") as refused:
+        train(ALONE, cell | {"max_steps": 2}, shorten(load_data_source(Config().data, 42), 30))
+    assert "products" not in str(refused.value)
+    monkeypatch.undo()
+    compute_checksums.cache_clear()
+    assert (folder / "journal.jsonl").read_bytes() == journal
+    train(ALONE, cell | {"max_steps": 2}, shorten(load_data_source(Config().data, 42), 30))
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import main_multi_gpu
-from multigpu_cli.config.schema import ModelConfig
+from multigpu_cli.commands.doctor.doctor import check_machine
+from multigpu_cli.config.schema import Config, ModelConfig
 from multigpu_cli.errors import RequestError
 from multigpu_cli.models.build import build_model
+from multigpu_cli.runtime.factories import import_extra
 from tests.support.fork import exit_code
 from tests.support.run_training import run_training
 
@@ -106,6 +108,10 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "    except RuntimeError as error:\n        raise ModuleNotFoundError('could not import a module') from error\n"
     )
     (tmp_path / "mine_at_import.py").write_text("import torchvision\n")
+    (tmp_path / "mine_as_peft.py").write_text(
+        "try:\n    import torchvision\n"
+        "except RuntimeError as error:\n    raise ImportError('BloomPreTrainedModel') from error\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     with forget_packages():
@@ -127,6 +133,26 @@ def test_a_torchvision_for_another_torch_gets_one_line_with_the_way_out(broken: 
 def test_so_does_one_that_a_factory_imports(broken: None, name: str) -> None:
     with pytest.raises(RequestError, match=f"--model mine_with_torchvision:{name}: the installed torchvision"):
         build_model(ModelConfig(), f"mine_with_torchvision:{name}", OFFERED)
+
+
+def test_an_optional_package_that_imports_torchvision_names_it(broken: None) -> None:
+    with pytest.raises(RequestError, match="import mine_as_peft: the installed torchvision is not built for torch"):
+        import_extra("mine_as_peft", "it is not installed", "pip install it")
+    with pytest.raises(RequestError, match="it is not installed"):
+        import_extra("mine_that_is_missing", "it is not installed", "pip install it")
+
+
+def test_an_unrelated_error_is_not_blamed_on_torchvision(broken: None, tmp_path: Path) -> None:
+    (tmp_path / "unrelated.py").write_text("def net():\n    raise RuntimeError('no such layer')\n")
+    with pytest.raises(RequestError, match=r"raised RuntimeError in unrelated\.py:2: no such layer"):
+        build_model(ModelConfig(), "unrelated:net", OFFERED)
+
+
+def test_doctor_warns_of_a_torchvision_for_another_torch(broken: None) -> None:
+    (finding,) = (found for found in check_machine(Config(), {}, 1) if found.name == "torchvision")
+    assert finding.verdict == "warn"
+    assert finding.evidence.startswith("models of timm, torchvision and transformers: the installed torchvision")
+    assert finding.fix.startswith("pip install --force-reinstall --no-deps 'torchvision==0.")
 
 
 def test_the_command_ends_with_two_lines(broken: None, capfd: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from multigpu_cli.data.fingerprint import compute_fingerprint
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
-from multigpu_cli.run.request import prepare
+from multigpu_cli.run.request import prepare, spec
 from multigpu_cli.run.request.checks import check_same_data, check_same_machine
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
@@ -76,6 +76,16 @@ def test_exact_needs_gpus_of_one_kind() -> None:
         "--exact: rank 1 would train with device T4, rank 0 with A100: bits would differ",
         "--exact: ranks 1, 2 would train with device A100, rank 0 with T4: bits would differ",
     ]
+
+
+def test_exact_refuses_ranks_whose_arithmetic_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute_checksums(device: torch.device, precision: str) -> dict[str, str]:
+        return {"checksum of products": "1f", "checksum of convolutions": ("2f", "9e")[torch.distributed.get_rank()]}
+
+    monkeypatch.setattr(spec, "compute_checksums", compute_checksums)
+    ended = run_training(2, save_dir=str(tmp_path / "run"), exact=True, max_steps=2)
+    assert (ended.kind, (tmp_path / "run").exists()) == ("RequestError", False)
+    assert "--exact: rank 1 would train with checksum of convolutions 9e, rank 0 with 2f" in ended.error
 
 
 def test_a_run_with_exact_is_not_begun_on_two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

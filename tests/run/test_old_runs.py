@@ -49,7 +49,7 @@ def describe_kernels() -> list[str]:
 
 
 @RUNS
-def test_it_ends_as_the_older_version_would_have_ended_it(name: str) -> None:
+def test_it_ends_as_the_older_version_would_have_ended_it(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     expected = json.loads(Path(f"{name}.json").read_text())
     shutil.copytree(name, "before")
     ended = run_training(WORKERS[name], resume=name, data=None, model=None, multi_gpu=None)
@@ -58,6 +58,8 @@ def test_it_ends_as_the_older_version_would_have_ended_it(name: str) -> None:
         assert Path(name, "journal.jsonl").read_bytes() == Path("before/journal.jsonl").read_bytes()
         return
     assert (ended.error, ended.summary["status"]) == ("", "completed")
+    warned = "--exact: an older version started exact without checksum of products, checksum of convolutions"
+    assert (warned in " ".join(capfd.readouterr().out.split())) == (name == "exact")
     assert ended.summary["resumed_from"] == f"{name}/checkpoints/step_{STOPPED[name]:08d}"
     losses, evaluations = read_figures(name)
     assert losses == close_to(expected["losses"])

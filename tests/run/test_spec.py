@@ -26,6 +26,7 @@ from multigpu_cli.run.request import spec as spec_room
 from multigpu_cli.run.request.checks import check_data
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig, RunSpec, describe_machine
+from multigpu_cli.runtime.arithmetic import compute_checksums
 from multigpu_cli.strategies.base import Single
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_code import Items, tensors
@@ -143,13 +144,14 @@ def test_checkpoints_say_what_the_run_is_pinned_to_and_what_its_weights_are_for(
     found = replace(found, plan=replace(found.plan, precision="off"))
     assert found.pinned == pins
     assert replace(found, config=resolve(OWN | {"bucket_cap_mb": 7}, [], None)).pinned == pins | {"bucket_cap_mb": 7}
-    exact = replace(found, config=resolve(OWN | {"exact": True}, [], None))
     machine = describe_machine(found.plan, found.placement)
-    assert exact.pinned == pins | {"machine": machine}
+    assert replace(found, machine=machine).pinned == pins | {"machine": machine}
     capability = torch.backends.cpu.get_cpu_capability()
     assert machine == {
-        "CPU threads": found.plan.threads, "device": f"cpu with {capability}", "torch version": torch.__version__
+        "CPU threads": found.plan.threads, "device": f"cpu with {capability}", "torch version": torch.__version__,
+        **compute_checksums(torch.device("cpu"), "off"),
     }  # fmt: skip
+    assert spec(exact=True).machine == machine | {"CPU threads": 1}
     weights = found.weights_metadata()
     built = {"model": OWN["model"], "task": "classification", "input_shape": [6], "num_classes": 3, "outputs": 1}
     assert {key: weights[key] for key in ("learned", "built_for")} == {
@@ -192,13 +194,12 @@ def test_what_a_gpu_computes_by_is_pinned(monkeypatch: pytest.MonkeyPatch) -> No
     facts = SimpleNamespace(multi_processor_count=108)
     monkeypatch.setattr(spec_room, "open_nvml", refuse)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    spec_room._describe_gpu.cache_clear()
+    monkeypatch.setattr(spec_room, "compute_checksums", lambda device, precision: {"checksum": f"{device} {precision}"})
     assert describe_machine(found.plan, Placement("single", (gpu,), 0, "a test")) == {
         "CPU threads": found.plan.threads, "device": "cpu", "torch version": torch.__version__,
         "CUDA version": torch.version.cuda, "cuDNN version": torch.backends.cudnn.version(), "driver": None,
-        "number of multiprocessors": 108,
+        "number of multiprocessors": 108, "checksum": "cuda:7 off",
     }  # fmt: skip
-    spec_room._describe_gpu.cache_clear()
 
 
 def test_a_network_may_say_at_which_share_its_parts_learn() -> None:
@@ -262,6 +263,7 @@ def test_what_is_measured_later_is_named_as_such() -> None:
 def test_the_plan_says_where_compiling_would_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(prepare, "describe_machine", lambda plan, placement: {})
     config = resolve(OWN | {"amp": "off"}, [], None)
     for strategy, exact, faster in (("single", False, True), ("dp", False, False), ("single", True, False)):
         choice, wish = (

@@ -32,6 +32,9 @@ from multigpu_cli.monitor import gpu
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.batch_size import measure_peak_memory
+from multigpu_cli.runtime.arithmetic import compute_checksums
+from multigpu_cli.runtime.factories import describe_error, explain_torchvision
+from multigpu_cli.runtime.precision import DTYPES
 
 _HOME = "checkpoints"
 _OF_THE_MACHINE = {"multi_gpu", "gpu_ids", "nproc_per_node", "save_dir"}
@@ -49,11 +52,12 @@ def run_doctor(config: Config, environ: Mapping[str, str]) -> tuple[list[Finding
 def run_checks(config: Config, environ: Mapping[str, str]) -> list[Finding]:
     """All checks of this machine, whose model is tried where one of its settings was given."""
     placement = place_on_machine(replace(config.device, multi_gpu="ddp"))
-    findings = list(_check_machine(config, environ, max(placement.num_processes_to_launch, count_visible_gpus())))
+    findings = list(check_machine(config, environ, max(placement.num_processes_to_launch, count_visible_gpus())))
     if placement.devices[0].type == "cuda":
         findings += map(bandwidth.check_host_to_device, placement.devices)
     else:
         findings.append(Finding("host to GPU", "not checked", "no GPU"))
+    findings += map(check_arithmetic, dict.fromkeys(placement.devices))
     findings += _check_allreduce(placement)
     if config.explicit - _OF_THE_MACHINE:
         findings += check_model(config)
@@ -66,7 +70,7 @@ def _check_job(config: Config, environ: Mapping[str, str], launch_env: LaunchEnv
     if blocked := network.check_store_connection(launch_env):
         return [blocked], FAILED
     world, store = rendezvous(launch_env, placement.devices[0], timeout=bandwidth.LONGEST_WAIT)
-    here = list(_check_machine(config, environ, world.local_size)) if world.local_rank == 0 else []
+    here = list(check_machine(config, environ, world.local_size)) if world.local_rank == 0 else []
     between = network.check_nodes(world, config, environ, here)
     if choose_exit_code(between) == FAILED:
         between.append(Finding("all-reduce", "not checked", "the failures above come first"))
@@ -77,9 +81,21 @@ def _check_job(config: Config, environ: Mapping[str, str], launch_env: LaunchEnv
     return findings if world.is_main else [], network.agree_on_exit_code(world, choose_exit_code(findings))
 
 
-def _check_machine(config: Config, environ: Mapping[str, str], workers: int) -> Iterator[Finding]:
+def check_machine(config: Config, environ: Mapping[str, str], workers: int) -> Iterator[Finding]:
+    """Check versions, GPUs and the system of this machine, which `workers` processes share; nothing is trained."""
     yield from gpus.check_gpus(gather_facts(environ))
+    if fault := explain_torchvision("models of timm, torchvision and transformers"):
+        yield Finding("torchvision", "warn", fault.problem, fault.remedy or "")
     yield from system.check_system(Path(config.checkpoint.save_dir or _HOME), count_cores(), workers)
+
+
+def check_arithmetic(device: torch.device) -> Finding:
+    """Show the checksums by which a run with --exact recognizes this device; the numbers have them by precision."""
+    try:
+        checksums = {precision: compute_checksums(device, precision) for precision in ("off", *DTYPES)}
+    except RuntimeError as error:  # no memory, or no kernel: nothing trains on it
+        return Finding(f"arithmetic of {device}", "fail", describe_error(error), "nvidia-smi shows who uses its memory")
+    return Finding(f"arithmetic of {device}", "ok", "its checksums, for --exact: doctor --json", numbers=checksums)
 
 
 def gather_facts(environ: Mapping[str, str]) -> MachineFacts:
@@ -143,11 +159,10 @@ def check_model(config: Config) -> Iterator[Finding]:
     placement = place_on_one_device(config.device)
     world = World(placement.devices[0])
     with tempfile.TemporaryDirectory(prefix="multigpu-doctor-") as folder:
-        single = {"num_workers": 0, "multi_gpu": "none"}
 
         def try_batch(size: object) -> TrainComponents:
-            each = replace_settings(config, single | {"batch_size": size, "grad_accum_steps": None})
-            components, _ = build_probed(each, placement, world, folder)
+            settings = {"num_workers": 0, "multi_gpu": "none", "batch_size": size, "grad_accum_steps": None}
+            components, _ = build_probed(replace_settings(config, settings), placement, world, folder)
             components.loaders.train.close()
             return components
 
@@ -194,8 +209,7 @@ def judge_estimate(estimate: ConfigEstimate) -> Finding:
 def _judge_batch_size(components: TrainComponents, size: int) -> Finding:
     parameters = sum(p.numel() for p in components.state.model.parameters())
     evidence = f"{components.spec.model}, {parameters:,} parameters"
-    device = components.world.device
-    fits = components.plan.batches.micro_batch
+    device, fits = components.world.device, components.plan.batches.micro_batch
     if fits < size:
         fix = f"--batch-size {fits}, with more --grad-accum-steps for the same global batch"
         return Finding("model", "warn", f"{evidence}: --batch-size {size} does not fit, {fits} does", fix)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from math import ceil, inf
@@ -34,6 +34,7 @@ from multigpu_cli.run.part import load_parts
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
 from multigpu_cli.run.step import MicroBatchProfile, forward_backward, profile_micro_batch
+from multigpu_cli.runtime.seeding import limit_threads
 from multigpu_cli.strategies.base import find_strategy
 from multigpu_cli.strategies.ddp import measure_cap
 
@@ -218,17 +219,6 @@ def build_probed(config: Config, placement: Placement, world: World, folder: str
     spec = prepare_spec(config, placement, world, FromConfig())
     components = build_components(spec, world, load_parts(spec, world))
     return components, "; ".join(fit_batch_sizes_to_memory(components))
-
-
-@contextmanager
-def limit_threads(wanted: int) -> Iterator[None]:
-    """Use so many CPU threads inside the context."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _measure_memory(components: TrainComponents, whole: MicroBatchProfile, half: MicroBatchProfile) -> Memory:

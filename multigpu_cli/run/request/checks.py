@@ -21,7 +21,7 @@ from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.format import format_bytes
 from multigpu_cli.optimizers.eval_weights import list_unsaved_parameters
 from multigpu_cli.planning.memory import Memory
-from multigpu_cli.run.request.spec import FromConfig, RunSpec, describe_machine
+from multigpu_cli.run.request.spec import FromConfig, RunSpec
 from multigpu_cli.runtime.precision import choose_precision
 from multigpu_cli.strategies.base import find_strategy
 
@@ -93,11 +93,11 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
             f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
             remedy="leave out --early-stopping-patience, or use data with a validation split (val)",
         )
-    unread = [] if start.manifest else list(spec.factories.find_unread(config, spec.task))  # else it was begun so
+    unread = [] if start.manifest else list(spec.factories.find_unread(config, spec.task))  # a resumed run passed
     yield from unread or _check_class_settings(spec)
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}
-    for name, now in describe_machine(plan, spec.placement).items() if pinned else ():
-        if pinned.get(name, now) != now:  # older versions know fewer
+    for name, now in spec.machine.items():
+        if pinned.get(name, now) != now:  # see `find_unpinned_facts`
             yield RequestError(
                 f"--exact: {start.folder} was started with {name} {pinned[name]}, here it is {now}: bits would differ",
                 remedy="resume on a machine like the one it was started on, or start a new run with another --save-dir",
@@ -117,6 +117,14 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
         )
 
 
+def find_unpinned_facts(spec: RunSpec) -> Iterator[str]:
+    """Yield a warning if an older version started a run with --exact without facts on which its bits depend."""
+    start = spec.resume_point
+    pinned = start.manifest["pins"].get("machine", {}) if start.manifest else spec.machine
+    if missing := ", ".join(name for name in spec.machine if name not in pinned):
+        yield f"--exact: an older version started {start.folder} without {missing}: resume it on the same machine only"
+
+
 def check_same_data(world: World, source: DataSource, fingerprint: DataFingerprint, name: str) -> None:
     """Compare the fingerprint of the data over all ranks; a RequestError on each of them names nodes that differ."""
     exact, sums = fingerprint
@@ -130,17 +138,15 @@ def check_same_data(world: World, source: DataSource, fingerprint: DataFingerpri
 
 def check_same_machine(world: World, pinned: Mapping[str, Any]) -> None:
     """Compare over all ranks the facts of the machine on which the bits of a result depend, for --exact."""
-    first, *others = every = all_gather_object(world, {name: str(value) for name, value in pinned.items()})
-    name = next((name for name in first if any(each[name] != first[name] for each in others)), None)
-    if name is None:
-        return
-    odd = [rank for rank, each in enumerate(every) if each[name] != first[name]]
-    raise RequestError(
-        f"--exact: {_list_ranks(odd)} would train with {name} {every[odd[0]][name]}, "
-        f"rank 0 with {first[name]}: bits would differ",
-        remedy="machines and GPUs of one kind, or leave out --exact",
-        shared=True,
-    )
+    facts = all_gather_object(world, {name: str(value) for name, value in pinned.items()})
+    for name, first in facts[0].items():
+        if odd := [rank for rank, each in enumerate(facts) if each[name] != first]:
+            raise RequestError(
+                f"--exact: {_list_ranks(odd)} would train with {name} {facts[odd[0]][name]}, rank 0 with {first}: "
+                "bits would differ",
+                remedy="use machines and GPUs of one type, or leave out --exact",
+                shared=True,
+            )
 
 
 def group_ranks(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]]) -> list[int]:

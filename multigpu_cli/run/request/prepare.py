@@ -240,9 +240,10 @@ def prepare_spec(
         factories=factories,
     )
     plan, base = make_plan(request, world), dict(source.codec.record)
-    spec = RunSpec(**vars(request), plan=plan, data_fingerprint=fingerprint, base=base)
-    if world.size > 1 and config.reproducibility.exact:
-        check_same_machine(world, describe_machine(spec.plan, spec.placement))
+    machine = describe_machine(plan, placement) if config.reproducibility.exact else {}
+    spec = RunSpec(**vars(request), plan=plan, data_fingerprint=fingerprint, machine=machine, base=base)
+    if world.size > 1 and machine:
+        check_same_machine(world, machine)
     raise_all(check_data(spec))
     return spec
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from multigpu_cli.planning.batch import BatchPlan
 from multigpu_cli.planning.plan import Plan
 from multigpu_cli.planning.schedule import OPTIMIZERS, Rate, decay_by_depth
 from multigpu_cli.runtime import factories
+from multigpu_cli.runtime.arithmetic import compute_checksums
 from multigpu_cli.runtime.seeding import seed_weights
 from multigpu_cli.strategies.base import Strategy, find_strategy
 from multigpu_cli.tasks.base import Task
@@ -213,6 +214,7 @@ class RunSpec(RunRequest):
 
     plan: Plan
     data_fingerprint: DataFingerprint
+    machine: Mapping[str, Any] = field(default_factory=dict)  # see `describe_machine`; empty without --exact
     base: Mapping[str, str] = field(default_factory=dict)  # what checkpoints record of the pretrained model
     code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # and of the network's code, once it is built
 
@@ -229,8 +231,7 @@ class RunSpec(RunRequest):
             "task": self.task,
         }
         pinned |= BEFORE_PINNED | {key: value for key in RESOLVED if (value := self.config.get(key)) != "auto"}
-        exact = self.config.reproducibility.exact
-        return pinned | ({"machine": describe_machine(self.plan, self.placement)} if exact else {})
+        return pinned | ({"machine": dict(self.machine)} if self.machine else {})
 
     def weights_metadata(self) -> dict[str, Any]:
         """What is stored with weights: the settings, and what of the data the weights depend on."""
@@ -283,16 +284,16 @@ class RunSpec(RunRequest):
 
 
 def describe_machine(plan: Plan, placement: Placement) -> dict[str, Any]:
-    """What the bits of a result depend on beside the settings: a run with --exact resumes only where all are equal."""
+    """Describe the facts, except settings, that determine the bits of a result; a resume with --exact compares them."""
     facts = {"CPU threads": plan.threads, "device": plan.device, "torch version": torch.__version__}
+    facts |= compute_checksums(placement.devices[0], plan.precision)
     if (device := placement.devices[0]).type == "cpu":
         return facts | {"device": f"{plan.device} with {torch.backends.cpu.get_cpu_capability()}"}
     return facts | _describe_gpu(device)
 
 
-@cache
 def _describe_gpu(device: torch.device) -> dict[str, Any]:
-    """The libraries that choose a kernel, and what they choose it by."""
+    """Return the versions of libraries, and the property of the GPU, that determine which kernels are selected."""
     try:
         driver, _ = read_driver(open_nvml())
     except NoNvml:

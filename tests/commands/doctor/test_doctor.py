@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import main_multi_gpu
 from multigpu_cli.commands.doctor import bandwidth
@@ -16,9 +17,11 @@ from multigpu_cli.config.sources import resolve
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.errors import RequestError
 from multigpu_cli.launch import WorkersFailed
+from multigpu_cli.runtime.arithmetic import compute_checksums
 from tests.support.fake_nvml import Nvml, a100
 from tests.support.ranks import run_on_each_rank
 
+FAMILIES = ("products", "convolutions", "reductions", "exponentials")
 OWN = {"data": "tests.support.user_code:tensors", "model": "tests.support.user_code:net"}
 
 
@@ -40,6 +43,9 @@ def test_without_a_gpu_the_rest_is_checked(capsys: pytest.CaptureFixture[str], t
     assert {"GPUs", "host to GPU"} <= unchecked
     assert found["all-reduce (gloo)"]["verdict"] == "ok"
     assert found["all-reduce (gloo)"]["numbers"]["workers"] == 2
+    checksums = found["arithmetic of cpu"]["numbers"]
+    assert checksums["bf16"] == compute_checksums(torch.device("cpu"), "bf16"), "those of a run with --exact"
+    assert checksums["off"].keys() == {f"checksum of {name}" for name in FAMILIES}
     assert "model" not in found
     assert list(tmp_path.iterdir()) == []
 

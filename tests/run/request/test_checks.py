@@ -15,7 +15,13 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.request import checks
-from multigpu_cli.run.request.checks import check_data, check_device, check_state_fits, refuse_single_samples
+from multigpu_cli.run.request.checks import (
+    check_data,
+    check_device,
+    check_state_fits,
+    find_unpinned_facts,
+    refuse_single_samples,
+)
 from multigpu_cli.run.request.spec import FromConfig
 from tests.run.test_spec import spec
 from tests.support.world import ALONE
@@ -110,15 +116,25 @@ def test_even_steps_and_a_validation_split_are_asked_for_where_they_are_needed()
 
 
 @pytest.mark.usefixtures("in_tmp_path")
-def test_with_exact_a_run_goes_on_where_what_it_knows_of_its_machine_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = spec(exact=True)
-    monkeypatch.setattr(checks, "describe_machine", lambda plan, placement: {"device": "new", "torch version": "2.9"})
-    for machine, count in (({}, 0), ({"device": "new"}, 0), ({"torch version": "2.9", "device": "old"}, 1)):
-        manifest = found.checkpoint_metadata() | {"pins": {"machine": machine}}
-        told = list(check_data(replace(found, resume_point=replace(found.resume_point, manifest=manifest))))
-        assert [error.problem for error in told] == [
-            "--exact: run was started with device old, here it is new: bits would differ"
-        ] * count
+def test_exact_resumes_if_the_known_facts_of_its_machine_agree() -> None:
+    here = {"device": "new", "checksum of products": "1f", "checksum of convolutions": "2f"}
+    request = replace(spec(exact=True), machine=here)
+    for pinned, refused, unknown in (
+        (here, [], []),
+        ({}, [], list(here)),
+        (here | {"device": "old"}, ["device old, here it is new"], []),
+        ({"device": "new"}, [], ["checksum of products", "checksum of convolutions"]),
+        (here | {"checksum of products": "9e"}, ["checksum of products 9e, here it is 1f"], []),
+    ):
+        manifest = request.checkpoint_metadata() | {"pins": {"machine": pinned}}
+        resumed = replace(request, resume_point=replace(request.resume_point, manifest=manifest))
+        assert [error.problem for error in check_data(resumed)] == [
+            f"--exact: run was started with {difference}: bits would differ" for difference in refused
+        ]
+        warnings = list(find_unpinned_facts(resumed))
+        assert len(warnings) == bool(unknown)
+        assert all(f"started run without {', '.join(unknown)}: resume" in warning for warning in warnings)
+    assert not list(find_unpinned_facts(request)), "a new run"
 
 
 @pytest.mark.parametrize(
