@@ -74,7 +74,7 @@ def measure_depths(model: nn.Module) -> dict[str, int]:
 
     Parameters before the first block have depth 0, those of the n-th block n, and those after the last block (norm,
     head) one more than it. Parameters between two blocks have the depth of the earlier one. Without blocks all have 0.
-    Frozen blocks don't count: a teacher next to the network, say, is no part of its depth.
+    Frozen blocks, such as those of a teacher next to the network, don't count.
     """
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     blocks = [path for path in _find_prefixes(model, "") if any(name.startswith(path) for name in names)]

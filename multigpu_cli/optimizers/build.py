@@ -183,9 +183,9 @@ def _compute_decays(trained: Mapping[str, Tensor], config: OptimizerConfig) -> d
 
 
 class StateLoader:
-    """What an optimizer's `load_state_dict` does in addition to torch's own.
+    """Steps that an optimizer's `load_state_dict` takes in addition to torch's own.
 
-    A state with other parameter groups raises RequestError.
+    Raises RequestError for a state with other parameter groups.
 
     torch gives every tensor but "step" the dtype of its parameter, so that counts would become fractions, and sums in
     float64 lose their last bits; these get their own dtype again. Of a text it makes a generator (torch 2.13), so what
