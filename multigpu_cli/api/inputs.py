@@ -158,8 +158,7 @@ def _choose_form(config: MultiGPUConfig) -> SampleForm:
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """The module inside of DataParallel or DistributedDataParallel."""
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    return model.module if isinstance(model, wrappers) else model
+    return model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
 
 
 def _infer_task(inputs: Any, targets: Any) -> str | None:
@@ -291,8 +290,7 @@ class SamplerOrder:
         drawn = torch.zeros(1 + self._length, dtype=torch.int64)
         if not dist.is_initialized() or dist.get_rank() == 0:
             order = list(self.sampler)
-            drawn[0], first = len(order), torch.tensor(order[: self._length], dtype=torch.int64)
-            drawn[1 : 1 + len(first)] = first
+            drawn[0], drawn[1 : 1 + len(order)] = len(order), torch.tensor(order[: self._length])
         return drawn
 
 
@@ -338,7 +336,7 @@ def index_stream(dataset: Any, seed: int, split: str) -> Any:
 
 
 def _find_order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> SampleOrder | None:
-    if isinstance(sampler, DistributedSampler):  # the engine divides the samples among the ranks
+    if type(sampler) is DistributedSampler:  # the engine divides the samples among the ranks
         return None if sampler.shuffle else SequentialOrder(count)
     if isinstance(sampler, SequentialSampler):
         return SequentialOrder(count)

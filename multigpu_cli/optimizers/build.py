@@ -199,7 +199,7 @@ class StateLoader:
         optimizer.register_load_state_dict_post_hook(self._adapt)
 
     def _keep(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        both = (optimizer.param_groups, state["param_groups"])
+        both = optimizer.param_groups, state["param_groups"]
         sizes, saved = ([len(group["params"]) for group in groups] for groups in both)
         if sizes != saved:
             raise RequestError(
