@@ -199,8 +199,7 @@ class StateLoader:
         optimizer.register_load_state_dict_post_hook(self._adapt)
 
     def _keep(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        both = optimizer.param_groups, state["param_groups"]
-        sizes, saved = ([len(group["params"]) for group in groups] for groups in both)
+        sizes, saved = ([len(g["params"]) for g in part] for part in (optimizer.param_groups, state["param_groups"]))
         if sizes != saved:
             raise RequestError(
                 f"--resume: the optimizer has parameter groups of {sizes} tensors, and the checkpoint's of {saved}",

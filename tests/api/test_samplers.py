@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from multigpu_cli.api.inputs import from_loader
 from multigpu_cli.api.settings import MultiGPUConfig
@@ -100,9 +100,16 @@ def test_wrong_draw_is_refused_on_every_rank(samples: list[int], declared: int, 
     assert problem in alone
 
 
+class Backwards(DistributedSampler[int]):
+    """An order of its own, divided among ranks."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.dataset) - 1, -1, -self.num_replicas))  # type: ignore[arg-type]
+
+
 def test_sampler_that_divides_samples_among_ranks_is_refused(tmp_path: Path) -> None:
-    sampler = Curriculum()
-    sampler.num_replicas = 2  # type: ignore[attr-defined]  # as samplers for several ranks have
+    assert order_of(Backwards(Points(48), num_replicas=1, rank=0))(0)[:].tolist() == list(range(47, -1, -1))
+    sampler = Backwards(Points(48), num_replicas=2, rank=0)
     with pytest.raises(RequestError, match="divides the samples among 2 ranks"):
         train_with_multi_gpu(network(), DataLoader(Points(), 8, sampler=sampler), save_dir=str(tmp_path / "run"))
     assert not list(tmp_path.iterdir())

@@ -107,7 +107,9 @@ def build_scaled_model(input_shape: tuple[int, ...], num_classes: int) -> nn.Mod
 class Buffered(Branches):
     """Its training uses the mean that it moves, which is also kept in half precision; and it has a flag."""
 
+    mean: Tensor
     rounded: Tensor
+    seen: Tensor
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__(features, classes)
