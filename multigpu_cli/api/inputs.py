@@ -158,8 +158,7 @@ def _choose_form(config: MultiGPUConfig) -> SampleForm:
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """The module inside of DataParallel or DistributedDataParallel."""
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    return model.module if isinstance(model, wrappers) else model
+    return model.module if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel) else model
 
 
 def _infer_task(inputs: Any, targets: Any) -> str | None:
@@ -187,6 +186,12 @@ def _check(inputs: UserInputs) -> None:
         )
     if not any(p.requires_grad for p in inputs.model.parameters()):
         raise RequestError("model: no parameter requires a gradient")
+    sampler = getattr(inputs.order, "sampler", None)
+    if (ranks := getattr(sampler, "num_replicas", None) or 1) > 1:
+        raise RequestError(
+            f"train_loader: its {type(sampler).__name__} divides the samples among {ranks} ranks, as the program does",
+            remedy="give it all samples: num_replicas=1, rank=0",
+        )
     if inputs.optimizer is not None and not isinstance(inputs.optimizer, torch.optim.Optimizer):
         raise RequestError(
             f"optimizer: a {type(inputs.optimizer).__name__} is not a torch.optim.Optimizer",
@@ -240,41 +245,53 @@ class SequentialOrder:
 
 
 class SamplerOrder:
-    """The order of a user's sampler: drawn once per epoch on rank 0 and broadcast.
+    """The order of a user's sampler over `samples` samples: drawn once per epoch on rank 0 and broadcast.
 
-    Before, all generators are seeded from (seed, epoch) and `set_epoch` is called if there is one, so that an epoch
-    that is repeated after a resume has the same order.
+    Before, each rank seeds all generators from (seed, epoch) and calls `set_epoch` if there is one, so that an epoch
+    that is repeated after a resume has the same order. The run is planned with the sampler's length at the start. If
+    the sampler draws another number of samples, or one that the dataset lacks, every rank raises RequestError.
     """
 
-    def __init__(self, sampler: Sampler[int], seed: int) -> None:
-        self.sampler, self.seed = sampler, seed
+    def __init__(self, sampler: Sampler[int], seed: int, samples: int) -> None:
+        self.sampler, self.seed, self._samples = sampler, seed, samples
+        self._length = len(sampler)  # type: ignore[arg-type]
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.int64)
 
     def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]
+        return self._length
 
     def __call__(self, epoch: int) -> Tensor:
         if epoch == self._epoch:
             return self._order
-        draws = not dist.is_initialized() or dist.get_rank() == 0
-        order = self._draw_order(epoch) if draws else torch.empty(len(self), dtype=torch.int64)
+        drawn = self._draw(epoch)
         if dist.is_initialized():
-            order = order.to("cuda" if dist.get_backend() == "nccl" else "cpu")
-            dist.broadcast(order, src=0)
-        self._epoch, self._order = epoch, order.cpu()
-        return self._order
+            drawn = drawn.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+            dist.broadcast(drawn, src=0)
+        number, order = int(drawn[0]), drawn[1:].cpu()
+        where = f"train_loader: in epoch {epoch + 1} its {type(self.sampler).__name__} drew"
+        if number != self._length:
+            raise RequestError(
+                f"{where} {number} samples, and the run is planned with {self._length} in each epoch",
+                remedy="draw as many in each epoch, repeating some if need be; or one run per length, by init_from",
+            )
+        if self._length and (last := int(order.max())) >= self._samples:
+            raise RequestError(f"{where} sample {last}, and the dataset has {self._samples}, counted from 0")
+        self._epoch, self._order = epoch, order
+        return order
 
-    def _draw_order(self, epoch: int) -> Tensor:
+    def _draw(self, epoch: int) -> Tensor:
+        """Return (1 + length,) int64: the number of samples that rank 0 drew, and the first of them; else zeros."""
         number = make_key(self.seed, epoch)
         seed_host(number)
         if isinstance(generator := getattr(self.sampler, "generator", None), torch.Generator):
             generator.manual_seed(number)
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
-        order = torch.tensor(list(self.sampler), dtype=torch.int64)
-        if len(order) != len(self):
-            raise RequestError(f"sampler: its length is {len(self)}, but it drew {len(order)} samples")
-        return order
+        drawn = torch.zeros(1 + self._length, dtype=torch.int64)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            order = list(self.sampler)
+            drawn[0], drawn[1 : 1 + len(order)] = len(order), torch.tensor(order[: self._length])
+        return drawn
 
 
 def from_loader(
@@ -319,10 +336,10 @@ def index_stream(dataset: Any, seed: int, split: str) -> Any:
 
 
 def _find_order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> SampleOrder | None:
-    if isinstance(sampler, DistributedSampler):  # the engine divides the samples among the ranks
+    if type(sampler) is DistributedSampler:  # the engine divides the samples among the ranks
         return None if sampler.shuffle else SequentialOrder(count)
     if isinstance(sampler, SequentialSampler):
         return SequentialOrder(count)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == count:
         return None
-    return SamplerOrder(sampler, seed)  # type: ignore[arg-type]
+    return SamplerOrder(sampler, seed, count)  # type: ignore[arg-type]

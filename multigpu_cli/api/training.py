@@ -59,10 +59,11 @@ def train_with_multi_gpu(
     """Train a model in place, on all visible GPUs or under torchrun; with `save_dir`, resume where it stopped.
 
     Dataset, batch size (per device), collate_fn, loader processes, drop_last and shuffling are those of the loader; a
-    custom sampler is drawn once per epoch on rank 0 and broadcast. All ranks start with rank 0's weights; each must
-    make the same dataset. The model ends with the weights that were best on `val_loader`, else with the last.
-    `auto` takes DDP, never DataParallel, for any number of GPUs. An epoch's last step also counts if it has fewer
-    micro-batches. A batch that fails is not skipped: errors are raised. `max_grad_norm` is None unless given.
+    custom sampler hears `set_epoch` on every rank, is drawn once per epoch on rank 0, and must draw equally many
+    samples in each epoch. All ranks start with rank 0's weights; each must make the same dataset. The model ends with
+    the weights that were best on `val_loader`, else with the last. `auto` takes DDP, never DataParallel, for any number
+    of GPUs. An epoch's last step also counts if it has fewer micro-batches. A batch that fails is not skipped: errors
+    are raised. `max_grad_norm` is None unless given.
 
     Args:
         model: a DataParallel or DistributedDataParallel around it is removed.

@@ -205,7 +205,7 @@ class PromptSamples(Part):
         if not (run.finished or run.epoch % run.config.log.sample_every == 0):
             return
         world = run.world
-        with run.observer.timer.pause(), use_published_weights(run) as model, eval_mode(model), preserve_buffers(model):
+        with run.observer.timer.pause(), use_published_weights(run) as model, eval_mode(model):
             if run.strategy.sharded:
                 answers = run_in_step(world, lambda: [self._answer(run, model, each) for each in self.prompts])
             else:
@@ -226,7 +226,7 @@ class PromptSamples(Part):
             run.observer.watchdog.set_position(run.progress.step, "evaluating")
             return int(broadcast_object(run.world, token)) if run.strategy.sharded else token
 
-        with run.state.precision.autocast():
+        with preserve_buffers(model), run.state.precision.autocast():  # the next prompt may be another rank's
             tokens = answer_prompt(model, prompt.tokens, _LENGTH, self.places, self.model.ends, agree=agree)
         text = format_answer(self.model.tokenizer, tokens)
         return {"prompt": prompt.text, "answer": text, "ended": tokens[-1] in self.model.ends}

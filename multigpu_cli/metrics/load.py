@@ -31,7 +31,7 @@ from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.part import Part
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.runtime.factories import bind_call, call_factory, find_factory, name_own_code
-from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
+from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.tasks.base import BatchMetrics, Task
 from multigpu_cli.tasks.metric import Metric, MetricMeter, Moved, to_tensor
 
@@ -303,7 +303,7 @@ def _try_metrics(components: TrainComponents) -> list[str]:
     run = run_in_step if components.strategy.sharded else run_on_all_ranks
 
     def measure() -> BatchMetrics:
-        with eval_mode(model), preserve_buffers(model), components.state.precision.autocast(), meter.record(model):
+        with eval_mode(model), components.state.precision.autocast(), meter.record(model):
             return task.measure(model, batch)
 
     measured = run(world, measure)

@@ -70,14 +70,16 @@ def _shares_weights(model: nn.Module, block: nn.Module) -> bool:
 
 
 def measure_depths(model: nn.Module) -> dict[str, int]:
-    """The depth of each parameter by name, in the order in which modules are registered.
+    """Return the depth of each trainable parameter by name, in the order in which modules are registered.
 
-    What comes before the first block has depth 0, the n-th block n, and what comes after the last one (norm, head) one
-    more than it. What lies between two blocks has the depth of the one before. 0 throughout where there is no block.
+    Parameters before the first block have depth 0, those of the n-th block n, and those after the last block (norm,
+    head) one more than it. Parameters between two blocks have the depth of the earlier one. Without blocks all have 0.
+    Frozen blocks, such as those of a teacher next to the network, don't count.
     """
-    blocks = list(_find_prefixes(model, ""))
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    blocks = [path for path in _find_prefixes(model, "") if any(name.startswith(path) for name in names)]
     reached, depths = 0, {}
-    for name, _ in model.named_parameters():
+    for name in names:
         inside = next((number for number, path in enumerate(blocks, 1) if name.startswith(path)), 0)
         reached = inside or reached
         depths[name] = reached + (blocks != [] and reached == len(blocks) and not inside)

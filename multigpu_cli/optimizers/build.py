@@ -183,7 +183,9 @@ def _compute_decays(trained: Mapping[str, Tensor], config: OptimizerConfig) -> d
 
 
 class StateLoader:
-    """What an optimizer's `load_state_dict` does beside torch's own.
+    """Steps that an optimizer's `load_state_dict` takes in addition to torch's own.
+
+    Raises RequestError for a state with other parameter groups.
 
     torch gives every tensor but "step" the dtype of its parameter, so that counts would become fractions, and sums in
     float64 lose their last bits; these get their own dtype again. Of a text it makes a generator (torch 2.13), so what
@@ -197,6 +199,12 @@ class StateLoader:
         optimizer.register_load_state_dict_post_hook(self._adapt)
 
     def _keep(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        sizes, saved = ([len(g["params"]) for g in part] for part in (optimizer.param_groups, state["param_groups"]))
+        if sizes != saved:
+            raise RequestError(
+                f"--resume: the optimizer has parameter groups of {sizes} tensors, and the checkpoint's of {saved}",
+                remedy="resume with the settings and the version that wrote it, or start from its weights: --init-from",
+            )
         self._saved = state
 
     def _adapt(self, optimizer: torch.optim.Optimizer) -> None:

@@ -18,9 +18,10 @@ from torch.optim.swa_utils import AveragedModel
 class EMAModel(AveragedModel):
     """An exponential moving average of weights and buffers; the decay itself warms up as (1+n)/(10+n).
 
-    Without that, a short run would be averaged with its random start (Adam's bias, seen in weights). What modules hold
-    beside tensors has no average: the newest is adopted. The state is torch's own; unlike torch's, the update does not
-    wait for the device. `shared` parameters, which never change, are the average's too: there is no copy of them.
+    Without that, a short run would be averaged with its random start (Adam's bias, seen in weights). The newest value
+    is adopted for buffers that no checkpoint contains or whose shape changed, and for state that is not a tensor. The
+    state dict is torch's; unlike torch's, the update does not wait for the device. `shared` parameters, which never
+    change, are also those of the average, without a copy.
     """
 
     def __init__(self, model: nn.Module, decay: float, shared: Iterable[Tensor] = ()) -> None:
@@ -38,8 +39,11 @@ class EMAModel(AveragedModel):
         if skipped.is_cpu and skipped:
             return
         weight = self._weigh_and_count(skipped)
-        pairs = zip(_tensors(self.module), _tensors(model), strict=False)  # as torch does
-        both = [list(side) for side in zip(*(pair for pair in pairs if pair[0] is not pair[1]), strict=True)]
+        pairs = chain(zip(self.module.parameters(), model.parameters(), strict=False), self._adopt_buffers(model))
+        both = [  # of sharded tensors the rows of this process
+            [each.to_local() if hasattr(each, "to_local") else each for each in side]
+            for side in zip(*(pair for pair in pairs if pair[0] is not pair[1]), strict=True)
+        ]
         grouped: Any = torch._C._group_tensors_by_device_and_dtype(both, False)  # a kernel takes those of one format
         for (shadows, values), _ in grouped.values():
             if shadows[0].is_floating_point():
@@ -51,6 +55,19 @@ class EMAModel(AveragedModel):
         for name in self._with_extra_state:
             extra_state = model.get_submodule(name).get_extra_state()
             self.module.get_submodule(name).set_extra_state(deepcopy(extra_state))
+
+    def _adopt_buffers(self, model: nn.Module) -> Iterable[tuple[Tensor, Tensor]]:
+        """Adopt the model's buffers that have no average; return the average's and the model's other buffers."""
+        pairs: dict[int, tuple[Tensor, Tensor]] = {}  # a buffer with several names moves once
+        for average, module in zip(self.module.modules(), model.modules(), strict=False):
+            for name, value in module._buffers.items():
+                shadow, volatile = average._buffers.get(name), name in module._non_persistent_buffers_set
+                if volatile or shadow is None or value is None or shadow.shape != value.shape:
+                    average._buffers[name] = None if value is None else value.clone()
+                    average._non_persistent_buffers_set = module._non_persistent_buffers_set.copy()
+                else:
+                    pairs[id(shadow)] = shadow, value
+        return pairs.values()
 
     def _weigh_and_count(self, skipped: Tensor) -> Tensor:
         """The weight of the newest, () float64 on the device of `skipped`, which is not asked for it."""
@@ -66,12 +83,6 @@ def _lerp(shadows: list[Tensor], values: list[Tensor], weight: Tensor) -> None:
     torch._foreach_lerp_(moved, [value.to(wide) for value in values], [weight.to(wide)] * len(moved))
     if moved[0] is not shadows[0]:
         torch._foreach_copy_(shadows, moved)
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers; of sharded ones the rows of this process."""
-    tensors = chain(model.parameters(), model.buffers())
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors)
 
 
 def _other_buffers(model: nn.Module) -> Iterator[Tensor]:

@@ -230,13 +230,13 @@ class RolloutStream(BatchStream):
         if settings.normalize_observations:
             self._model.normalizer.adopt(self._seen.mean, self._seen.deviation)  # type: ignore[union-attr, operator]
         began, self._rollouts, sums = time.perf_counter(), [], []
-        with eval_mode(self._model):
-            for collector in self._collectors:
-                generator = torch.Generator().manual_seed(make_key(self.seed, _CHOICES, epoch, collector.number))
-                noise = self.policy.sample_noise(shape, generator).to(self.world.device)
+        for collector in self._collectors:
+            generator = torch.Generator().manual_seed(make_key(self.seed, _CHOICES, epoch, collector.number))
+            noise = self.policy.sample_noise(shape, generator).to(self.world.device)
+            with eval_mode(self._model):  # restores buffers: the next group may be another rank's
                 rollout, ended = collector.collect(self._network, self.policy, noise)
                 sums.append(torch.cat([ended, self._moments(collector, rollout)]))
-                self._rollouts.append(rollout)
+            self._rollouts.append(rollout)
         self.metrics.record_rollout(len(self.mine), time.perf_counter() - began)
         sizes = [3, self._seen.state.numel(), self._paid.state.numel()]
         ended, seen, paid = self._all_reduce_groups(sums, (sum(sizes),)).split(sizes, 1)

@@ -18,10 +18,12 @@ from multigpu_cli.distributed.world import World, broadcast_object
 def preserve_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the values of all buffers on exit, also of buffers that a forward pass replaced by another tensor.
 
-    Buffers that are created in the meantime stay, as when a checkpoint is loaded: a first pass may create parts.
+    Buffers that no checkpoint contains stay if their shape changed: a cache that grows often comes with an attribute
+    that has its length. Buffers that are created in the meantime stay as well, as when a checkpoint is loaded: a first
+    pass may create parts.
     """
     before = [
-        (owner, name, buffer, buffer.clone())
+        (owner._buffers, name, buffer, buffer.clone(), name in owner._non_persistent_buffers_set)
         for owner in model.modules()
         for name, buffer in owner.named_buffers(recurse=False)
         if not is_lazy(buffer)
@@ -29,15 +31,18 @@ def preserve_buffers(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for owner, name, buffer, value in before:
-                owner._buffers[name] = buffer
-                buffer.copy_(value)
+        values: dict[Tensor, Tensor] = {}
+        for owner, name, buffer, value, volatile in before:
+            if not volatile or getattr(owner.get(name), "shape", value.shape) == value.shape:
+                owner[name], values[buffer] = buffer, value
+        if values:
+            with torch.no_grad():
+                torch._foreach_copy_(list(values), list(values.values()))
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; each module's own mode is restored on exit.
+    """Evaluation mode without gradients; each module's mode and all buffers are restored on exit.
 
     Not `torch.inference_mode`: tensors that a model caches in such a pass (a table, a mask, a lazy layer's weights)
     could not be used in training afterwards.
@@ -45,7 +50,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), preserve_buffers(model):
             yield
     finally:
         for module, training in modes:

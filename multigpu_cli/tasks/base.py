@@ -16,7 +16,7 @@ from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import World, all_reduce_max, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.meters import add_exactly
-from multigpu_cli.runtime.module_state import eval_mode
+from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 from multigpu_cli.runtime.precision import Precision
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.tasks.metric import Metric, MetricMeter
@@ -202,7 +202,8 @@ class Task(ABC):
         seed = getattr(loader, "seed", 0)  # a task's own loader may have none
         for done, batch in enumerate(loader.eval_batches(batch_size, world.rank, world.size), 1):
             seed_micro_batch(seed, EVAL_EPOCH, batch.micro_batch_index, world.device)
-            with precision.autocast(), meter.record(model):
+            # a model may change buffers without asking for its mode: the previous batch may be another worker's
+            with precision.autocast(), meter.record(model), preserve_buffers(model):
                 measured = self.measure(model, batch)
             meter.add(batch.micro_batch_index, len(batch), partial(self.pair_with_targets, batch=batch))
             slots[0, batch.micro_batch_index] = measured.loss_sum
@@ -213,7 +214,7 @@ class Task(ABC):
             self.batch_evaluated(done)
         most = -(-slots.shape[1] // world.size) if self.equal_passes else 0
         for _ in range(most - done):
-            with precision.autocast():  # counts for nothing
+            with precision.autocast(), preserve_buffers(model):  # counts for nothing
                 self.measure(model, next(loader.eval_batches(batch_size, 0, 1)))
         return slots, counts, units
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from multigpu_cli.config.schema import TaskConfig
 from multigpu_cli.data.collate import Collate, get_sample
@@ -17,9 +18,9 @@ from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import is_out_of_memory
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.model_call import IGNORED, TARGETS, Labelled
-from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
+from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.tasks.base import BatchMetrics, Loss, Task, at_least_float32
-from multigpu_cli.tasks.supervised import compute_accuracy, count_right
+from multigpu_cli.tasks.supervised import check_rows, compute_accuracy, count_right
 
 
 class Criterion(Task):
@@ -65,7 +66,7 @@ class Criterion(Task):
         return super().pair_with_targets(self._logits(outputs), batch)
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
-        return {"accuracy": compute_accuracy(counts, units)} if counts.numel() else {}
+        return {"accuracy": compute_accuracy(counts, int(counts[2]))} if counts.numel() else {}
 
     def score(self, metrics: dict[str, float]) -> tuple[float, ...]:
         return (metrics["accuracy"], -metrics["loss"]) if "accuracy" in metrics else (-metrics["loss"],)
@@ -73,6 +74,7 @@ class Criterion(Task):
     def _sum(self, outputs: Any, batch: Batch) -> Tensor:
         if isinstance(self.criterion, nn.Module) and isinstance(batch.targets, Tensor):
             self.criterion.to(batch.targets.device)
+        _refuse_dropped(batch, outputs, batch.targets)
         loss: Any = self.criterion(self._choose(outputs, batch.targets), batch.targets)
         if not isinstance(loss, Tensor):
             raise TypeError(f"the criterion returned a {type(loss).__name__}, not a tensor")
@@ -97,12 +99,24 @@ class Criterion(Task):
         return self._logits(outputs) if self._of_logits else outputs
 
 
+def _refuse_dropped(batch: Batch, *parts: Any) -> None:
+    """Raise RequestError if all parts have as many rows, fewer than there are samples, one of them a number in each.
+
+    Only a collate_fn that drops samples explains that: other rows may be packed, have time first, or be of tokens.
+    """
+    tensors = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = {len(leaf) for leaf in tensors}
+    if len(rows) == 1 and min(rows) < len(batch) and any(leaf.numel() == len(leaf) for leaf in tensors):
+        check_rows(batch, min(rows))
+
+
 def _right(outputs: Any, targets: Any) -> Tensor:
-    """See `count_right`; (0,) where there are no classes."""
+    """Return (3,): those of `count_right`, and the number of rows; (0,) if there are no classes."""
     both = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
     if not both or outputs.ndim != 2 or outputs.shape[1] < 2 or targets.ndim != 1 or targets.is_floating_point():
         return torch.zeros(0, dtype=torch.int64, device=getattr(outputs, "device", None))
-    return count_right(outputs.argmax(1) == targets, outputs)
+    counts = count_right(outputs.argmax(1) == targets, outputs)
+    return torch.cat([counts, torch.full_like(counts[:1], len(targets))])
 
 
 class FromModel(Task):
@@ -184,6 +198,8 @@ class FromModel(Task):
     def _sum(self, loss: Tensor, batch: Batch) -> Tensor:
         """Over units; the mean over none of them is no number."""
         wide, count = at_least_float32(loss), self.units(batch)
+        if self.unit == "sample":
+            _refuse_dropped(batch, batch.inputs, batch.targets)
         return wide * count if isinstance(count, int) else torch.where(count > 0, wide * count, 0.0)
 
 
@@ -244,7 +260,7 @@ def _is_loss(value: Any) -> bool:
 @contextmanager
 def _loss_mode(model: nn.Module) -> Iterator[None]:
     """Training mode, in which some networks return their loss; BatchNorm, dropout and gradients as in evaluation."""
-    with eval_mode(model), preserve_buffers(model):
+    with eval_mode(model):
         model.train()
         for module in model.modules():
             if isinstance(module, _NormBase | _DropoutNd):

@@ -41,7 +41,7 @@ class Classification(Task):
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         logits = at_least_float32(model(batch.inputs))
         weights = self._class_weights_for(logits)
-        mixed = batch.targets.is_floating_point()  # shares of classes
+        mixed = check_rows(batch).is_floating_point()  # shares of classes
         targets, smoothing = batch.targets.to(logits.dtype) if mixed else batch.targets, self.config.label_smoothing
         return cross_entropy(logits, targets, weights, reduction="sum", label_smoothing=smoothing)
 
@@ -56,7 +56,7 @@ class Classification(Task):
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         logits, classes = model(batch.inputs).double(), self.source.num_classes
-        if logits.shape != (len(batch), classes):
+        if logits.shape != (len(check_rows(batch)), classes):
             raise ValueError(f"outputs {tuple(logits.shape)} for {len(batch)} samples of {classes} classes")
         loss = cross_entropy(logits, batch.targets, reduction="sum")  # first: it refuses wrong targets by name
         return BatchMetrics(loss, count_classes(logits, batch.targets, table=True).flatten())
@@ -211,12 +211,12 @@ class MultiLabel(Task):
     expected_shapes = "targets (n, labels) of 0 and 1; outputs (n, labels) logits"
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        logits, targets = _match_shapes(model(batch.inputs), batch.targets)
+        logits, targets = _match_shapes(model(batch.inputs), batch)
         targets = targets * (1 - self.config.label_smoothing) + self.config.label_smoothing / 2
         return binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1).sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
-        logits, targets = _match_shapes(model(batch.inputs), batch.targets)
+        logits, targets = _match_shapes(model(batch.inputs), batch)
         loss = binary_cross_entropy_with_logits(logits.double(), targets.double(), reduction="none").mean(1).sum()
         predicted, true = logits > 0, targets > 0.5
         counts = [(predicted & true).sum(0), (predicted & ~true).sum(0), (~predicted & true).sum(0)]
@@ -227,7 +227,7 @@ class MultiLabel(Task):
         return at_least_float32(model(batch.inputs)).sigmoid()
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
-        logits, targets = _match_shapes(model(batch.inputs), batch.targets)
+        logits, targets = _match_shapes(model(batch.inputs), batch)
         names = self.class_names(logits.shape[1])
         truth = {f"target {name}": column.int().tolist() for name, column in zip(names, targets.T, strict=True)}
         probabilities = logits.double().sigmoid().T
@@ -249,7 +249,8 @@ class MultiLabel(Task):
         return {"per_class": _make_class_rows(self.class_names(len(rows)), table)}
 
 
-def _match_shapes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _match_shapes(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    targets = check_rows(batch)
     if logits.shape != targets.shape or logits.ndim != 2:
         raise ValueError(f"outputs {tuple(logits.shape)} for targets {tuple(targets.shape)}")
     logits = at_least_float32(logits)
@@ -274,6 +275,23 @@ def count_classes(outputs: Tensor, targets: Tensor, *, table: bool = False) -> T
         return counts
     confusion = torch.bincount(true * classes + predicted, minlength=classes**2)
     return torch.cat([counts, confusion.view(classes, classes)])
+
+
+def check_rows(batch: Batch, rows: int | None = None) -> Any:
+    """Return the targets, (n, …); raise RequestError unless each sample has a row of them.
+
+    A sum over other rows, those of a collate_fn that drops samples, say, has no mean over samples.
+
+    Args:
+        rows: the number of rows, if it is not that of the targets.
+    """
+    rows = batch.targets.shape[0] if rows is None else rows
+    if rows == batch.sample_indices.shape[0]:  # len(batch) calls seven functions, in each step
+        return batch.targets
+    raise RequestError(
+        f"--data: collate_fn returned {pluralize(rows, 'target')} for {pluralize(len(batch), 'sample')}",
+        remedy="leave samples that can't be read out of the dataset, and return a row for each of the others",
+    )
 
 
 def count_right(right: Tensor, judged: Tensor) -> Tensor:
@@ -309,11 +327,11 @@ class Regression(Task):
         self.mean, self.deviation = source.target_scale or (0.0, 1.0)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
-        outputs, targets = self._match_shapes(model(batch.inputs), batch.targets)
+        outputs, targets = self._match_shapes(model(batch.inputs), batch)
         return _by_sample(self._loss(outputs, targets, reduction="none")).sum()
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
-        outputs, targets = (value.double() for value in self._match_shapes(model(batch.inputs), batch.targets))
+        outputs, targets = (value.double() for value in self._match_shapes(model(batch.inputs), batch))
         error = (outputs - targets) * self.deviation
         loss = _by_sample(self._loss(outputs, targets, reduction="none"))
         sums = torch.stack([_by_sample(error.abs()).sum(), _by_sample(error.square()).sum()])
@@ -325,14 +343,15 @@ class Regression(Task):
 
     def pair_with_targets(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Both in the targets' own unit."""
-        outputs, _ = self._match_shapes(outputs, batch.targets)
+        outputs, _ = self._match_shapes(outputs, batch)
         return outputs.double() * self.deviation + self.mean, batch.targets.double()
 
     def figures(self, means: dict[str, float]) -> dict[str, float]:
         return {"mae": means["absolute"], "rmse": means["squared"] ** 0.5}
 
-    def _match_shapes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def _match_shapes(self, outputs: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Both as (n,) or (n, k) of at least 32 bits; broadcasting would compare every output with every target."""
+        targets = check_rows(batch)
         if targets.ndim == 1 and outputs.shape == (len(targets), 1):
             outputs = outputs.squeeze(1)
         if outputs.shape != targets.shape:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+import pytest
 from torch import nn
 
 from multigpu_cli.models.blocks import measure_depths
@@ -83,3 +84,21 @@ def test_what_stands_before_a_stages_blocks_goes_with_the_block_before() -> None
         "stages.1.downsample.0": 2, "stages.1.downsample.1": 2, "stages.1.blocks.0": 3, "stages.1.blocks.1": 4,
         "norm.weight": 5, "norm.bias": 5,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_frozen_teacher_adds_no_depth(first: bool) -> None:
+    teacher, student = (nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))) for _ in range(2))
+    teacher.requires_grad_(False)
+    parts = {"teacher": teacher, "blocks": student} if first else {"blocks": student, "teacher": teacher}
+    depths = by_part(nn.ModuleDict({"stem": nn.Linear(2, 2), **parts, "head": nn.Linear(2, 2)}), 2)
+    assert depths == {
+        "stem.weight": 0, "stem.bias": 0, "blocks.0": 1, "blocks.1": 2, "blocks.2": 3,
+        "head.weight": 4, "head.bias": 4,
+    }  # fmt: skip
+
+
+def test_frozen_head_leaves_the_last_block_deepest() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2, 2) for _ in range(2)), "head": nn.Linear(2, 2)})
+    model.get_submodule("head").requires_grad_(False)
+    assert by_part(model, 2) == {"blocks.0": 1, "blocks.1": 2}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils import get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from multigpu_cli.language.hugging_face import Logits
 from multigpu_cli.models import token_losses
 from multigpu_cli.models.build import checkpoint_activations
+from multigpu_cli.models.networks.gpt import GPT
 from multigpu_cli.models.token_losses import TokenTargets, find_difference
 from tests.support.op_counter import Operations
 
@@ -263,3 +264,20 @@ def test_a_forward_of_the_backbones_own_comes_back() -> None:
     assert backbone.forward is count
     model(TokenTargets(tokens, targets))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+def test_gpt_ignores_masked_targets_of_unknown_number(padding: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the head's weight is padded, and what is not counted is in every chunk."""
+    torch.manual_seed(0)
+    model = GPT((9,), VOCABULARY, depth=1, heads=2, width=16, dropout=0.0).double()
+    monkeypatch.setattr(model, "_pad_head", lambda hidden: pad(model.tokens.weight, (0, 0, 0, padding)))
+    tokens, targets = draw_tokens()
+    expected = cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
+    plain = take_gradients(model, expected)
+    total = model(TokenTargets(tokens, targets, None, summed=True)).losses
+    torch.testing.assert_close(total, expected[None], rtol=1e-12, atol=1e-12)
+    gradients = take_gradients(model, total.sum())
+    assert gradients.keys() == plain.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-10, atol=1e-12, msg=name)

@@ -108,3 +108,33 @@ def test_the_average_is_not_trained() -> None:
     assert not any(p.requires_grad for p in shadow.parameters())
     model = network()
     assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_average_in_half_precision_is_rounded_only_once(dtype: torch.dtype) -> None:
+    model = nn.Linear(40, 40, bias=False).to(dtype)
+    shadow = EMAModel(model, 0.9)
+    shadow.update_parameters(model)
+    before = model.weight.detach().float()
+    nn.init.normal_(model.weight)
+    shadow.update_parameters(model)
+    expected = torch.lerp(before, model.weight.detach().float(), 1 - 2 / 11).to(dtype)
+    assert torch.equal(next(shadow.parameters()), expected)
+
+
+def test_buffers_that_grow_are_adopted() -> None:
+    model = nn.ModuleDict({"first": nn.Module(), "norm": nn.BatchNorm1d(2)})
+    model.get_submodule("first").register_buffer("positions", torch.zeros(1), persistent=False)
+    shadow = EMAModel(model, 0.9)
+    shadow.update_parameters(model)
+    first, norm = model.get_submodule("first"), model.get_submodule("norm")
+    first.positions = torch.arange(5.0)
+    first.register_buffer("late", torch.ones(2), persistent=False)
+    norm.running_mean = torch.ones(2)
+    shadow.update_parameters(model)
+    average = shadow.module.get_submodule("first")
+    assert torch.equal(average.get_buffer("positions"), torch.arange(5.0))
+    assert average.positions is not first.positions, "the model may change its own"
+    assert torch.equal(average.get_buffer("late"), torch.ones(2))
+    assert shadow.module.state_dict().keys() == model.state_dict().keys()
+    torch.testing.assert_close(shadow.module.get_buffer("norm.running_mean"), torch.full((2,), 9 / 11))

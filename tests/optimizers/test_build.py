@@ -304,3 +304,11 @@ def test_a_state_keeps_its_formats_and_what_is_nested() -> None:
             assert other.dtype == torch.float64
             assert torch.equal(one, other)
             assert one.data_ptr() != other.data_ptr()
+
+
+def test_loading_other_parameter_groups_is_refused() -> None:
+    model = network()
+    state = build("adamw", model).state_dict()
+    model[0].requires_grad_(False)
+    with pytest.raises(RequestError, match=r"parameter groups of \[1, 3\] tensors, and the checkpoint's of \[2, 4\]"):
+        build("adamw", model).load_state_dict(state)

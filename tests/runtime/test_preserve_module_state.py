@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -47,3 +48,22 @@ def test_an_evaluation_leaves_each_module_in_its_mode_and_what_it_makes_can_be_t
     assert not kept.requires_grad
     assert not any(tensor.is_inference() for tensor in (kept, *model.parameters()))
     model(torch.randn(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffer_that_grows_stays_if_no_checkpoint_has_it(persistent: bool) -> None:
+    """The length of a cache often stands in an attribute, which would then be wrong."""
+    model = nn.Module()
+    model.register_buffer("cache", torch.zeros(1), persistent=persistent)
+    with preserve_buffers(model):
+        model.cache = torch.zeros(4)
+    assert len(model.cache) == (1 if persistent else 4)
+
+
+def test_an_evaluation_leaves_buffers_as_they_were() -> None:
+    model = Moving()
+    model(torch.randn(4, 3))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with eval_mode(model):
+        model(torch.randn(4, 3))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

@@ -155,3 +155,27 @@ class Shy(nn.Module):
 
 def shy(input_shape: Sequence[int], num_classes: int, how: str) -> nn.Module:
     return Shy(prod(input_shape), num_classes, how)
+
+
+class Drifting(nn.Module):
+    """Moves its buffer in evaluation too, and makes a longer one, which no checkpoint has, for a longer batch."""
+
+    def __init__(self, features: int, num_classes: int) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(features, 8), nn.Linear(8, num_classes)
+        self.mean: Tensor
+        self.positions: Tensor
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("positions", torch.zeros(1), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.layer(inputs.flatten(1)).relu()
+        self.mean.mul_(0.9).add_(features.detach().mean(0), alpha=0.1)
+        if len(inputs) > len(self.positions):
+            self.positions = torch.arange(len(inputs)).float()
+        logits: Tensor = self.head(features - self.mean) + 0 * self.positions[: len(inputs), None]
+        return logits
+
+
+def drifting(input_shape: Sequence[int], num_classes: int) -> nn.Module:
+    return Drifting(prod(input_shape), num_classes)

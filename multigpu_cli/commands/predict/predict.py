@@ -20,6 +20,7 @@ from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.world import broadcast_object, run_on_all_ranks
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.module_state import preserve_buffers
 
 _MOST_COLUMNS = 1000
 Result = TypeVar("Result")
@@ -57,7 +58,7 @@ def _gather(part: InferencePass, work: Callable[[InferencePass, Batch], Result])
 
 def _call_task(part: InferencePass, batch: Batch) -> dict[str, Tensor]:
     """(n, …) each on the CPU: the targets where there are any, and the task's outputs by name."""
-    with part.precision.autocast():
+    with part.precision.autocast(), preserve_buffers(part.model):  # the previous batch may be another rank's
         outputs = _name_outputs(part.task.outputs(part.model, batch), len(batch))
     known = {"target": batch.targets} if isinstance(batch.targets, Tensor) and part.has_targets else {}
     half = (torch.float16, torch.bfloat16)
@@ -96,7 +97,7 @@ def _write_table(target: Path, part: InferencePass) -> None:
 
 def _predict_rows(part: InferencePass, batch: Batch) -> tuple[str, str]:
     """The line of names, and a batch's rows."""
-    with part.precision.autocast():
+    with part.precision.autocast(), preserve_buffers(part.model):  # the previous batch may be another rank's
         columns = part.task.predictions(part.model, batch)
     columns = columns or _to_columns(_call_task(part, batch))
     numbers = batch.sample_indices.tolist()

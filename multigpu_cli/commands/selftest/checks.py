@@ -153,10 +153,11 @@ def _gradient_distances(measurements: Measurements, which: str) -> list[float]:
     return [relative_distance(side["gradients"][which]["gradient"], reference) for side in sides]
 
 
-def _judge_distances(measurements: Measurements, differences: Sequence[float], more: str = "") -> CheckResult:
-    tolerance = TOLERANCE[measurements.config.precision.amp]
-    shown = f"max relative difference {max(differences):.1e} (tolerance {tolerance:.0e}){more}"
-    return CheckResult("", all(each <= tolerance for each in differences), shown)
+def _judge_distances(measurements: Measurements, gaps: Sequence[float], note: str = "", amp: str = "") -> CheckResult:
+    """Judge relative differences by the tolerance of --amp, or of another value of --amp if that rounds more."""
+    tolerance = max(TOLERANCE[measurements.config.precision.amp], TOLERANCE[amp or "off"])
+    shown = f"max relative difference {max(gaps):.1e} (tolerance {tolerance:.0e}){note}"
+    return CheckResult("", all(gap <= tolerance for gap in gaps), shown)
 
 
 def _check_last_window(measurements: Measurements) -> CheckResult:
@@ -184,15 +185,14 @@ def _compare_clipped(reference: dict[str, Tensor], measured: Measured) -> tuple[
     return relative_distance(clipped["gradient"], expected), abs(clipped["norm"] - norm) / (norm or 1.0)
 
 
-def _check_buffers(measurements: Measurements) -> CheckResult:
-    distance = _compare_buffers(measurements.alone["gradients"], measurements.workers[0]["gradients"])
-    return _judge_distances(measurements, [distance])
-
-
-def _compare_buffers(one: Measured, other: Measured) -> float:
-    """The relative difference of how they moved."""
-    moved = any(bool(move.any()) for side in (one, other) for move in side["buffers"].values())
-    return relative_distance(other["buffers"], one["buffers"]) if moved else 0.0
+def _check_buffers(measurements: Measurements, part: str = "gradients") -> CheckResult:
+    """Compare how buffers moved; those in half precision have the tolerance of --amp bf16."""
+    sides, results = (measurements.alone["gradients"]["buffers"], measurements.workers[0][part]["buffers"]), []
+    for amp, sizes in {"bf16": (1, 2), "": (4, 8, 16)}.items():
+        one, other = ({key: move for key, move in side.items() if move.itemsize in sizes} for side in sides)
+        moved = any(bool(move.any()) for move in (*one.values(), *other.values()))
+        results.append(_judge_distances(measurements, [relative_distance(other, one) if moved else 0.0], amp=amp))
+    return min(reversed(results), key=lambda result: bool(result.holds))
 
 
 def _check_evaluation(measurements: Measurements) -> CheckResult:
@@ -249,8 +249,9 @@ def _check_sharded(measurements: Measurements) -> CheckResult:
     reference, sharded = measurements.alone["reference"]["by rows"], measurements.workers[0]["sharded"]
     if reason := sharded.get("refused"):
         return CheckResult("", None, f"not possible here: {reason}")
-    differences = [_compare_buffers(measurements.alone["gradients"], sharded)]
-    differences += _compare_clipped(reference["first"]["gradient"], sharded)
+    if not (buffers := _check_buffers(measurements, "sharded")).holds:
+        return buffers
+    differences = [*_compare_clipped(reference["first"]["gradient"], sharded)]
     for which in ("first", "last"):
         expected, found = reference[which], sharded[which]
         differences.append(relative_distance(found["gradient"], expected["gradient"]))

@@ -33,6 +33,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.step import forward_backward
+from multigpu_cli.runtime.module_state import preserve_buffers
 from multigpu_cli.runtime.seeding import enable_determinism, seed_micro_batch
 from multigpu_cli.tasks.base import Task
 
@@ -72,7 +73,8 @@ def _compute_definition(components: TrainComponents, number: int) -> Measured:
     whole = layout.samples * components.task.units_per_sample
     for batch in work:
         seed_micro_batch(seed, number, batch.micro_batch_index, components.world.device)
-        loss += float(forward_backward(components, batch, whole, last=True))
+        with preserve_buffers(components.state.model):  # each micro-batch starts from those of the step's start
+            loss += float(forward_backward(components, batch, whole, last=True))
         seen += int(components.task.units(batch))
         for name, parameter in named.items():
             if parameter.grad is None:
@@ -251,9 +253,9 @@ def measure_all(process: SelftestProcess, save: Callable[[Measured], None]) -> M
 
 
 def measure_samples(process: SelftestProcess, stack: ExitStack) -> Measured:
-    """Checksums of a few training samples, fetched in several ways."""
-    config, size = process.config, len(process.source.train)  # type: ignore[arg-type]
-    order = shuffle_numbers(size, config.reproducibility.seed, 0)[:_SAMPLES]
+    """Checksums of a few training samples, fetched in several ways, before mixup and cutmix join each to another."""
+    seed, device = process.config.reproducibility.seed, process.world.device
+    order = shuffle_numbers(len(process.source.train), seed, 0)[:_SAMPLES]  # type: ignore[arg-type]
     fills_up = hasattr(unwrap_dataset(process.source.train), "collate_fn")  # to the longest of a batch, perhaps
     some, fewer = (1, 1) if fills_up else (4, 3)
     checksums = {}
@@ -265,8 +267,7 @@ def measure_samples(process: SelftestProcess, stack: ExitStack) -> Measured:
     }.items():
         if processes and (process.world.size > 1 or isinstance(process.source.train, TensorDataset)):
             continue
-        data, device = replace(config.data, num_workers=processes), process.world.device
-        seed = config.reproducibility.seed
+        data = replace(process.config.data, num_workers=processes, mixup=None, cutmix=None)
         with closing(Loader(process.source.train, process.source, data, device=device, seed=seed)) as loader:
             checksums[way] = {
                 number: compute_checksums(sample)

@@ -130,7 +130,7 @@ def hash_state(value: Any) -> str:
 def relative_distance(state: dict[str, Any], reference: dict[str, Any]) -> float:
     """The largest difference of any entry, relative to the largest entry of the reference; an absent tensor is zero."""
     tensors = {name: value for name, value in reference.items() if isinstance(value, Tensor) and value.numel()}
-    largest = max(float(value.abs().max()) for value in tensors.values())
+    largest = max(float((value * 1).abs().max()) for value in tensors.values())  # flags have no size
     gaps = (
         float((state.get(name, torch.zeros_like(value)).double() - value.double()).abs().max())
         for name, value in tensors.items()

@@ -173,7 +173,7 @@ def compute_rate_factors(model: nn.Module, config: OptimizerConfig) -> dict[str,
         deepest = max(depths.values())
         if not deepest:
             raise RequestError(
-                f"optimizer.layer_decay {config.layer_decay:g}: the model has no repeated blocks to count",
+                f"optimizer.layer_decay {config.layer_decay:g}: the model has no repeated blocks that learn",
                 remedy="optimizer.rates, with patterns of your own",
             )
         for name in names:

@@ -104,6 +104,33 @@ def build_scaled_model(input_shape: tuple[int, ...], num_classes: int) -> nn.Mod
     return Scaled(int(np.prod(input_shape)), num_classes)
 
 
+class Buffered(Branches):
+    """Its training uses the mean that it moves, which is also kept in half precision; and it has a flag."""
+
+    mean: Tensor
+    rounded: Tensor
+    seen: Tensor
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__(features, classes)
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("rounded", torch.zeros(features, dtype=torch.bfloat16))
+        self.register_buffer("seen", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            self.rounded.mul_(0.9).add_(x.mean(0).bfloat16(), alpha=0.1)
+            self.seen = self.seen | (x.sum() > 0)
+        result: Tensor = self.main(x - self.mean) + self.branch(x)
+        return result
+
+
+def build_buffered_model(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    return Buffered(int(np.prod(input_shape)), num_classes)
+
+
 class Drawn(Dataset[tuple[Tensor, int]]):
     """Each item is jittered: from a stream of its own, or from the generator that is seeded for each sample."""
 
@@ -169,6 +196,7 @@ def failing(found: Finding) -> list[CheckResult]:
         # test_planted_faults.py has such a one with two faults elsewhere
         pytest.param({"model": "convnet", "model.args": {"stages": 1}, "nproc_per_node": 3}, marks=pytest.mark.slow),
         {"data": f"{HERE}:drawn", "data.args": {"own": False}, "model": "mlp"},
+        {"model": f"{HERE}:build_buffered_model", "data.mixup": 0.4, "data.cutmix": 1.0},
         {"model": "mlp", "amp": "bf16", "optimizer": "sgd", "global_batch_size": 14, "ema": 0.9},
         {
             "model": "mlp",
@@ -178,7 +206,7 @@ def failing(found: Finding) -> list[CheckResult]:
             "base_lr": None,
         },
     ],
-    ids=["batchnorm-3", "drawn", "bf16-uneven", "schedule-free"],
+    ids=["batchnorm-3", "drawn", "buffers-mixed", "bf16-uneven", "schedule-free"],
 )
 def test_what_is_right_holds(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     found = outcome(monkeypatch, **settings)
@@ -318,6 +346,24 @@ def evidence(**changes: Any) -> Measurements:
 
 def take_step(*gradient: float) -> dict[str, Any]:
     return {"gradient": {"w": torch.tensor(gradient)}, "loss": 1.0, "norm": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "holds"),
+    [
+        (torch.bfloat16, 0.008, True),
+        (torch.bfloat16, 0.1, False),
+        (torch.float16, 0.01, True),
+        (torch.float32, 0.001, False),
+    ],
+)
+def test_buffers_are_judged_by_their_own_format(dtype: torch.dtype, gap: float, holds: bool) -> None:
+    alone, several = ({"b": torch.ones(1), "c": torch.tensor([0.5 + each]).to(dtype)} for each in (0, gap))
+    measured = evidence(gradients={"buffers": several}, sharded={"buffers": several})
+    measured.alone["gradients"]["buffers"] = alone
+    verdicts = {verdict.check: verdict.holds for verdict in run_checks(measured)}
+    assert verdicts["BatchNorm's and other buffers move as on one worker"] == holds
+    assert verdicts["--multi-gpu fsdp has the loss and gradients of one worker"] == holds
 
 
 def test_equal_sides_hold_throughout() -> None:

@@ -1,0 +1,102 @@
+"""Batches of a collate_fn that returns other rows than it was given samples: refused, unless each has its reason."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, ctc_loss, mse_loss
+
+from multigpu_cli.config.schema import TaskConfig
+from multigpu_cli.data.loader import Batch
+from multigpu_cli.data.source import DataSource
+from multigpu_cli.errors import RequestError
+from multigpu_cli.models.build import adapt_model
+from multigpu_cli.tasks.base import Task
+from multigpu_cli.tasks.own_loss import Criterion, FromModel
+from multigpu_cli.tasks.supervised import Classification, MultiLabel, Regression
+
+SAMPLES = 8
+
+
+class Labelled(nn.Module):
+    """Returns a loss."""
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return inputs.mean() - labels.float().mean()
+
+
+def make_task(kind: type[Task], targets: Any) -> Task:
+    sample = (torch.zeros(3), next(iter(targets), 0) if isinstance(targets, Tensor) else targets)
+    source = DataSource(train=[sample], val=None, test=None, input_shape=(3,), num_classes=3)  # type: ignore[arg-type]
+    return Criterion(source, TaskConfig(), cross_entropy) if kind is Criterion else kind(source, TaskConfig())
+
+
+def make_batch(inputs: Any, targets: Any) -> Batch:
+    return Batch(inputs, targets, torch.arange(SAMPLES), 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "targets"),
+    [
+        (Classification, 6, torch.arange(6) % 3),
+        (Classification, 9, torch.arange(9) % 3),
+        (Classification, 6, torch.eye(3).repeat(2, 1)),
+        (MultiLabel, 6, torch.ones(6, 3)),
+        (Regression, 6, torch.ones(6, 3)),
+        (Regression, 1, torch.ones(1, 3)),
+        (Criterion, 6, torch.arange(6) % 3),
+        (Criterion, 0, torch.arange(0)),
+        (FromModel, 6, torch.ones(6)),
+    ],
+)
+@pytest.mark.parametrize("method", ["loss_sum", "measure"])
+def test_batch_without_some_of_its_samples_is_refused(
+    kind: type[Task], rows: int, targets: Tensor, method: str
+) -> None:
+    task = make_task(kind, torch.ones(1, 3) if kind is FromModel else targets)
+    model = adapt_model(Labelled()) if kind is FromModel else nn.Identity()
+    with pytest.raises(RequestError, match=rf"collate_fn returned {rows} targets? for 8 samples") as refused:
+        getattr(task, method)(model, make_batch(torch.randn(rows, 3), targets))
+    assert "leave samples that can't be read out of the dataset" in refused.value.remedy
+
+
+def join_ctc(log_probabilities: Tensor, targets: Tensor) -> Tensor:
+    return ctc_loss(log_probabilities, targets, torch.full((SAMPLES,), 5), torch.ones(SAMPLES, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "criterion"),
+    [
+        (torch.randn(5, SAMPLES, 3), torch.ones(SAMPLES, dtype=torch.int64), join_ctc),
+        (torch.randn(3, SAMPLES), torch.randn(3, SAMPLES), mse_loss),
+        (torch.randn(1, 40, 3), torch.ones(1, 40, dtype=torch.int64), lambda out, y: cross_entropy(out[0], y[0])),
+        (torch.randn(2, 7), torch.randn(2, 7), mse_loss),
+        (torch.randn(SAMPLES, 4), torch.ones(5, dtype=torch.int64), lambda out, y: out.mean() + y.sum()),
+        ({"logits": torch.randn(SAMPLES, 4)}, {"boxes": torch.zeros(0, 4)}, lambda out, y: out["logits"].mean()),
+        ([torch.randn(3), torch.randn(2)], [torch.randn(3), torch.randn(2)], lambda out, y: out[0].mean()),
+    ],
+    ids=["ctc", "time first", "packed", "rows of several", "labels of boxes", "no box", "lists"],
+)
+def test_criterion_takes_rows_that_are_not_samples(
+    outputs: Any, targets: Any, criterion: Callable[..., Tensor]
+) -> None:
+    task, batch = make_task(Criterion, targets), make_batch(outputs, targets)
+    task.criterion = criterion  # type: ignore[attr-defined]
+    expected = float(criterion(outputs, targets)) * SAMPLES
+    assert float(task.loss_sum(lambda given: given, batch)) == pytest.approx(expected)
+
+
+def test_accuracy_of_several_rows_per_sample_is_over_rows() -> None:
+    targets = torch.arange(20) % 3
+    task = make_task(Criterion, targets)
+    outputs = torch.eye(3)[torch.where(torch.arange(20) < 5, (targets + 1) % 3, targets)]
+    measured = task.measure(nn.Identity(), make_batch(outputs, targets))
+    assert task.metrics(measured.counts, SAMPLES) == {"accuracy": 15 / 20}
+
+
+def test_tokens_packed_into_fewer_rows_are_taken() -> None:
+    labels = torch.ones(2, 20, dtype=torch.int64)
+    batch = make_batch(torch.randn(2, 20), labels)
+    assert torch.isfinite(make_task(FromModel, labels).loss_sum(adapt_model(Labelled()), batch))
