@@ -149,10 +149,13 @@ def describe_words(part: Part, column: str) -> str:
 
     Almost all cells are numbers, dates or the like, many and different; or almost every row has a text of its own.
     """
-    is_word, cells = part.table.parse(column)[1][part.rows], part.table.select(column)
-    counts = Counter(cells[row] for row in part.rows.tolist() if not is_missing(cells[row]))
+    is_word = part.table.parse(column)[1][part.rows]
+    if not is_word.any():
+        return ""
+    counts = Counter(map(part.table.select(column).__getitem__, part.rows.tolist()))
+    counts = Counter({cell: count for cell, count in counts.items() if not is_missing(cell)})
     most = MOST * counts.total()
-    if not is_word.any() or len(counts) <= FEW:
+    if len(counts) <= FEW:
         return ""
     if sum(counts[cell] for cell in counts if is_number_like(cell)) >= most:
         odd = part.table.describe_cell(column, int(part.rows[is_word].min()))

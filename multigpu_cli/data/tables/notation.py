@@ -18,7 +18,7 @@ _LONGEST_GAP = max(map(len, _MISSING))
 MOST = 0.9  # if this share of a column are numbers, the other cells look like mistakes
 _UNITS = "$€£¥₹%"
 _SPACES = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'"})
-_CODE = re.compile(r"_|\n[+-]?0[0-9]")  # in cells that each follow a line break
+_LEADING_ZERO = re.compile(r"\n[+-]?0[0-9]")  # in cells that each follow a line break
 _NUMBER_LIKE = re.compile(rf"[+-]?[{_UNITS}]? ?[+-]?[0-9][0-9.,:/' TZeE+-]*[{_UNITS}]?")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}\S*)?")
 
@@ -108,20 +108,23 @@ def list_missing_words() -> list[str]:
 
 def to_number(cell: str) -> float | None:
     """Return the finite number that a cell writes plainly, or None."""
-    if not cell.isascii() or _CODE.search(f"\n{cell}"):
-        return None
     try:
-        value = float(cell)
+        value = float(cell) if _has_no_codes(f"\n{cell}") else math.nan
     except ValueError:
         return None
     return value if math.isfinite(value) else None
 
 
+def _has_no_codes(text: str) -> bool:
+    """Return whether cells, each after a line break, are no codes that float() reads as numbers."""
+    return text.isascii() and "_" not in text and not _LEADING_ZERO.search(text)
+
+
 def parse_numbers(cells: Sequence[str], notation: Notation) -> Parsed:
     """Return (n,) float64, nan for anything but numbers, and (n,) bool, which cells are words: not missing either."""
-    gaps = set(filter(is_missing, set(cells)))
+    gaps = {cell for cell in {cell for cell in cells if len(cell) <= _LONGEST_GAP} if is_missing(cell)}
     text = "\n".join(["", *cells])
-    if notation == PLAIN and text.isascii() and not _CODE.search(text):  # float() reads what to_number does, and in C
+    if notation == PLAIN and _has_no_codes(text):  # float() reads what to_number does, and in C
         try:
             texts = ("nan" if cell in gaps else cell for cell in cells) if gaps else cells
             numbers = np.fromiter(map(float, texts), dtype=np.float64, count=len(cells))

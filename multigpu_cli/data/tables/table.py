@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import islice
+from itertools import compress, islice
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
@@ -164,24 +164,31 @@ def _drop_unlabeled(table: CsvTable, train: CsvTable, target: str, kind: str, no
     numbers, is_word = train.parse(target)
     is_label = kind == "classification" or (kind == "auto" and (is_word.any() or not np.isfinite(numbers).any()))
     cells = table.select(target)
-    rows = [row for row, cell in enumerate(cells) if (cell if is_label else not is_missing(cell))]
+    words = {cell: count for cell, count in Counter(cells).items() if cell and is_missing(cell)}
+    gaps = {"", *(() if is_label else words)}
+    rows = [row for row, cell in enumerate(cells) if cell not in gaps]
     if not rows:
         flag = "--data csv" if table is train else "data.test_file"
         raise RequestError(f"{flag}: no row of {table.path} has a target", remedy=f"data.new={table.path.name}")
     if left_out := len(cells) - len(rows):
         notes.append(f"without {left_out:,} of {len(cells):,} rows of {table.path.name}, which have no target")
-    if words := Counter(cell for cell in cells if cell and is_missing(cell)):
+    if words:
         label = "is a class; leave the cell empty in rows without a target"
         gap = "is no target, as the others are numbers; --set data.kind=classification makes it a class"
         listed = ", ".join(f"{cell!r} ({count:,} rows)" for cell, count in words.items())
         table.doubts[target] = f"{table.path}: column {target!r}: {listed} {label if is_label else gap}"
-    return replace(table, rows=[table.rows[row] for row in rows], lines=[table.lines[row] for row in rows])
+    kept = replace(table, rows=[table.rows[row] for row in rows], lines=[table.lines[row] for row in rows])
+    return kept if left_out else table  # which has parsed the column already
 
 
 def _count_missing(table: CsvTable, columns: Sequence[str]) -> list[str]:
     """Return a note on words such as NA in some columns."""
-    cells = ((name, Counter(table.select(name)).items()) for name in columns)
-    words = [f"{cell!r} in {name} ({n:,})" for name, counts in cells for cell, n in counts if cell and is_missing(cell)]
+    words = []
+    for name in columns:
+        numbers, is_word = table.parse(name)
+        if (is_gap := np.isnan(numbers) & ~is_word).any():
+            gaps = Counter(compress(table.select(name), is_gap))
+            words += [f"{cell!r} in {name} ({count:,})" for cell, count in gaps.items() if cell]
     return [f"read as missing: {', '.join(words[:5])}{', …' * (len(words) > 5)}"] if words else []
 
 
