@@ -24,8 +24,8 @@ from multigpu_cli.commands.options import draft_of, writing_to
 from multigpu_cli.commands.requests import ExportTarget, InferenceRequest
 from multigpu_cli.data.load import FROM_MODEL, check_has_samples
 from multigpu_cli.data.loader import Loader, first_batch
-from multigpu_cli.data.tables.csv import list_missing_words
 from multigpu_cli.data.tables.features import TableFeatures
+from multigpu_cli.data.tables.notation import list_missing_words
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.runtime.model_call import Arguments, bind_arguments
@@ -243,7 +243,8 @@ def _export_run(run: LoadedRun, inputs: Any, target: Path) -> tuple[float, str]:
         raise RequestError(f"--to {target}: {beside} exists already", remedy="another name, or remove it")
     difference = export_network(run.model, inputs, target)
     mean, scale = run.source.target_scale or (0.0, 1.0)
-    facts = {"missing": list_missing_words(), "classes": run.source.class_names}
+    notations = {name: table.examples.notations[name]._asdict() for name in table.numbers}
+    facts = {"missing": list_missing_words(), "notations": notations, "classes": run.source.class_names}
     publish(beside, dump_json({**table.learned, **facts, "target": {"mean": mean, "scale": scale}}).encode())
     return difference, f"takes features, not rows: {beside} describes how features are computed from rows"
 

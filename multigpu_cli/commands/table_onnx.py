@@ -9,8 +9,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.data.tables.csv import list_missing_words, to_number
 from multigpu_cli.data.tables.features import GAP, TableFeatures
+from multigpu_cli.data.tables.notation import list_missing_words
 from multigpu_cli.errors import RequestError
 
 _LABELS = ("ai.onnx.ml", 3)  # the operators for categories, and their version
@@ -74,9 +74,8 @@ def list_raw_inputs(table: TableFeatures) -> dict[str, np.ndarray]:
     """The first training rows as such a file takes them."""
     found: dict[str, np.ndarray] = {}
     for name in table.columns:
-        cells = [row[table.examples.columns.index(name)] for row in table.examples.rows]
-        numbers = [np.nan if (value := to_number(cell)) is None else value for cell in cells]
-        found[name] = np.array(numbers, dtype=np.float64) if name in table.numbers else np.array(cells, dtype=object)
+        is_number = name in table.numbers
+        found[name] = table.examples.parse(name)[0] if is_number else np.array(table.examples.select(name), object)
     return found
 
 

@@ -135,7 +135,8 @@ def _numbers(where: str, row: list[str], places: list[int]) -> tuple[float, ...]
     values = []
     for place in places:
         try:
-            value = float(row[place]) if place >= 0 else math.nan
+            is_plain = row[place].isascii() and "_" not in row[place]  # float() also reads 1_1 and other digits
+            value = float(row[place] if is_plain else "") if place >= 0 else math.nan
         except ValueError:
             value = 0.0
         if place >= 0 and not 0 < value < math.inf:

@@ -208,7 +208,7 @@ def test_a_number_names_a_column_too(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="there is no column '2'") as refused:
         open_table(file, target=2)
     assert "--set data.header=none --set data.target=2" in refused.value.remedy
-    assert "looks like data" in open_table(file, target="w0").warnings[0]
+    assert "looks like data" in open_table(file, target="w0", kind="classification").warnings[0]
 
 
 def test_labels_that_only_the_test_file_has_are_named(tmp_path: Path) -> None:
@@ -268,10 +268,13 @@ def test_words_among_numbers_are_said_or_refused(tmp_path: Path) -> None:
 
 
 def test_a_semicolon_file_with_decimal_commas_is_of_numbers(tmp_path: Path) -> None:
-    file = write(tmp_path / "t.csv", "x;price\n" + rows_of(40, "{at},5;{at}00,25"))
+    file = write(tmp_path / "t.csv", "x;price\n" + rows_of(40, "{at},5;1{at}00,25"))
     source = open_table(file, target="price")
     assert (source.task, source.input_shape) == ("regression", (1,))
-    assert open_table(file, target="price", decimal="point").task == "classification"
+    with pytest.raises(
+        RequestError, match=r"t\.csv:2: '1000,25' in column 'price' is not a number, and 40 texts in 40"
+    ):
+        open_table(file, target="price", decimal="point")
     file.write_text(file.read_text() + "many;1,5\n")
     assert f"{file}:42: 'many' in column 'x' is not a number" in open_table(file, target="price").warnings[0]
 

@@ -1,7 +1,10 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from multigpu_cli.data.rows.jsonl import JsonStore
 from multigpu_cli.errors import RequestError
@@ -66,3 +69,32 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(RequestError, match=r"a\.jsonl: No such file"):
         store.read("a", [0])
+
+
+@pytest.mark.parametrize(
+    ("values", "gap"),
+    [
+        (["1", "NaN", "2"], 2),
+        (["1", "2", "-Infinity"], 3),
+        (["null", "1", "2"], 1),
+        (["[1, 2]", "[3, NaN]", "[5, 6]"], 2),
+        (["[1, 2]", "[3, 4]", "[5, Infinity]"], 3),
+    ],
+)
+def test_nan_and_infinity_count_as_missing_with_their_place(tmp_path: Path, values: list[str], gap: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(f'{{"a": {value}, "b": 1}}' for value in values))
+    column = JsonStore([path]).columns["a"]
+    assert (column.null_count, column.first_null) == (1, f"{path}:{gap}")
+
+
+@given(st.lists(st.sampled_from(['{"a": 1}', '{"a": null}', '{"a": NaN}', "{}", '{"b": 2}']), min_size=1, max_size=9))
+def test_rows_without_a_value_add_up(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+    lines = [*lines, '{"a": 2.5, "b": 3}']
+    path = tmp_path_factory.mktemp("rows") / "a.jsonl"
+    path.write_text("\n".join(lines))
+    columns = JsonStore([path]).columns
+    for name in ("a", "b"):
+        gaps = [number for number, line in enumerate(lines, 1) if json.loads(line).get(name) not in (1, 2, 2.5, 3)]
+        first = f"{path}:{gaps[0]}" if gaps else ""
+        assert (columns[name].null_count, columns[name].first_null) == (len(gaps), first)

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,20 @@ def test_a_value_that_is_no_cell_is_named(record: dict[str, Any], said: str, tmp
     path = write(tmp_path / "table.jsonl", [*RECORDS, record] if record else [])
     with pytest.raises(RequestError, match=said or "no rows"):
         load(path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_count_as_missing_with_their_place(tmp_path: Path, value: float) -> None:
+    records = [dict(record) for record in RECORDS]
+    records[17]["size"] = value
+    source = load(write(tmp_path / "table.jsonl", records))
+    assert f"table.jsonl:35: {value} in column 'size' counts as missing" in source.warnings[0]
+    gap = load(
+        write(
+            tmp_path / "gap.jsonl",
+            [{**record, "size": None} if at == 17 else record for at, record in enumerate(RECORDS)],
+        )
+    )
+    assert torch.equal(source.train.tensors[0], gap.train.tensors[0])
+    as_target = load(tmp_path / "table.jsonl", target="size")
+    assert "without 1 of 40 rows of table.jsonl, which have no target" in as_target.note

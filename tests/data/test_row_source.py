@@ -1,6 +1,7 @@
 """Rows on a disk as samples: the same from Arrow, JSON lines and .tar."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,17 @@ def test_numbers_of_all_types(tmp_path: Path) -> None:
     assert inputs.dtype == torch.float32
     assert target.dtype == torch.int64
     assert np.isclose(inputs.tolist(), source.train.store.read("a", source.train.selection.find_rows([3]))[0]).any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("name", "place"), [("arrow", "row 18, from 0,"), ("jsonl", r"rows\.jsonl:25")])
+def test_nan_and_infinity_are_refused_with_row_and_column(tmp_path: Path, name: str, place: str, value: float) -> None:
+    rows = [{"a": float(number), "b": 1.0, "label": number % 2} for number in range(60)]
+    rows[18]["a"] = value
+    path = write_arrow(tmp_path / "arrow", rows) if name == "arrow" else write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(RequestError, match=place) as refused:
+        load(name, path, target="label")
+    assert "column 'a'" in str(refused.value)
+    assert load(name, path, target="label", ignore="a").input_shape == (1,)
+    with pytest.raises(RequestError, match="column 'a'"):
+        load(name, path, target="a", columns=["b"])

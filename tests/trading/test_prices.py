@@ -52,6 +52,8 @@ def test_dates_that_not_all_have_are_left_out_and_counted(tmp_path):
         (HEAD, {2: "06.01.2020,1,1,1,1,1,1"}, r"A.csv:4: '06.01.2020' is not a date"),
         (HEAD, {1: "2020-01-07,1,1,1,0,1,1"}, r"A.csv:3: '0' is not a price above 0"),
         (HEAD, {1: "2020-01-07,1,1,1,-2,1,1"}, r"A.csv:3: '-2' is not a price"),
+        (HEAD, {1: "2020-01-07,1,1_1,1,1,1,1"}, r"A.csv:3: '1_1' is not a price"),
+        (HEAD, {1: "2020-01-07,1,\uff11,1,1,1,1"}, r"A.csv:3: '\uff11' is not a price"),
         (HEAD, {1: "2020-01-07,1,nan,1,1,1,1"}, r"A.csv:3: 'nan' is not a price"),
         (HEAD, {1: "2020-01-07,,1,1,1,1,1"}, r"A.csv:3: '' is not a price"),
         (HEAD, {1: "2020-01-07,1,1,2,1,1,1"}, r"A.csv:3: the low 2 is above the high 1"),

@@ -1,6 +1,7 @@
 """Rows of JSON lines, read by their places in the files; the index is made once."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class JsonStore(RowStore):
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(files)
-        index = open_index("jsonl", self.files, 3, self._index, "jsonl 1")
+        index = open_index("jsonl", self.files, 3, self._index, "jsonl 2")
         self._rows, self._open = index.rows, OpenFiles(self.files)
         fields = index.facts["fields"]
         self.columns = {
@@ -32,6 +33,7 @@ class JsonStore(RowStore):
                 shape=tuple(field["shape"]),
                 dtype=field["dtype"],
                 null_count=len(self._rows) - field["rows"],
+                first_null=field["gap"],
                 description=_describe(field["kind"], field["shape"]),
             )
             for name, field in fields.items()
@@ -71,12 +73,14 @@ class JsonStore(RowStore):
 
     def _index(self, write: Callable[[Sequence[int]], object]) -> dict[str, Any]:
         fields: dict[str, dict[str, Any]] = {}
+        first = ""
         for number, file in enumerate(self.files):
             at = 0
             with file.open("rb") as opened:
                 for line, text in enumerate(opened, 1):
                     if text.strip():
-                        _note_record(fields, _parse_line(text, f"{file}:{line}"), f"{file}:{line}")
+                        first = first or f"{file}:{line}"
+                        _note_record(fields, _parse_line(text, f"{file}:{line}"), f"{file}:{line}", first)
                         write((number, at, len(text)))
                     at += len(text)
         for field in fields.values():
@@ -94,16 +98,17 @@ def _parse_line(text: bytes, place: str) -> dict[str, Any]:
     return record
 
 
-def _note_record(fields: dict[str, dict[str, Any]], record: dict[str, Any], place: str) -> None:
-    """Add what a record teaches of its fields."""
-    for name, value in record.items():
-        if value is None:
-            continue
-        kind, shape, dtype = _classify(value)
-        known = fields.get(name)
+def _note_record(fields: dict[str, dict[str, Any]], record: dict[str, Any], place: str, first: str) -> None:
+    """Add what a record teaches of its fields; `first` is the location of the first record."""
+    types = {name: form for name, value in record.items() if (form := _classify(value))[0] != "null"}
+    for name in fields.keys() - types.keys():
+        fields[name]["gap"] = fields[name]["gap"] or place
+    for name, (kind, shape, dtype) in types.items():
+        value, known = record[name], fields.get(name)
         if known is None:
             values: set[Any] | None = set() if not shape and kind != "other" and dtype != "float64" else None
             known = fields[name] = {"kind": kind, "shape": shape, "dtype": dtype, "rows": 0, "values": values}
+            known["gap"] = "" if place == first else first
         if (kind, shape) != (known["kind"], known["shape"]):
             raise RequestError(
                 f"{place}: {name!r} is {_describe(kind, shape)}, and {_describe(known['kind'], known['shape'])} before",
@@ -119,7 +124,9 @@ def _note_record(fields: dict[str, dict[str, Any]], record: dict[str, Any], plac
 
 
 def _classify(value: Any) -> tuple[str, list[int], str]:
-    """Kind, shape and type of a value."""
+    """Kind, shape and type of a value; the kind of null, NaN and infinity, also in a list, is null."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "null", [], ""
     if isinstance(value, str):
         return "text", [], ""
     if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63):
@@ -129,6 +136,8 @@ def _classify(value: Any) -> tuple[str, list[int], str]:
             array = np.array(value)
         except ValueError:  # lists of different lengths
             return "other", [], ""
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            return "null", [], ""
         if array.dtype.kind in "iuf" and array.size:
             return "number", list(array.shape), "float64" if array.dtype.kind == "f" else "int64"
     return "other", [], ""

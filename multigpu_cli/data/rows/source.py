@@ -7,6 +7,7 @@ from inspect import Signature, signature
 from typing import Annotated, Any
 
 import numpy as np
+from torch import Tensor
 
 from multigpu_cli.config.types import integer
 from multigpu_cli.data.files import find_part_files
@@ -99,8 +100,9 @@ def _choose_columns(name: str, store: RowStore, options: RowOptions) -> tuple[Co
         )
     for used in (*inputs, target):
         if used.null_count:
+            location = f", the first at {used.first_null}" if used.first_null else ""
             raise RequestError(
-                f"--data {name}: column {used.name!r} has {used.null_count:,} rows without a value",
+                f"--data {name}: column {used.name!r} has {used.null_count:,} rows without a value{location}",
                 remedy=f"fill or leave out such rows before, or data.ignore={used.name}",
             )
     return target, inputs
@@ -212,6 +214,8 @@ def _build_numbers(parts: Parts, roles: RowRoles, mode: str) -> Built:
     train = samples["train"]
     some = np.unique(np.linspace(0, len(train) - 1, min(len(train), _SCALED_BY)).astype(np.int64))
     inputs, targets = train.fetch_batch(some)
+    for values, columns in ((inputs, roles.inputs), (targets, [roles.target])):
+        _check_finite(values, train.selection.find_rows(some), train, columns)
     facts: dict[str, Any] = {
         "input_shape": model_input_shape(inputs.shape[1:], mode),
         "num_outputs": int(targets.shape[1:].numel()),
@@ -224,6 +228,16 @@ def _build_numbers(parts: Parts, roles: RowRoles, mode: str) -> Built:
     if not roles.num_classes and targets.ndim == 1:
         facts["target_scale"] = float(targets.mean()), float(targets.std(correction=0)) or 1.0
     return samples, facts
+
+
+def _check_finite(values: Tensor, rows: np.ndarray, train: NumberRows, columns: Sequence[str]) -> None:
+    """Raise RequestError if the values (n, …) of one column, or of several (n, columns), hold NaN or infinity."""
+    if len(places := (~values.isfinite()).nonzero()):
+        column = columns[int(places[0, 1]) if len(columns) > 1 else 0]
+        raise RequestError(
+            f"--data: {train.store.label}: row {rows[places[0, 0]]}, from 0, has NaN or infinity in column {column!r}",
+            remedy=f"fill or leave out such rows before, or data.ignore={column}",
+        )
 
 
 _TAR = "a .tar shard or a folder with several, with members such as KEY.jpg and KEY.cls"

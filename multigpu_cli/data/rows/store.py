@@ -29,7 +29,8 @@ class Column:
     shape: tuple[int, ...] = ()  # of the numbers in one row
     dtype: str = ""  # NumPy's name of their type
     class_names: tuple[str, ...] = ()  # the names of the classes that the numbers stand for, where the files say so
-    null_count: int = 0  # rows without a value, as far as the files say it
+    null_count: int = 0  # rows without a value, as far as the files say it; of JSON lines also NaN and Infinity
+    first_null: str = ""  # the location of the first of them, if the store knows it
     description: str = ""  # the type in the words of the files, for messages
 
     @property

@@ -8,27 +8,32 @@ import csv
 import gc
 import gzip
 import io
-import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from multigpu_cli.config.types import ValueType, quote_value
+from multigpu_cli.data.tables.notation import (
+    DECIMAL_COMMA,
+    PLAIN,
+    Notation,
+    Parsed,
+    is_missing,
+    is_number_like,
+    learn_notation,
+    parse_numbers,
+    to_number,
+)
 from multigpu_cli.errors import RequestError, did_you_mean
 
-_MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
-_LONGEST_GAP = max(map(len, _MISSING))
 _SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "space": " ", "bar": "|"}
 _LOOK = 50  # rows that show how a file is written
-_COMMA = re.compile(r"[+-]?\d+(,\d+)?([eE][+-]?\d+)?")  # 3,14
-_GROUPED = re.compile(r"[+-]?\d{1,3}(\.\d{3})+(,\d+)?")  # 1.234,56
+_DOTTED = re.compile(r"[+-]?[1-9][0-9]{0,2}(\.[0-9]{3})+")  # 1.234, which is 1234 or 1.234
 
 
 def _parse_separator(value: Any) -> str:
@@ -46,22 +51,26 @@ class CsvFormat(NamedTuple):
 
     separator: str = "auto"  # auto (tries comma, semicolon, tab), comma, semicolon, tab, space, bar, or one character
     header: str = "first"  # first: the first row names the columns; none: they are called 0, 1, 2, …
-    decimal: str = "auto"  # auto, which takes 3,14 for a number where the separator is no comma; comma; or point
-
-
-Parsed = tuple[np.ndarray, np.ndarray]
+    decimal: str = "auto"  # the sign before a fraction: auto, comma or point; it settles if 1,234 is 1234
 
 
 @dataclass(frozen=True, eq=False)
 class CsvTable:
-    """A file as text, spaces around cells removed."""
+    """A file as text, spaces around cells removed.
+
+    A copy with other rows shares `notations` and `doubts`. A table that is given the notations of another is read as
+    that one is.
+    """
 
     path: Path
     columns: list[str]
     rows: list[list[str]]
     lines: Sequence[int]  # which line of the file each row begins in, from 1
-    warnings: tuple[str, ...]  # what looks wrong but may be meant
+    warnings: tuple[str, ...]  # a first row that looks like data
     unnamed: tuple[str, ...] = ()  # columns without a name in the file, called column_1, … by their places
+    decimals: str = ".,"  # the decimal signs that numbers may have, the likeliest first
+    notations: dict[str, Notation] = field(default_factory=dict)  # of the columns that were parsed
+    doubts: dict[str, str] = field(default_factory=dict)  # a warning about the cells of a column
     _parsed: dict[str, Parsed] = field(default_factory=dict, init=False, repr=False)
 
     def select(self, column: str) -> list[str]:
@@ -71,56 +80,39 @@ class CsvTable:
         at = self.columns.index(column)
         return [row[at] for row in self.rows]
 
-    def parse(self, column: str) -> Parsed:
-        """A column as (n,) float64, nan where a cell is no finite number; and (n,) bool, whether it is no gap either.
+    def count_cells(self, column: str) -> Counter[str]:
+        """Count the different cells of a column that are not missing, in the order of the file."""
+        return Counter({cell: n for cell, n in Counter(self.select(column)).items() if not is_missing(cell)})
 
-        RequestError: there is none of that name.
+    def parse(self, column: str) -> Parsed:
+        """Return a column as (n,) float64, nan for anything but numbers, and (n,) bool, which cells are words.
+
+        The first call learns the column's notation, from all cells. RequestError: there is no such column.
         """
         if column not in self._parsed:
-            self._parsed[column] = _parse_numbers(self.select(column))
+            cells, is_known = self.select(column), column in self.notations
+            self._parsed[column] = parse_numbers(cells, self.notations.setdefault(column, PLAIN))
+            if not is_known and (self._parsed[column][1].any() or self.decimals == ","):
+                notation = self.learn_notation(column)
+                if notation not in (PLAIN, DECIMAL_COMMA):  # decimal commas were replaced by points before
+                    self.notations[column] = notation
+                    self._parsed[column] = parse_numbers(cells, notation)
         return self._parsed[column]
+
+    def learn_notation(self, column: str) -> Notation:
+        """Return how a column writes its numbers, and note in `doubts` if that is not certain."""
+        notation, doubt = learn_notation(self.count_cells(column), self.decimals)
+        if doubt:
+            self.doubts[column] = f"{self.path}: column {column!r}: {doubt}"
+        return notation
 
     def describe_cell(self, column: str, row: int) -> str:
         """A cell with its place, for messages."""
         return f"{self.path}:{self.lines[row]}: {self.select(column)[row]!r} in column {column!r}"
 
 
-def is_missing(cell: str) -> bool:
-    """Whether a cell says that it holds nothing: empty, NA, nan, ?, …"""
-    return cell.lower() in _MISSING
-
-
-def to_number(cell: str) -> float | None:
-    """A finite number, or None."""
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-def _parse_numbers(cells: Sequence[str]) -> Parsed:
-    """See `CsvTable.parse`; numbers, with gaps or without, are read in C."""
-    gaps = set(filter(is_missing, {cell for cell in cells if len(cell) <= _LONGEST_GAP}))
-    try:
-        found = ("nan" if cell in gaps else cell for cell in cells) if gaps else cells
-        numbers = np.fromiter(map(float, found), dtype=np.float64, count=len(cells))
-        if np.isfinite(numbers).sum() == len(cells) - (sum(map(gaps.__contains__, cells)) if gaps else 0):
-            return numbers, np.zeros(len(cells), dtype=bool)
-    except ValueError:
-        pass
-    values = {cell: to_number(cell) for cell in set(cells)}
-    numbers = np.array([values[cell] for cell in cells], dtype=np.float64)
-    return numbers, np.isnan(numbers) & np.array([cell not in gaps for cell in cells], dtype=bool)
-
-
-def list_missing_words() -> list[str]:
-    """The words that mean that a cell holds nothing, in lower case."""
-    return sorted(_MISSING)
-
-
 def read_csv(path: Path, format: CsvFormat) -> CsvTable:
-    """Read a whole file; empty lines are left out. A message names the line where it can't be read as a table."""
+    """Read a file except for its empty lines; RequestError, with the line: it is not a table."""
     text = _read_text(path)
     hint = re.match(r"sep=(.)\r?\n", text)  # which Excel writes, and reads
     separator = _SEPARATORS.get(format.separator, format.separator)
@@ -147,9 +139,9 @@ def read_csv(path: Path, format: CsvFormat) -> CsvTable:
         columns = _name_columns(head)
         unnamed = tuple(name for name, written in zip(columns, head, strict=True) if not written)
         warnings = _check_header(path, head, columns, rows)
-    if format.decimal == "comma" or (format.decimal == "auto" and separator != ","):
-        _read_decimal_commas(path, columns, rows, lines)
-    return CsvTable(path, columns, rows, lines, warnings, unnamed)
+    likeliest = ".," if separator == "," else ",."
+    decimals = {"auto": likeliest, "comma": ",", "point": "."}[format.decimal]
+    return CsvTable(path, columns, rows, lines, warnings, unnamed, decimals)
 
 
 def _name_columns(head: list[str]) -> list[str]:
@@ -264,25 +256,34 @@ def _check_header(path: Path, head: list[str], columns: list[str], rows: list[li
     return (f"{path}: the first row looks like data ({first}), but is read as names; --set data.header=none if so",)
 
 
-def _read_decimal_commas(path: Path, columns: list[str], rows: list[list[str]], lines: list[int]) -> None:
-    """Write a point for the comma in columns of numbers; words among them stay, and are warned of like others."""
-    for at, name in enumerate(columns):
-        if not any("," in row[at] for row in rows):
+def read_decimal_commas(table: CsvTable, known: Mapping[str, Notation]) -> None:
+    """Write a point for the comma in columns of numbers; words among them stay, and are warned of like others.
+
+    A column with another notation stays as it is, whether that is known from other rows or found here.
+    """
+    for at, name in enumerate(table.columns if table.decimals[0] == "," else ()):
+        cells = table.count_cells(name)
+        dotted = [cell for cell in cells if "." in cell]
+        is_dotted = bool(dotted) and all(map(_DOTTED.fullmatch, dotted))
+        if known.get(name, PLAIN) != PLAIN or not (is_dotted or any("," in cell for cell in cells)):
             continue
-        there = [number for number, row in enumerate(rows) if not is_missing(row[at])]
-        cells = [(n, rows[n][at]) for n in there]
-        ways = (_COMMA.fullmatch, _GROUPED.fullmatch, to_number)
-        written = [number for number, cell in cells if any(way(cell) is not None for way in ways)]
-        commas = [number for number in written if "," in rows[number][at]]
-        if not commas or 2 * len(written) <= len(there):
-            continue
-        if other := [number for number in written if not _COMMA.fullmatch(rows[number][at])]:
-            comma = next((number for number in commas if number not in other), commas[0])
-            raise RequestError(
-                f"--data csv: {path}:{lines[other[0]]}: {rows[other[0]][at]!r} in column {name!r}, and "
-                f"{rows[comma][at]!r} in line {lines[comma]}: is the decimal separator a comma or a point?",
-                remedy="one way of writing, without separators of thousands; --set data.decimal=point reads as words "
-                "what has a comma",
-            )
-        for number in commas:
-            rows[number][at] = rows[number][at].replace(",", ".")
+        notation = table.learn_notation(name)
+        if notation == PLAIN:
+            _check_decimal_signs(table, name, cells)
+        if notation == DECIMAL_COMMA:
+            table.notations[name] = PLAIN
+            for row in table.rows:
+                row[at] = row[at].replace(",", ".") if DECIMAL_COMMA.read(row[at]) is not None else row[at]
+
+
+def _check_decimal_signs(table: CsvTable, name: str, cells: Counter[str]) -> None:
+    """Raise RequestError if a column has numbers with a decimal comma, and others with a point."""
+    commas = [cell for cell in cells if "," in cell and DECIMAL_COMMA.read(cell) is not None]
+    points = [cell for cell in cells if "." in cell and PLAIN.read(cell) is not None]
+    if commas and points and 2 * sum(map(is_number_like, cells)) > len(cells):
+        lines = [table.lines[table.select(name).index(signs[0])] for signs in (points, commas)]
+        raise RequestError(
+            f"--data csv: {table.path}:{lines[0]}: {points[0]!r} in column {name!r}, and {commas[0]!r} in line "
+            f"{lines[1]}: is the decimal separator a comma or a point?",
+            remedy="one way of writing; --set data.decimal=point reads as words what has a decimal comma",
+        )

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 
 from multigpu_cli.data.source import FEW, Codec
-from multigpu_cli.data.tables.csv import CsvTable, is_missing
+from multigpu_cli.data.tables.csv import CsvTable
+from multigpu_cli.data.tables.notation import MOST, PLAIN, is_missing, is_number_like
 
 _CATEGORIES = 50  # of one column; rarer ones share a place
-_MOST = 0.9  # where so many cells are numbers, the others look like mistakes
 _EXAMPLES = 16
+AS_NUMBERS = "write numbers as 1234.5, dates as 2024-12-31, or --set data.decimal=comma"
 GAP = "missing"  # the category of cells that hold nothing
 
 
@@ -72,6 +74,11 @@ class TableFeatures(Codec):
         marks = missing[:, [self.numbers.index(each["column"]) for each in gaps]]
         means, scales = ([each[name] for each in (*numbers, *gaps)] for name in ("mean", "scale"))
         return np.asarray((np.hstack([filled, marks]) - means) / scales, dtype=np.float32)
+
+    def describe_reading(self) -> str:
+        """Return how cells are read that version 0.2 read otherwise; the features of all others are as they were."""
+        notations = [(name, way) for name in self.numbers if (way := self.examples.notations[name]) != PLAIN]
+        return repr(notations) if notations else ""
 
     def find_words(self, part: Part) -> list[str]:
         """The first cell of each column of numbers that holds something else, in words."""
@@ -137,14 +144,25 @@ def _encode_words(column: Mapping[str, Any], cells: Sequence[str]) -> np.ndarray
     return rows[[places.get(cell, other) for cell in _name_gaps(cells)]]
 
 
-def find_odd_cell(part: Part, column: str) -> str:
-    """Where a column holds almost nothing but many numbers, the first cell that is none, in words; else nothing."""
-    found, is_word = (each[part.rows] for each in part.table.parse(column))
-    numbers, words = found[np.isfinite(found)], np.count_nonzero(is_word)
-    if not words or len(numbers) < _MOST * (len(numbers) + words) or len(np.unique(numbers)) <= FEW:
+def describe_words(part: Part, column: str) -> str:
+    """Return a warning about a column of words that looks like a mistake, or nothing.
+
+    Almost all cells are numbers, dates or the like, many and different; or almost every row has a text of its own.
+    """
+    is_word = part.table.parse(column)[1][part.rows]
+    if not is_word.any():
         return ""
-    odd = part.table.describe_cell(column, int(part.rows[is_word.argmax()]))
-    return f"{odd} is not a number, so the whole column is read as words"
+    counts = Counter(map(part.table.select(column).__getitem__, part.rows.tolist()))
+    counts = Counter({cell: count for cell, count in counts.items() if not is_missing(cell)})
+    most = MOST * counts.total()
+    if len(counts) <= FEW:
+        return ""
+    if sum(counts[cell] for cell in counts if is_number_like(cell)) >= most:
+        odd = part.table.describe_cell(column, int(part.rows[is_word].min()))
+        return f"{odd} is not a number, so the whole column is read as words; {AS_NUMBERS}"
+    way = f"teach nothing of other rows; --set {quote(f'data.ignore=[{column}]')}"
+    what = f"{part.table.path}: column {column!r}: {len(counts):,} different texts in {len(part.rows):,} training rows"
+    return f"{what} {way}" if len(counts) >= most else ""
 
 
 def _name_gaps(cells: Sequence[str]) -> list[str]:

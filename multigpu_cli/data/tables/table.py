@@ -1,11 +1,15 @@
 """A table in a CSV or .jsonl file: one row a sample, one column the target, the others inputs."""
 
+import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import sha256
+from itertools import compress, islice
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -16,10 +20,12 @@ from multigpu_cli.config.types import choice
 from multigpu_cli.data.files import JsonLines, locate_other_file, locate_single_file
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import FEW, DataSource, Kind
-from multigpu_cli.data.tables.csv import SEPARATOR, CsvFormat, CsvTable, is_missing, read_csv, to_number
-from multigpu_cli.data.tables.features import Part, TableFeatures, find_odd_cell, learn_features
+from multigpu_cli.data.tables.csv import SEPARATOR, CsvFormat, CsvTable, read_csv, read_decimal_commas
+from multigpu_cli.data.tables.features import AS_NUMBERS, Part, TableFeatures, describe_words, learn_features
+from multigpu_cli.data.tables.notation import is_missing
 from multigpu_cli.errors import RequestError, did_you_mean
 
+_WHOLE = re.compile(r"(0|-?[1-9][0-9]*)(\.0*)?")  # 1 and 1.0 are one class, if all labels are such
 _QUOTES = """quotes around yes, no, on and off, which YAML reads as True and False: --set 'data.target="no"'"""
 
 
@@ -54,41 +60,51 @@ def load(
     table = read_table(
         locate_single_file("csv", data_dir, file, "a .csv file, its first row the names of the columns"), form
     )
+    read_decimal_commas(table, {})
     ignored = [str(name) for name in ([ignore] if isinstance(ignore, str | int) else ignore)]
     if "" in ignored:  # as the file calls it
         ignored = [name for name in ignored if name] + list(table.unnamed)
     target = _find_target(table, target, ignored)
-    note = ""
+    notes = []
     if table.columns[0] not in [*ignored, target] and _first_counts_rows(table):
         ignored.append(table.columns[0])
-        note = "without its unnamed first column, which counts the rows: "
-    chosen = [place for place, name in enumerate(table.columns) if name != target and name not in ignored]
-    if not chosen:
+        notes.append("without its unnamed first column, which counts the rows")
+    columns = [name for name in table.columns if name != target and name not in ignored]
+    if not columns:
         raise RequestError(f"--data csv: {table.path} has no column but the target, {target!r}, and ignored ones")
-    table = _with_target(table, target)
+    table = _drop_unlabeled(table, table, target, kind, notes)
+    for name in [target, *columns]:
+        _refuse_file_names(table, name)  # parsed here, which learns the notation in which other files are read
     parts = [Part(table, rows.numpy()) for rows in split_by_sample(len(table.rows), (0.1, 0.1), seed)]
     if test_file:
-        parts[2] = _whole(_read_test(locate_other_file("csv", Path(str(data_dir)), test_file), table, target, form))
+        tests = _read_test(locate_other_file("csv", Path(str(data_dir)), test_file), table, form)
+        parts[2] = _whole(_drop_unlabeled(tests, table, target, kind, notes))
     more = _read_new(locate_other_file("csv", Path(str(data_dir)), new), table, target, form) if new else None
-    return replace(_build_source(table, target, chosen, kind, parts, more), note=note)
+    source = _build_source(table, target, columns, kind, parts, more)
+    notes += _count_missing(table, columns)
+    return replace(source, note="; ".join(notes) + ": " * bool(notes))
 
 
 def _build_source(
-    table: CsvTable, target: str, chosen: list[int], kind: str, parts: list[Part], new: CsvTable | None
+    table: CsvTable, target: str, columns: list[str], kind: str, parts: list[Part], new: CsvTable | None
 ) -> DataSource:
     """Features and targets of all parts, and of new rows without a target, by what the first part teaches."""
-    columns = [table.columns[place] for place in chosen]
     features = learn_features(parts[0], columns)
     targets, names = _read_targets(parts, target, kind, table)
     others = [*parts[1:], *([_whole(new)] if new else [])]
     warnings = [*table.warnings, *_check_numbers(features, others, table.path)]
-    warnings += [odd for name in [*columns, target] if (odd := find_odd_cell(parts[0], name))]
+    named = [*columns, target] if kind == "auto" else columns
+    warnings += [warning for name in named if (warning := describe_words(parts[0], name))]
+    doubts = (each.table.doubts.get(name) for each in [parts[0], *others] for name in [*columns, target])
+    warnings += dict.fromkeys(filter(None, doubts))
     inputs = features.transform(table)
     tests = inputs if parts[2].table is table else features.transform(parts[2].table)
     found = zip((inputs, inputs, tests), parts, targets, strict=True)
     splits = [TensorDataset(each[torch.from_numpy(part.rows)], labels) for each, part, labels in found]
     rows = list(map(repr, parts[0].table.rows))  # in the order of the file, since memory is slow in any other
-    learned_from = f"({chosen}, [{', '.join([rows[row] for row in parts[0].rows.tolist()])}])"
+    indices = list(map(table.columns.index, columns))
+    learned_from = f"({indices}, [{', '.join([rows[row] for row in parts[0].rows.tolist()])}])"
+    learned_from += features.describe_reading()
     spread = None if names else (float(targets[0].mean()), float(targets[0].std(correction=0)) or 1.0)
     return DataSource(
         train=splits[0],
@@ -139,14 +155,56 @@ def _whole(table: CsvTable) -> Part:
     return Part(table, np.arange(len(table.rows)))
 
 
-def _with_target(table: CsvTable, target: str) -> CsvTable:
-    gaps = set(filter(is_missing, set(table.select(target))))
-    there = [number for number, cell in enumerate(table.select(target)) if cell not in gaps]
-    return replace(table, rows=[table.rows[row] for row in there], lines=[table.lines[row] for row in there])
+def _drop_unlabeled(table: CsvTable, train: CsvTable, target: str, kind: str, notes: list[str]) -> CsvTable:
+    """Leave out rows without a target, count them in `notes`, and note in `doubts` what words such as NA count as.
+
+    They are classes among words, or if data.kind asks for classes; among the training table's numbers they say that
+    there is no target. RequestError: no row has a target.
+    """
+    numbers, is_word = train.parse(target)
+    is_label = kind == "classification" or (kind == "auto" and (is_word.any() or not np.isfinite(numbers).any()))
+    cells = table.select(target)
+    words = {cell: count for cell, count in Counter(cells).items() if cell and is_missing(cell)}
+    gaps = {"", *(() if is_label else words)}
+    rows = [row for row, cell in enumerate(cells) if cell not in gaps]
+    if not rows:
+        flag = "--data csv" if table is train else "data.test_file"
+        raise RequestError(f"{flag}: no row of {table.path} has a target", remedy=f"data.new={table.path.name}")
+    if left_out := len(cells) - len(rows):
+        notes.append(f"without {left_out:,} of {len(cells):,} rows of {table.path.name}, which have no target")
+    if words:
+        label = "is a class; leave the cell empty in rows without a target"
+        gap = "is no target, as the others are numbers; --set data.kind=classification makes it a class"
+        listed = ", ".join(f"{cell!r} ({count:,} rows)" for cell, count in words.items())
+        table.doubts[target] = f"{table.path}: column {target!r}: {listed} {label if is_label else gap}"
+    kept = replace(table, rows=[table.rows[row] for row in rows], lines=[table.lines[row] for row in rows])
+    return kept if left_out else table  # which has parsed the column already
 
 
-def _read_test(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvTable:
-    """Another file of the same columns, which are brought into the table's order."""
+def _count_missing(table: CsvTable, columns: Sequence[str]) -> list[str]:
+    """Return a note on words such as NA in some columns."""
+    words = []
+    for name in columns:
+        numbers, is_word = table.parse(name)
+        if (is_gap := np.isnan(numbers) & ~is_word).any():
+            gaps = Counter(compress(table.select(name), is_gap))
+            words += [f"{cell!r} in {name} ({count:,})" for cell, count in gaps.items() if cell]
+    return [f"read as missing: {', '.join(words[:5])}{', …' * (len(words) > 5)}"] if words else []
+
+
+def _refuse_file_names(table: CsvTable, column: str) -> None:
+    """Raise RequestError if a column of words has names of files, relative to the table's folder."""
+    cells = list(islice(table.count_cells(column), 3)) if table.parse(column)[1].any() else []
+    if cells and all("." in cell and len(cell) < 256 and (table.path.parent / cell).is_file() for cell in cells):
+        raise RequestError(
+            f"--data csv: column {column!r} of {table.path} names files ({cells[0]}), whose content is not read",
+            remedy="write a Dataset that opens them: --data module:factory, or leave the column "
+            f"out: --set {quote(f'data.ignore=[{column}]')}",
+        )
+
+
+def _read_test(path: Path, table: CsvTable, form: CsvFormat) -> CsvTable:
+    """Return another file of the same columns, in the table's order."""
     others = read_table(path, form)
     if sorted(others.columns) != sorted(table.columns):
         raise RequestError(
@@ -154,31 +212,30 @@ def _read_test(path: Path, table: CsvTable, target: str, form: CsvFormat) -> Csv
             remedy=f"{', '.join(table.columns)}; or data.new={path.name}, for rows without a target",
         )
     places = [others.columns.index(name) for name in table.columns]
-    others = replace(others, columns=table.columns, rows=[[row[at] for at in places] for row in others.rows])
-    if not (found := _with_target(others, target)).rows:
-        raise RequestError(f"data.test_file: no row of {path} has a target", remedy=f"data.new={path.name}")
-    return found
+    rows = [[row[at] for at in places] for row in others.rows]
+    return _read_alike(replace(others, columns=table.columns, rows=rows), table)
 
 
 def _read_new(path: Path, table: CsvTable, target: str, form: CsvFormat) -> CsvTable:
-    """Rows that may lack the target; where columns have no names, the others are in order."""
+    """Return rows that may lack the target; if columns have no names, the others are in order."""
     found = read_table(path, form)
     if form.header == "none" and len(found.columns) == len(table.columns) - 1:
-        return replace(found, columns=[name for name in table.columns if name != target])
-    return found
+        found = replace(found, columns=[name for name in table.columns if name != target])
+    return _read_alike(found, table)
+
+
+def _read_alike(others: CsvTable, table: CsvTable) -> CsvTable:
+    """Return another file's table, whose cells are read as those of the training table."""
+    read_decimal_commas(others, table.notations)
+    return replace(others, notations=table.notations)
 
 
 def _check_numbers(features: TableFeatures, parts: Sequence[Part], path: Path) -> list[str]:
-    """Warnings about cells of the same file that are no numbers; RequestError where another file has some."""
-    found = {part.table.path: features.find_words(part) for part in parts if part.table.path != path}
-    if wrong := [line for lines in found.values() for line in lines]:
+    """Return warnings about words of the same file among numbers; raise RequestError if another file has some."""
+    words = [(part.table.path, line) for part in parts for line in features.find_words(part)]
+    if wrong := dict.fromkeys(line for file, line in words if file != path):
         raise RequestError("\n".join(wrong), remedy="numbers there, or nothing")
-    return [
-        f"{line}; it counts as missing"
-        for part in parts
-        if part.table.path == path
-        for line in features.find_words(part)
-    ]
+    return [f"{line}; it counts as missing" for _, line in words]
 
 
 def _read_targets(
@@ -186,28 +243,33 @@ def _read_targets(
 ) -> tuple[list[Tensor], tuple[str, ...]]:
     """Class numbers with the names of the classes, or numbers and no names."""
     cells = [np.array(part.table.select(target), dtype=object)[part.rows].tolist() for part in parts]
-    here = set(table.select(target))
-    learned = set(map(to_number, here))  # a test file does not decide
-    whole = all(number is not None and number.is_integer() for number in learned)
-    classes = None in learned or (whole and len(learned) <= FEW) if kind == "auto" else kind == "classification"
+    counts = Counter(table.select(target))  # a test file does not decide
+    read = table.notations[target].read
+    values = {cell: read(cell) for cell in set().union(counts, *cells)}
+    numbers = {values[cell] for cell in counts}
+    is_whole = all(number is not None and number.is_integer() for number in numbers)
+    classes = None in numbers or (is_whole and len(numbers) <= FEW) if kind == "auto" else kind == "classification"
     if not classes:
         for part in parts:
             if (at := part.find_word(target)) is not None:
-                word = part.table.rows[at][table.columns.index(target)]
+                word = part.table.select(target)[at]
                 raise RequestError(f"data.kind: column {target!r} holds {word!r}, no number", remedy="classification")
         return [torch.from_numpy(part.table.parse(target)[0][part.rows]).float() for part in parts], ()
-
-    def label(cell: str) -> str | float | None:
-        return to_number(cell) if whole else cell  # 1 and 1.0 are one class
-
-    known = set(map(label, here))
-    _check_labels(parts[2], target, [cell for cell in dict.fromkeys(cells[2]) if label(cell) not in known], table)
-    names: dict[str | float | None, str] = {}
-    for cell in sorted(set().union(*cells), key=lambda cell: (float(cell) if whole else 0.0, cell)):
-        names.setdefault(label(cell), cell)
-    place = {each: number for number, each in enumerate(names)}
-    numbers = {cell: place[label(cell)] for cell in set().union(*cells)}
-    return [torch.tensor([numbers[cell] for cell in each]) for each in cells], tuple(names.values())
+    if kind == "auto" and None in numbers and len(counts) > max(FEW, counts.total() / 2):
+        odd = table.describe_cell(target, int(table.parse(target)[1].argmax()))
+        raise RequestError(
+            f"data.target: {odd} is not a number, and {len(counts):,} texts in {counts.total():,} rows are no classes",
+            remedy=f"{AS_NUMBERS}; or --set data.kind=classification",
+        )
+    is_merged = all(map(_WHOLE.fullmatch, counts))
+    labels = {cell: match[1] if is_merged and (match := _WHOLE.fullmatch(cell)) else cell for cell in values}
+    known = {labels[cell] for cell in counts}
+    _check_labels(parts[2], target, [cell for cell in dict.fromkeys(cells[2]) if labels[cell] not in known], table)
+    names: dict[str, str] = {}
+    for cell in sorted(set().union(*cells), key=lambda cell: (values[cell] or 0.0 if is_whole else 0.0, cell)):
+        names.setdefault(labels[cell], cell)
+    indices = {label: index for index, label in enumerate(names)}
+    return [torch.tensor([indices[labels[cell]] for cell in each]) for each in cells], tuple(names.values())
 
 
 def _check_labels(test: Part, target: str, strange: Sequence[str], table: CsvTable) -> None:
@@ -221,7 +283,7 @@ def _check_labels(test: Part, target: str, strange: Sequence[str], table: CsvTab
 
 
 def read_table(path: Path, format: CsvFormat) -> CsvTable:
-    """A .jsonl or CSV file; see `read_csv`. A field that a record lacks, or that is null, is an empty cell."""
+    """Read a .jsonl or CSV file; see `read_csv`. A field that a record lacks, or null, NaN, infinity: an empty cell."""
     if path.suffix != ".jsonl" or not path.is_file():
         return read_csv(path, format)
     records = JsonLines(path)
@@ -230,15 +292,22 @@ def read_table(path: Path, format: CsvFormat) -> CsvTable:
         raise RequestError(f"--data csv: {path}: no rows")
     columns = list(dict.fromkeys(name for record in found for name in record))
     places = [records.describe(index) for index in range(len(found))]
+    doubts: dict[str, str] = {}
     rows = [
-        [_to_cell(record.get(name), name, place) for name in columns]
+        [_to_cell(record.get(name), name, place, doubts) for name in columns]
         for record, place in zip(found, places, strict=True)
     ]
-    return CsvTable(path, columns, rows, [int(place.rpartition(":")[2]) for place in places], ())
+    lines = [int(place.rpartition(":")[2]) for place in places]
+    decimals = {"auto": ".,", "comma": ",", "point": "."}[format.decimal]
+    return CsvTable(path, columns, rows, lines, (), decimals=decimals, doubts=doubts)
 
 
-def _to_cell(value: Any, name: str, place: str) -> str:
+def _to_cell(value: object, name: str, place: str, doubts: dict[str, str]) -> str:
+    """Return a value as text; note the first NaN or infinity of a column in `doubts`."""
     if value is None:
+        return ""
+    if isinstance(value, float) and not math.isfinite(value):
+        doubts.setdefault(name, f"{place}: {value} in column {name!r} counts as missing, as do others")
         return ""
     if not isinstance(value, str | int | float):
         raise RequestError(

@@ -1,0 +1,137 @@
+"""Cells of a column as numbers: plain, grouped by thousands, with a unit, or dates; and words for missing cells.
+
+Numbers are ASCII digits with a sign, a point and an exponent. Codes are texts, although float() reads them: 1_1, 007,
+and digits of other alphabets.
+"""
+
+import math
+import re
+from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+_MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
+_LONGEST_GAP = max(map(len, _MISSING))
+MOST = 0.9  # if this share of a column are numbers, the other cells look like mistakes
+_UNITS = "$€£¥₹%"
+_SPACES = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'"})
+_LEADING_ZERO = re.compile(r"\n[+-]?0[0-9]")  # in cells that each follow a line break
+_NUMBER_LIKE = re.compile(rf"[+-]?[{_UNITS}]? ?[+-]?[0-9][0-9.,:/' TZeE+-]*[{_UNITS}]?")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}\S*)?")
+
+Parsed = tuple[np.ndarray, np.ndarray]
+
+
+class Notation(NamedTuple):
+    """How the numbers of a column are written."""
+
+    decimal: str = "."  # the sign before the fraction
+    group: str = ""  # the sign between groups of three digits, in numbers that have one
+    unit: str = ""  # a sign that each number has before or after it
+    is_date: bool = False  # ISO 8601; the number is that of days since 1970-01-01, in UTC
+
+    def read(self, cell: str) -> float | None:
+        """Return the finite number in a cell, or None."""
+        if self.is_date:
+            return _read_date(cell)
+        text = cell.translate(_SPACES)
+        match = _compile(self).fullmatch(text)
+        if match is None or (self.unit and text.count(self.unit) != 1):
+            return None
+        return to_number("".join(match.groups()).replace(self.group, "").replace(self.decimal, "."))
+
+
+PLAIN, DECIMAL_COMMA = Notation(), Notation(",")
+
+
+@cache
+def _compile(notation: Notation) -> re.Pattern[str]:
+    decimal, group, unit = map(re.escape, notation[:3])
+    whole = f"(?:[0-9]{{1,3}}(?:{group}[0-9]{{3}})+|[0-9]*)" if group else "[0-9]*"
+    before, after = (f"(?:{unit} ?)?", f"(?: ?{unit})?") if unit else ("", "")
+    return re.compile(f"([+-]?){before}([+-]?{whole}(?:{decimal}[0-9]*)?(?:[eE][+-]?[0-9]+)?){after}")
+
+
+def _read_date(cell: str) -> float | None:
+    try:
+        moment = datetime.fromisoformat(cell) if _DATE.fullmatch(cell) else None
+    except ValueError:  # such as month 13
+        return None
+    return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() / 86_400 if moment else None
+
+
+def learn_notation(cells: Collection[str], decimals: str) -> tuple[Notation, str]:
+    """Return the notation that most of the cells fit, and a warning if they fit another one as well, or nothing.
+
+    Args:
+        cells: different cells, none of which is missing.
+        decimals: the decimal signs that may occur, the likeliest first.
+    """
+    if sum(map(is_number_like, cells)) < MOST * len(cells):
+        return PLAIN, ""
+    text = "".join(cells).translate(_SPACES)
+    unit = max(_UNITS, key=text.count)
+    unit *= unit in text
+    signs = [(decimal, group) for decimal in decimals for group in ("", *",.' ") if decimal != group and group in text]
+    plain = [PLAIN] * ("." in decimals)  # preferred to others that fit as many
+    notations = [*plain, *(Notation(*pair, unit) for pair in signs), PLAIN, Notation(is_date=True)]
+    values = {notation: [notation.read(cell) for cell in cells] for notation in notations}
+    best = min(values, key=lambda notation: values[notation].count(None))
+    fewest = values[best].count(None)
+    if len(cells) - fewest < MOST * len(cells):
+        return PLAIN, ""
+    for rival in (each for each in values if each.decimal in decimals and values[each].count(None) == fewest):
+        for cell, value, other in zip(cells, values[best], values[rival], strict=True):
+            if value is not None and other not in (None, value):
+                sign = "comma" if rival.decimal == "," else "point"
+                return best, f"{cell!r} is read as {value:.12g}; --set data.decimal={sign} if it is {other:.12g}"
+    return best, ""
+
+
+def is_number_like(cell: str) -> bool:
+    """Return whether a cell is of digits and the signs of numbers, dates and times; so are many codes."""
+    return _NUMBER_LIKE.fullmatch(cell.translate(_SPACES)) is not None
+
+
+def is_missing(cell: str) -> bool:
+    """Return whether a cell says that it holds nothing: empty, NA, nan, ?, …"""
+    return len(cell) <= _LONGEST_GAP and cell.lower() in _MISSING
+
+
+def list_missing_words() -> list[str]:
+    """Return the words that mean that a cell holds nothing, in lower case."""
+    return sorted(_MISSING)
+
+
+def to_number(cell: str) -> float | None:
+    """Return the finite number that a cell writes plainly, or None."""
+    try:
+        value = float(cell) if _has_no_codes(f"\n{cell}") else math.nan
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _has_no_codes(text: str) -> bool:
+    """Return whether cells, each after a line break, are no codes that float() reads as numbers."""
+    return text.isascii() and "_" not in text and not _LEADING_ZERO.search(text)
+
+
+def parse_numbers(cells: Sequence[str], notation: Notation) -> Parsed:
+    """Return (n,) float64, nan for anything but numbers, and (n,) bool, which cells are words: not missing either."""
+    gaps = {cell for cell in {cell for cell in cells if len(cell) <= _LONGEST_GAP} if is_missing(cell)}
+    text = "\n".join(["", *cells])
+    if notation == PLAIN and _has_no_codes(text):  # float() reads what to_number does, and in C
+        try:
+            texts = ("nan" if cell in gaps else cell for cell in cells) if gaps else cells
+            numbers = np.fromiter(map(float, texts), dtype=np.float64, count=len(cells))
+            if np.isfinite(numbers).sum() == len(cells) - (sum(map(gaps.__contains__, cells)) if gaps else 0):
+                return numbers, np.zeros(len(cells), dtype=bool)
+        except ValueError:
+            pass  # there are words, so cells are read one by one
+    values = {cell: None if cell in gaps else notation.read(cell) for cell in set(cells)}
+    numbers = np.array([values[cell] for cell in cells], dtype=np.float64)
+    return numbers, np.isnan(numbers) & np.array([cell not in gaps for cell in cells], dtype=bool)
