@@ -43,6 +43,10 @@ class OutOfMemory(TrainingError):
     """A rank ran out of device memory; raised on every rank."""
 
 
+class EvaluationStopped(Exception):
+    """All ranks leave an evaluation at the same batch, because a signal asked one of them to stop the run."""
+
+
 def combine_errors(errors: Iterable[TrainingError]) -> RequestError:
     """Several errors of one request as one, each with its own remedy."""
     return RequestError("\n".join(str(error) for error in errors))

@@ -229,6 +229,7 @@ def assemble_run(
     saver = components.strategy.create_saver(store, writer)
     if saver.note:
         console.note(saver.note)
+    saved_step = -1 if progress.evaluation_pending else progress.step  # an evaluation makes it another state
     gpu = None
     if world.device.type == "cuda":
         gpu = stack.enter_context(closing(Sampler(str(torch.cuda.get_device_properties(world.device).uuid))))
@@ -243,7 +244,7 @@ def assemble_run(
             trace,
             not components.loaders.train.ready,
         ),
-        checkpointer=Checkpointer(store, writer, saver, CheckpointSchedule(config.checkpoint), progress.step),
+        checkpointer=Checkpointer(store, writer, saver, CheckpointSchedule(config.checkpoint), saved_step),
         log=RunLog(journal, board, console, progress_bar, state, gpu, _count_flops(components)),
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
         moments=bind_moments(parts),
