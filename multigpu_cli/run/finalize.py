@@ -131,7 +131,8 @@ def write_run_end(run: Run, summary: dict[str, Any]) -> None:
                     publish(run.folder / name, content)
             if run.log.tensorboard:
                 run.log.tensorboard.hyperparameters(flatten_settings(run.spec.user_config), summary["final"])
-    run.log.journal.write("end", status=summary["status"], step=run.progress.step, fingerprint=summary["fingerprint"])
+    end = {name: summary[name] for name in ("status", "fingerprint", "cause", "rank") if name in summary}
+    run.log.journal.write("end", step=run.progress.step, **end)
     run.control.summary_written = True
     for tell in run.moments.end:
         tell(run, summary)

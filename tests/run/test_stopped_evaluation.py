@@ -5,26 +5,19 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.data.loader import Loader
-from multigpu_cli.faults import stop
 from multigpu_cli.monitor import journal
-from multigpu_cli.run import evaluation
-from multigpu_cli.run.run import Run
-from multigpu_cli.tasks.base import Evaluation
+from tests.support.interrupted_evaluation import strike, terminate_self
 from tests.support.run_training import run_training
 from tests.support.wait_until import wait_until
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 SHORT: dict[str, Any] = {"global_batch_size": 20, "batch_size": 2, "epochs": 3, "log_interval": 1, "exact": True}
-EACH_BATCH = 0.0  # seconds between two votes
 STEPS = 3  # of an epoch
 
 
@@ -52,32 +45,10 @@ class Calls:
             file.write(f"{self.calls} {text}\n")
 
 
-def strike(split: str, epoch: int, batch: int, act: Callable[[], object], rank: int = 0) -> None:
-    """In this process: act before this batch (from 0) of the evaluation of that epoch, and vote after each batch."""
-    stop._INTERVAL = EACH_BATCH
-    inner = evaluation._evaluate_in_batches
-
-    def evaluate(run: Run, model: nn.Module, name: str, loader: Loader) -> Evaluation:
-        batches = count()
-
-        def before_forward(*_: Any) -> None:
-            if (next(batches), name, run.epoch, run.world.rank) == (batch, split, epoch, rank):
-                act()
-
-        with model.register_forward_pre_hook(before_forward):
-            return inner(run, model, name, loader)
-
-    evaluation._evaluate_in_batches = evaluate
-
-
-def send(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
-
-
 def die_once_saved(steps: int) -> None:
     """After the thread that writes the checkpoint, as in an evaluation that takes its time."""
     wait_until(lambda: Path(f"run/checkpoints/step_{steps:08d}").exists(), "the checkpoint is written")
-    send(signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def spoil(steps: int = 0) -> None:
@@ -125,7 +96,7 @@ def test_evaluation_is_left_at_a_signal_and_made_once(workers: int, flags: dict[
     flags = SHORT | flags
     whole = run_training(workers, **flags, save_dir="whole")
     assert whole.error == ""
-    signalled = partial(strike, "val", 2, 0, partial(send, signal.SIGTERM), workers - 1)
+    signalled = partial(strike, "val", 2, 0, terminate_self, workers - 1)
     stopped = run_training(workers, **flags, save_dir="run", prepare=signalled)
     assert (stopped.error, stopped.summary["status"], stopped.summary["steps"]) == ("", "stopped", 2 * STEPS)
     assert newest_step("run") == 2 * STEPS
@@ -148,7 +119,7 @@ def test_crash_in_an_evaluation_loses_no_step(act: Callable[[int], None], epoch:
     assert_same(ended.summary, whole.summary)
 
 
-@pytest.mark.parametrize("act", [partial(send, signal.SIGTERM), spoil], ids=["signal", "error"])
+@pytest.mark.parametrize("act", [terminate_self, spoil], ids=["signal", "error"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_test_evaluation_is_left_and_repeated_alone(workers: int, act: Callable[[], None]) -> None:
     whole = run_training(workers, **SHORT, save_dir="whole")
@@ -163,8 +134,8 @@ def test_hooks_hear_of_an_interrupted_evaluation_once() -> None:
     run_training(**flags, save_dir="whole")
     told = Path("calls.txt").read_text()
     Path("calls.txt").unlink()
-    run_training(**flags, save_dir="run", prepare=partial(strike, "val", 2, 1, partial(send, signal.SIGTERM)))
-    run_training(**flags, save_dir="run", prepare=partial(strike, "test", 3, 1, partial(send, signal.SIGTERM)))
+    run_training(**flags, save_dir="run", prepare=partial(strike, "val", 2, 1, terminate_self))
+    run_training(**flags, save_dir="run", prepare=partial(strike, "test", 3, 1, terminate_self))
     run_training(**flags, save_dir="run")
     assert Path("calls.txt").read_text() == told
 
