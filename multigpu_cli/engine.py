@@ -12,7 +12,7 @@ from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.assembly.components import StepResult
 from multigpu_cli.run.batch_size import recover_from_out_of_memory
 from multigpu_cli.run.checkpointing import save_checkpoint
-from multigpu_cli.run.evaluation import evaluate_epoch
+from multigpu_cli.run.evaluation import evaluate_epoch, plan_evaluation
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.open import ResolvedRequest, open_run
 from multigpu_cli.run.part import add_requested_part
@@ -51,9 +51,14 @@ def run(request: ResolvedRequest) -> dict[str, Any]:
 
 
 def fit(run: Run, *, until: int | None = None) -> str:
-    """Train to the end of the plan, to step `until`, to early stopping or an agreed stop; "completed" or "stopped"."""
+    """Train to the end of the plan, to step `until`, to early stopping or an agreed stop; "completed" or "stopped".
+
+    An evaluation that a stop or a crash of an earlier attempt left comes first.
+    """
     progress, train = run.progress, run.loaders.train
     run.observer.timer.start()
+    if progress.evaluation_pending and conclude(run, stopping=not evaluate_epoch(run)) == "stopped":
+        return "stopped"
     while not run.finished and (until is None or progress.step < until):
         batches = run.plan.batches
         epoch, first = divmod(progress.step, batches.steps_per_epoch)
@@ -76,25 +81,39 @@ def fit(run: Run, *, until: int | None = None) -> str:
 
 
 def finish_step(run: Run, outcome: StepResult) -> str:
-    """Count the step, log, evaluate and save; returns "finished" or "stopped" if training ends here, else ""."""
+    """Count the step, log, save and evaluate; returns "finished" or "stopped" if training ends here, else ""."""
     end = run.complete_step()
     log_recovery(run)
-    if end.at_log_interval:
-        log_step(run, outcome)
     if end.at_epoch_end:
-        evaluate_epoch(run)
-    finished = run.finished
-    stopping, overdue, asked = run.agree_on_stop_and_save(end)
-    if (stopping or finished) and not end.at_log_interval:
+        plan_evaluation(run)
+    stopping, pausing, overdue, asked = run.agree_on_requests(end)
+    ending = stopping or pausing or run.finished
+    if ending or end.at_log_interval:
         log_step(run, outcome)
     due = run.checkpointer.schedule.update_due(end.previous_step, end.step, epoch_ended=end.at_epoch_end)
-    if end.savable and (stopping or finished or overdue or due):
-        save_checkpoint(run)
-    if asked and not (stopping or finished):
+    if end.savable and (ending or overdue or due):
+        save_checkpoint(run)  # before the evaluation, in which the run may be killed
+    if end.at_epoch_end and not (stopping and run.progress.evaluation_pending):
+        stopping |= not evaluate_epoch(run)
+    if run.progress.stopped_early and not (ending or end.at_log_interval):
+        log_step(run, outcome)
+    verdict = conclude(run, stopping=stopping or pausing)
+    if asked and not verdict:
         add_requested_part(run)
-    if stopping and not finished:
-        run.log.console.note(f"stopped by {run.control.stop.signal or 'a signal to another rank'} at step {end.step}")
-    return "finished" if finished else "stopped" if stopping else ""
+    return verdict
+
+
+def conclude(run: Run, *, stopping: bool) -> str:
+    """Return "finished" if the run is, its last evaluation included; else "stopped" if asked to, once that is saved."""
+    progress = run.progress
+    if run.finished and not progress.evaluation_pending:
+        return "finished"
+    if not stopping:
+        return ""
+    if run.checkpointer.saved_step != progress.step:
+        save_checkpoint(run)
+    run.log.console.note(f"stopped by {run.control.stop.signal or 'a signal to another rank'} at step {progress.step}")
+    return "stopped"
 
 
 def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResult:

@@ -24,6 +24,8 @@ class TrainingError(Exception):
 
     exit_code = FAILED
     failed_at: int | None = None  # optimizer steps done; None before the first of this attempt
+    rank: int | None = None  # the rank at fault, if it is another one that is known
+    is_unexplained = False  # a rank ended without a word; only its launcher can know how
 
     def __init__(self, problem: str, *, remedy: str = "", shared: bool = False, caused_by_peer: bool = False) -> None:
         super().__init__(problem, remedy)
@@ -41,6 +43,10 @@ class RequestError(TrainingError):
 
 class OutOfMemory(TrainingError):
     """A rank ran out of device memory; raised on every rank."""
+
+
+class EvaluationStopped(Exception):
+    """All ranks leave an evaluation at the same batch, because a signal asked one of them to stop the run."""
 
 
 def combine_errors(errors: Iterable[TrainingError]) -> RequestError:

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -21,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Sign
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from multigpu_cli.checkpoint.files import is_locked
 from multigpu_cli.checkpoint.run_folder import read_note, read_summary, resolve_folder
 from multigpu_cli.config.rules import OWN_RUN_ID
 from multigpu_cli.config.schema import Config
@@ -30,6 +32,8 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.processes import check_spawned_script, die_with_parent, quote_last_lines
 from multigpu_cli.errors import FAILED, GRACE, TrainingError
 from multigpu_cli.faults.explain import describe_unexpected_error, is_peer_failure
+from multigpu_cli.monitor.history import JOURNAL, History, load_history
+from multigpu_cli.monitor.journal import Journal
 
 _FRONT_DOOR = Path(__file__).resolve().parent.parent / "main_multi_gpu.py"
 _SAFE_PATH, _OURS = "PYTHONSAFEPATH", "multigpu"  # a spawned Python takes no multiprocessing.py of the user's folder
@@ -38,10 +42,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal
 
 
 class WorkersFailed(TrainingError):
-    """A worker ended with a non-zero exit code and told the user why; not so a rank that a signal `killed`."""
+    """A worker ended with a non-zero exit code and told the user why; not so the rank `killed`, perhaps by a signal."""
 
     def __init__(self, exit_code: int, problem: str = "", killed: int | None = None) -> None:
-        again = "run the same command again: it resumes from the last checkpoint"
+        again = "the same command resumes from the last checkpoint; dmesg says whether memory ran out"
         super().__init__(problem, remedy="" if killed is None else again)
         self.exit_code = exit_code
         self.killed = killed
@@ -58,15 +62,27 @@ def self_launch(config: Config, placement: Placement, screen: str) -> dict[str, 
     try:
         _run_until_done(config, placement, screen, run_folder)
     except WorkersFailed as failed:
-        reports = run_folder.glob("logs/crash_*.txt")
-        if failed.killed is not None and not any(report.stat().st_mtime >= began for report in reports):
-            failed.problem += quote_last_lines(run_folder / "logs", failed.killed)  # no rank wrote a crash report
+        if failed.killed is not None:
+            when = _record_kill(run_folder, failed, began)
+            failed.problem += when + quote_last_lines(run_folder / "logs", failed.killed)
         raise
     except SignalException as stopped:
         status = (read_summary(run_folder) or {}).get("status")
         if status != "stopped":
             raise WorkersFailed(FAILED if status == "failed" else 128 + stopped.sigval) from stopped
     return read_summary(run_folder) or {}
+
+
+def _record_kill(run_folder: Path, failed: WorkersFailed, began: float) -> str:
+    """Add the cause to the journal, since no rank could know it; return when it was, in words."""
+    file = run_folder / JOURNAL
+    history = load_history(run_folder) if file.is_file() else History()
+    if not history.attempts or history.attempts[-1].start["time"] < began or is_locked(run_folder):
+        return ""
+    with closing(Journal(file)) as journal:
+        cause = {"cause": failed.problem, "rank": failed.killed}
+        journal.write("end", status="failed", step=history.step, fingerprint=None, **cause)
+    return f" after step {history.step}" if history.step else " before the first step"
 
 
 def _run_until_done(config: Config, placement: Placement, screen: str, run_folder: Path) -> None:
@@ -193,12 +209,14 @@ def _worker_error(failure: ChildFailedError, *, prints: bool) -> WorkersFailed:
     rank, first = min(
         failure.failures.items(), key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp)
     )
-    if first.exitcode >= 0:
+    if first.exitcode >= 0 and (not prints or first.error_file_data.get("message") != "<NONE>"):
         message: Any = first.message  # of a function that raised: a dict with its traceback
         text = message.get("message", "") if isinstance(message, dict) else message
         return WorkersFailed(first.exitcode, "" if prints else f"rank {rank}: {text}")
+    if first.exitcode >= 0:
+        return WorkersFailed(first.exitcode, f"rank {rank} ended without an error message", killed=rank)
     name = signal.Signals(-first.exitcode).name
-    return WorkersFailed(FAILED, f"rank {rank} was ended by {name}", killed=rank)
+    return WorkersFailed(FAILED, f"rank {rank} was killed ({name})", killed=rank)
 
 
 def _visible_devices(placement: Placement, before: str | None) -> str:

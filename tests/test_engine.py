@@ -497,7 +497,7 @@ def test_a_step_always_says_where_it_stands(monkeypatch: pytest.MonkeyPatch) -> 
     assert "1 agreeing" in seen[first + len(told) : second]
     assert seen[second : second + len(told)] == [f"1 {phase}" for phase in told]
     after = [line for line in dict.fromkeys(seen) if line.startswith("2 ")]
-    assert after == ["2 logging", "2 evaluating", "2 agreeing", "2 saving"]
+    assert after == ["2 agreeing", "2 logging", "2 saving", "2 evaluating"]
 
 
 def test_a_complete_run_gives_its_summary_and_its_weights() -> None:
@@ -509,7 +509,10 @@ def test_a_complete_run_gives_its_summary_and_its_weights() -> None:
 
 
 def test_an_epoch_goes_on_after_memory_ran_out_and_ends_at_any_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, errors = Mock(), [torch.OutOfMemoryError("CUDA out of memory"), "outcome", RuntimeError("mine")]
+    run, errors = (
+        Mock(progress=Mock(evaluation_pending=False)),
+        [torch.OutOfMemoryError("CUDA out of memory"), "outcome", RuntimeError("mine")],
+    )
     run.plan.batches.steps_per_epoch, run.progress.step, run.moments.epoch_begin = 3, 4, [run.begin]
     run.loaders.train.epoch.side_effect = lambda *_: iter([("layout", "work")])
     type(run).finished = PropertyMock(side_effect=[False, False, True, False])
@@ -530,35 +533,61 @@ def test_an_epoch_goes_on_after_memory_ran_out_and_ends_at_any_other_error(monke
         engine.fit(run)
 
 
-def test_the_end_of_a_step_does_what_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_end_does_what_is_due_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    for name in ("log_recovery", "log_step", "evaluate_epoch", "save_checkpoint", "add_requested_part"):
-        monkeypatch.setattr(engine, name, lambda *_, name=name: told.append(name))
 
     def finish(*what: str) -> tuple[str, list[str]]:
         told.clear()
         run = Mock(finished="finished" in what)
+        run.progress = Mock(step=7, evaluation_pending=False, stopped_early=False)
+        run.checkpointer.saved_step = 0
+
+        def plan_evaluation(_: Run) -> None:
+            run.progress.evaluation_pending = "unevaluated" not in what
+
+        def evaluate_epoch(_: Run) -> bool:
+            told.append("evaluate_epoch")
+            run.progress.evaluation_pending = "left" in what
+            if "early" in what:
+                run.finished = run.progress.stopped_early = True
+            return "left" not in what
+
+        def save_checkpoint(_: Run) -> None:
+            told.append("save_checkpoint")
+            run.checkpointer.saved_step = 7
+
+        for name in ("log_recovery", "log_step", "add_requested_part"):
+            monkeypatch.setattr(engine, name, lambda *_, name=name: told.append(name))
+        for function in (plan_evaluation, evaluate_epoch, save_checkpoint):
+            monkeypatch.setattr(engine, function.__name__, function)
         run.complete_step.return_value = Mock(
             savable="unsavable" not in what, at_log_interval="logged" in what, at_epoch_end="epoch" in what
         )
-        run.agree_on_stop_and_save.return_value = tuple(name in what for name in ("stopping", "overdue", "asked"))
+        asked = ("stopping", "pausing", "overdue", "asked")
+        run.agree_on_requests.return_value = tuple(name in what for name in asked)
         run.checkpointer.schedule.update_due.return_value = "due" in what
         run.log.console.note = told.append
-        run.control.stop.signal, run.complete_step.return_value.step = "SIGTERM", 7
+        run.control.stop.signal = "SIGTERM"
         verdict = engine.finish_step(run, Mock())
         assert told.pop(0) == "log_recovery"
         return verdict, list(told)
 
-    said = "stopped by SIGTERM at step 7"
+    log, save, evaluate, said = "log_step", "save_checkpoint", "evaluate_epoch", "stopped by SIGTERM at step 7"
     assert finish() == ("", [])
-    assert finish("logged", "epoch") == ("", ["log_step", "evaluate_epoch"])
-    assert finish("due") == finish("overdue") == ("", ["save_checkpoint"])
+    assert finish("logged", "epoch") == ("", [log, evaluate])
+    assert finish("epoch", "due") == ("", [save, evaluate]), "it may be killed in the evaluation"
+    assert finish("due") == finish("overdue") == ("", [save])
     assert finish("due", "overdue", "unsavable") == ("", [])
     assert finish("asked") == ("", ["add_requested_part"])
-    assert finish("stopping", "asked") == ("stopped", ["log_step", "save_checkpoint", said])
-    assert finish("stopping", "logged") == ("stopped", ["log_step", "save_checkpoint", said])
-    assert finish("finished", "asked") == ("finished", ["log_step", "save_checkpoint"])
-    assert finish("finished", "stopping", "logged") == ("finished", ["log_step", "save_checkpoint"])
+    assert finish("stopping", "asked") == ("stopped", [log, save, said])
+    assert finish("stopping", "logged") == ("stopped", [log, save, said])
+    assert finish("stopping", "epoch", "finished") == ("stopped", [log, save, said]), "the evaluation is for the resume"
+    assert finish("stopping", "epoch", "finished", "unevaluated") == ("finished", [log, save, evaluate])
+    assert finish("pausing", "epoch") == ("stopped", [log, save, evaluate, said])
+    assert finish("epoch", "left") == ("stopped", [evaluate, save, said])
+    assert finish("epoch", "due", "left", "asked") == ("stopped", [save, evaluate, said])
+    assert finish("epoch", "early", "asked") == ("finished", [evaluate, log])
+    assert finish("finished", "epoch", "asked") == ("finished", [log, save, evaluate])
 
 
 @pytest.mark.parametrize(("exact", "hooked"), [(False, False), (True, False), (False, True)])

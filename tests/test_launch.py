@@ -2,7 +2,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.stop import interruptible
 from multigpu_cli.launch import WorkersFailed, run_cli, run_in_workers, self_launch
+from multigpu_cli.monitor.journal import Journal, read_events
 from tests.support.fork import exit_code
 
 CPU, CUDA = torch.device("cpu"), (torch.device("cuda", 1), torch.device("cuda", 3))
@@ -124,13 +126,16 @@ def test_workers_see_only_the_chosen_gpus(
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before, "as it was, for whoever goes on in this process"
 
 
-def fail_workers(*ends: tuple[int, int]) -> Callable[[], None]:
-    """Workers that ended with these exit codes at these seconds."""
+def fail_workers(*ends: tuple[int, int], silent: Collection[int] = ()) -> Callable[[], None]:
+    """Workers that ended with these exit codes at these seconds; those that no signal ended have said why, or not."""
 
     def end() -> None:
         failures = {}
         for rank, (code, second) in enumerate(ends):
-            failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="")
+            told = Path(f"told_{rank}.json")
+            told.write_text('{"message": "what it has shown"}')
+            error_file = str(told) if code > 0 and rank not in silent else ""
+            failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=error_file)
             failures[rank].timestamp = second
         raise ChildFailedError("main_multi_gpu.py", failures)
 
@@ -154,28 +159,52 @@ def test_the_code_of_the_first_that_ended_is_ours(agent: Agent, ends: list[tuple
     assert str(ended.value) == "", "they have told the user why"
 
 
-def test_a_worker_that_was_killed_could_not_say_so_itself(agent: Agent) -> None:
-    agent.ending = fail_workers((-15, 3), (-9, 1))
-    with pytest.raises(WorkersFailed, match="rank 1 was ended by SIGKILL") as ended:
-        self_launch(make_config(), ON_CPU, "normal")
-    assert ended.value.exit_code == 1
-
-
-@pytest.mark.parametrize(("reported", "quoted"), [(False, True), (True, False)])
-def test_its_last_words_are_said_for_it_unless_another_rank_has_done_so(
-    agent: Agent, reported: bool, quoted: bool
+@pytest.mark.parametrize(
+    ("ends", "code", "problem"),
+    [
+        ([(-15, 3), (-9, 1)], 1, "rank 1 was killed (SIGKILL)"),
+        ([(-15, 3), (-6, 1)], 1, "rank 1 was killed (SIGABRT)"),
+        ([(1, 3), (7, 1)], 7, "rank 1 ended without an error message"),
+    ],
+)
+@pytest.mark.parametrize(("step", "when"), [(None, ""), (0, " before the first step"), (12, " after step 12")])
+def test_launcher_reports_a_killed_worker_and_journals_it(
+    agent: Agent, ends: list[tuple[int, int]], code: int, problem: str, step: int | None, when: str
 ) -> None:
+    """With the last lines that it printed, which no other rank shows."""
+
     def end() -> None:
         Path("run/logs").mkdir(parents=True)
         Path("run/logs/rank_1.log").write_text("--- rank 1, attempt 1\nterminate called\n")
-        if reported:
-            Path("run/logs/crash_0.txt").touch()
-        fail_workers((-15, 3), (-6, 1))()
+        Path("run/logs/crash_0.txt").touch()
+        if step is not None:
+            with closing(Journal("run/journal.jsonl")) as journal:
+                journal.write("start", plan={})
+                journal.write("end", status="failed", step=step, fingerprint=None, cause="rank 1 is missing", rank=1)
+        fail_workers(*ends, silent=[1])()
 
     agent.ending = end
-    with pytest.raises(WorkersFailed, match="rank 1 was ended by SIGABRT") as ended:
+    with pytest.raises(WorkersFailed) as ended:
         self_launch(make_config(save_dir="run"), ON_CPU, "normal")
-    assert ("(run/logs/rank_1.log):\n  terminate called\n  try: " in str(ended.value)) is quoted
+    assert ended.value.exit_code == code
+    assert ended.value.problem == f"{problem}{when}\n  its last output (run/logs/rank_1.log):\n  terminate called"
+    if step is not None:
+        last = list(read_events("run/journal.jsonl"))[-1]
+        del last["time"]
+        assert last == {
+            "event": "end", "status": "failed", "step": step, "fingerprint": None, "cause": problem, "rank": 1,
+        }  # fmt: skip
+
+
+def test_launcher_leaves_the_journal_of_an_earlier_launch_alone(agent: Agent) -> None:
+    Path("run").mkdir()
+    before = '{"event": "start", "time": 1.0}\n'
+    Path("run/journal.jsonl").write_text(before)
+    agent.ending = fail_workers((-9, 1))
+    with pytest.raises(WorkersFailed) as ended:
+        self_launch(make_config(save_dir="run"), ON_CPU, "normal")
+    assert ended.value.problem == "rank 0 was killed (SIGKILL)"
+    assert Path("run/journal.jsonl").read_text() == before
 
 
 def interrupt_after(status: str) -> Callable[[], None]:

@@ -21,7 +21,7 @@ from multigpu_cli.api.settings import MultiGPUConfig, TrainingMode
 from multigpu_cli.api.training import prepare_run
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.world import all_reduce_sum, is_out_of_memory
-from multigpu_cli.errors import STOPPED, RequestError
+from multigpu_cli.errors import STOPPED, EvaluationStopped, RequestError
 from multigpu_cli.faults.explain import remedy_for
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.evaluation import evaluate
@@ -114,8 +114,11 @@ class MultiGPUTrainer(Functions):
         with ExitStack() as stack:
             self.run = stack.enter_context(open_run(stack.enter_context(prepared.open())))
             self._stack = stack.pop_all()
-        self.run.observer.watchdog.paused = True
         atexit.register(self.close)
+        with _working(self.run):
+            status = engine.fit(self.run, until=self.run.progress.step)  # an evaluation that was left
+        if status == "stopped":
+            sys.exit(STOPPED)
         return prepared.objects.model, TrainLoader(self.run), self.run.loaders.val
 
     def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
@@ -193,8 +196,13 @@ class MultiGPUTrainer(Functions):
             raise RequestError("validate_epoch: there is no validation data", remedy="setup_training(…, val_dataset=…)")
         last, at_the_edge = run.progress.last, run.progress.step % run.plan.batches.steps_per_epoch == 0
         if not (run.progress.step and at_the_edge and "val_loss" in last):
-            with _working(run), use_published_weights(run):
-                return dict(evaluate(run, "val", run.loaders.val).metrics)
+            with _working(run):
+                try:
+                    with use_published_weights(run):
+                        return dict(evaluate(run, "val", run.loaders.val).metrics)
+                except EvaluationStopped:
+                    engine.conclude(run, stopping=True)
+            sys.exit(STOPPED)
         return {name.removeprefix("val_"): value for name, value in last.items() if name.startswith("val_")}
 
     def finish(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from multigpu_cli.checkpoint.files import Moved, compute_sha256, ignore_progress
 MANIFEST = "manifest.json"
 BEST = "best_weights.pt"  # the best weights so far, in a checkpoint's folder; the manifest names their sum under "best"
 
+EVALUATION = "evaluation.pt"  # the entries of state.pt that the evaluation after it has changed
+
 FindDamage = Callable[[Path], str | None]  # what is wrong with a checkpoint; None if nothing is
 
 

@@ -38,6 +38,7 @@ class Progress:
     epoch_losses: list[float] = field(default_factory=lambda: [0, 0.0, 0])  # index of the newest epoch; loss sum, units
     faults: list[dict[str, Any]] = field(default_factory=list)  # the faults so far, as the journal records them
     stopped_early: bool = False  # early stopping ended the run before its last step
+    evaluation_pending: bool = False  # the epoch that ended with `step` has still to be evaluated
     scheduled: int = 0  # how often the user's own scheduler was stepped
 
 
@@ -173,20 +174,20 @@ def _on_host(value: Any, into: Any, volatile: set[int], later: list[tuple[Tensor
 
 
 class Writer(AbstractContextManager["Writer"]):
-    """Runs jobs that only read copied state, so that the training loop can continue; at most one at a time."""
+    """Runs jobs that only read copied state, one after the other, so that the training loop can continue."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._job: Future[None] | None = None
+        self._jobs: list[Future[None]] = []
         self._copied: threading.Event | None = None
         self.waited = 0.0  # seconds that the last `wait_for_staging` took
 
     def submit(self, copy: Callable[[], object], job: Callable[[], None]) -> None:
-        """Submit the next job, once `wait` has returned the result of the previous one.
+        """Submit a job, once `wait` has returned the result of the previous ones.
 
         What `copy` reads, which runs first, must not change until `wait_for_staging` returns.
         """
-        assert self._job is None
+        assert not self._jobs
         copied = self._copied = threading.Event()
         self.waited = 0.0
 
@@ -197,7 +198,11 @@ class Writer(AbstractContextManager["Writer"]):
                 copied.set()
             job()
 
-        self._job = self._pool.submit(work)
+        self.add(work)
+
+    def add(self, job: Callable[[], None]) -> None:
+        """Append a job, which runs after those that were submitted before."""
+        self._jobs.append(self._pool.submit(job))
 
     def wait_for_staging(self) -> None:
         """Wait until the state that is to be written has been copied."""
@@ -209,18 +214,17 @@ class Writer(AbstractContextManager["Writer"]):
 
     @property
     def is_done(self) -> bool:
-        """Whether a job has finished, so that `wait` returns at once."""
-        return self._job is not None and self._job.done()
+        """Whether there are jobs and all have finished, so that `wait` returns at once."""
+        return bool(self._jobs) and all(job.done() for job in self._jobs)
 
     def wait(self) -> OSError | None:
-        """Wait for the current job, if any; returns its OSError, or None; any other error of it is raised."""
-        job, self._job = self._job, None
-        try:
-            if job is not None:
-                job.result()
-        except OSError as error:  # a full or missing disk: the caller decides whether training continues
-            return error
-        return None
+        """Wait for the current jobs, if any; returns the first one's OSError, or None; any other error is raised."""
+        jobs, self._jobs = self._jobs, []
+        errors = [error for job in jobs if (error := job.exception())]
+        for error in errors:
+            if not isinstance(error, OSError):
+                raise error
+        return errors[0] if errors else None  # a full or missing disk: the caller decides whether training continues
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True)

@@ -20,6 +20,7 @@ from multigpu_cli.checkpoint.files import (
 )
 from multigpu_cli.checkpoint.manifest import (
     BEST,
+    EVALUATION,
     MANIFEST,
     FindDamage,
     find_damage,
@@ -66,6 +67,13 @@ def _link_best(others: Sequence[Path], best: BestWeights, draft: Path) -> bool:
                 os.link(other / BEST, draft / BEST)
                 return True
     return False
+
+
+def _link_or_copy(source: Path, target: Path, moved: Moved) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the file system may have no hard links; a full disk fails in the copy too
+        _copy_file(source, target, moved)
 
 
 def find_file(files: Iterable[Path], sha256_wanted: str) -> Path | None:
@@ -122,8 +130,8 @@ class Checkpoint:
 
     def outline(self) -> dict[str, Any]:
         """What state.pt holds; tensors that are in pieces are on the meta device."""
-        file = self.folder / "state.pt"
-        return dict(deserialize(file.read_bytes(), str(file)))
+        files = [self.folder / name for name in ("state.pt", EVALUATION) if name in self.manifest["files"]]
+        return {k: v for file in files for k, v in deserialize(file.read_bytes(), str(file)).items()}
 
     def open_pieces(self) -> Pieces:
         return Pieces(self.folder, list_pieces(self.manifest))
@@ -159,6 +167,7 @@ class Store:
 
     def __init__(self, folder: Path, keep: int = 1, moved: Moved = ignore_progress) -> None:
         self.folder, self.keep, self.moved = folder, keep, moved
+        self._saved_step = -1  # of the checkpoint that was saved last
 
     def save(
         self,
@@ -174,24 +183,49 @@ class Store:
         try:
             listed = {"state.pt": write_state(draft / "state.pt", state, self.moved)}
             listed |= peers.add_pieces(draft) if peers else {}
-            if best and add_best(draft, best, self.list_folders(), self.moved):
-                # not among the listed files: the state is complete without it
-                facts = facts | {"best": {"file": BEST, "sha256": best.sha256}}
-            publish(draft / MANIFEST, sign_manifest({"step": step, "files": listed} | facts), self.moved)
-            if final.exists() and not self._set_aside_damaged(final):  # the same step once more, after a resume
-                final.rename(_name_earlier(final))  # a checkpoint of this step under that name too
-            draft.rename(final)
+            if final.exists():  # the same step once more, after a resume
+                self._set_aside_damaged(final)
+            self._publish(draft, final, {"step": step, "files": listed} | facts, best)
         except OSError:
             self.discard_draft(step)  # frees the space for the next one
             raise
-        flush_folder(self.folder)
-        if _name_earlier(final).exists():
-            shutil.rmtree(_name_earlier(final))
+        self._saved_step = step
         damaged = peers.find_damaged_pieces() if peers else None
         for old in self.list_old(step):
             if not self._set_aside_damaged(old, damaged):
                 shutil.rmtree(old)
         return sum(file["size"] for file in listed.values())
+
+    def add_evaluation(self, step: int, state: dict[str, Any], best: BestWeights | None = None) -> None:
+        """Replace the checkpoint that was saved last by one with its files, these entries and best weights, or raise.
+
+        Nothing happens if that of this step could not be saved.
+        """
+        if step != self._saved_step:
+            return
+        draft, final = self.open_draft(step), self.folder / f"step_{step:08d}"
+        try:
+            manifest = {key: value for key, value in read_manifest(final).items() if key not in ("best", "sha256")}
+            for name in manifest["files"]:
+                _link_or_copy(final / name, draft / name, self.moved)
+            manifest["files"][EVALUATION] = write_state(draft / EVALUATION, state, self.moved)
+            self._publish(draft, final, manifest, best)
+        except OSError:
+            self.discard_draft(step)
+            raise
+
+    def _publish(self, draft: Path, final: Path, manifest: dict[str, Any], best: BestWeights | None) -> None:
+        """Complete a draft, and put it in the place of a checkpoint of the same step, if there is one."""
+        if best and add_best(draft, best, self.list_folders(), self.moved):
+            # not among the listed files: the state is complete without it
+            manifest = manifest | {"best": {"file": BEST, "sha256": best.sha256}}
+        publish(draft / MANIFEST, sign_manifest(manifest), self.moved)
+        if final.exists():
+            final.rename(_name_earlier(final))  # a checkpoint of this step under that name too
+        draft.rename(final)
+        flush_folder(self.folder)
+        if _name_earlier(final).exists():
+            shutil.rmtree(_name_earlier(final))
 
     def open_draft(self, step: int) -> Path:
         """The folder where a checkpoint is written, which several ranks may make at once."""

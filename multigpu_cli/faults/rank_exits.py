@@ -19,10 +19,10 @@ from multigpu_cli.errors import FAILED
 
 PHASES = (
     "starting",
-    "logging",
-    "evaluating",
     "agreeing",
+    "logging",
     "saving",
+    "evaluating",
     "fetching data",
     "forward",
     "backward",

@@ -132,7 +132,7 @@ def lost_peer_error(exits: Sequence[RankExit], size: int, done: int | None, logs
         problem = "\n".join([f"rank {cause.rank} failed ({cause.place}): {head}", *(f"  {line}" for line in rest[:5])])
         remedy = "" if any("try:" in line for line in rest) else remedy_for(Exception(cause.problem))
         error = TrainingError(problem, remedy=remedy)
-        error.exit_code = cause.exit_code
+        error.exit_code, error.rank = cause.exit_code, cause.rank
         error.add_note(cause.stack)  # for --debug
     else:
         who = f"rank {', '.join(map(str, missing))}" if missing else "some rank"
@@ -143,6 +143,7 @@ def lost_peer_error(exits: Sequence[RankExit], size: int, done: int | None, logs
             remedy="check dmesg or the scheduler for an out-of-memory kill; "
             "the same command resumes from the last checkpoint",
         )
+        error.rank, error.is_unexplained = missing[0] if len(missing) == 1 else None, True
     error.caused_by_peer = True
     return error
 
@@ -176,4 +177,6 @@ def hang_error(positions: Sequence[RankPosition], size: int, seconds: float, log
     lines = [f"  rank {rank}: does not answer" for rank in silent[:4]]
     lines += [f"  rank {each.rank}: {each}" for each in sorted(positions, key=lambda each: each.order)[:6]]
     where = f"{logs}/stacks_* show the stack of every thread; " if logs else ""
-    return TrainingError("\n".join([head, *lines]), remedy=f"{where}a longer --hang-timeout if steps take so long")
+    error = TrainingError("\n".join([head, *lines]), remedy=f"{where}a longer --hang-timeout if steps take so long")
+    error.rank = next(iter([*silent, *behind])) if len([*silent, *behind]) == 1 else None
+    return error

@@ -79,6 +79,10 @@ class StopConsensus:
         self._next = step + int(-closest)
         return [request > 0 for request in combined]
 
+    def steps_until_vote(self, step: int) -> int:
+        """Return the number of steps from `step`, which had a vote, to the next vote."""
+        return max(1, self._next - step)
+
     def _propose_interval(self, step: int) -> int:
         """Steps that fit into the interval, by the speed since the last vote."""
         now = time.monotonic()

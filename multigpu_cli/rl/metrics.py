@@ -1,6 +1,6 @@
 """PPO's metrics and finished episodes: sums that stay on the device until they are logged."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -108,15 +108,18 @@ class Episodes:
         """Refused: episodes have no samples."""
         raise RequestError("--task ppo has episodes, not samples with predictions", remedy="multigpu evaluate")
 
-    def play(self, network: Network, policy: Policy, memory: int) -> Iterator[tuple[range, dict[str, Tensor]]]:
-        """Yield this worker's episodes by groups: their numbers and metrics, (E,) each, of the likeliest actions."""
+    def play(self, network: Network, policy: Policy, memory: int) -> Iterator[tuple[range, dict[str, Tensor]] | None]:
+        """Yield this worker's episodes by groups: their numbers and metrics, (E,) each, of the likeliest actions.
+
+        None is yielded after each step before a group's last one.
+        """
         count = -(-self.size // _GROUP)
         rank, workers = self.world.rank, self.world.size
         for number in range(count * rank // workers, count * (rank + 1) // workers):
             numbers = range(number * _GROUP, min((number + 1) * _GROUP, self.size))
             if number not in self._groups:
                 self._groups[number] = self.source.make(self.split, numbers, self.world.device)
-            yield numbers, _first_episodes(self._groups[number], network, policy, len(numbers), memory)
+            yield numbers, (yield from _first_episodes(self._groups[number], network, policy, len(numbers), memory))
 
     def details(self) -> dict[str, Any]:
         """Details of the first episode, on the worker that played it."""
@@ -125,7 +128,7 @@ class Episodes:
 
 def _first_episodes(
     environments: EnvironmentGroup, network: Network, policy: Policy, size: int, memory: int
-) -> dict[str, Tensor]:
+) -> Generator[None, None, dict[str, Tensor]]:
     observation = environments.reset()
     device = observation.device
     state, begun = torch.zeros(size, memory, device=device), torch.ones(size, device=device)
@@ -145,4 +148,5 @@ def _first_episodes(
             if not bool(running.any()):
                 return metrics
         observation, begun = stepped.observation, over.to(torch.float32)
+        yield
     raise TrainingError(f"an episode of an evaluation did not end in {_LONGEST:,} steps", remedy="a time limit")

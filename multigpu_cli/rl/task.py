@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from multigpu_cli.config.schema import DataConfig, TaskConfig
 from multigpu_cli.data.loader import Batch, BatchStream
 from multigpu_cli.data.source import DataSource
-from multigpu_cli.distributed.world import World, all_gather_object, all_reduce_sum, run_on_all_ranks
+from multigpu_cli.distributed.world import World, all_gather_object, all_reduce_sum
 from multigpu_cli.errors import RequestError
 from multigpu_cli.rl.env_source import EnvSource
 from multigpu_cli.rl.metrics import Episodes
@@ -119,7 +119,7 @@ class PPO(Task):
 
         with eval_mode(model):
             size = int(model.memory_size)  # type: ignore[arg-type]
-            played = run_on_all_ranks(world, lambda: list(loader.play(network, self.policy, size)))
+            played = [group for group in self.run_passes(world, loader.play(network, self.policy, size)) if group]
         names = next(part for part in all_gather_object(world, [list(found) for _, found in played]) if part)[0]
         slots = torch.zeros(len(names), loader.size, dtype=torch.float64, device=world.device)
         for numbers, found in played:

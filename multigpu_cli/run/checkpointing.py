@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from multigpu_cli.capabilities import PART_STATES
 from multigpu_cli.checkpoint.files import check_owner
@@ -21,7 +23,8 @@ from multigpu_cli.run.run import Run
 def save_checkpoint(run: Run) -> None:
     """Copy the state, and write it in the background while training goes on; all ranks call it together.
 
-    best.pt is written before the checkpoint is published, so it is never older than the checkpoint says.
+    That of an epoch's end is written before the evaluation; whoever resumes from it makes the evaluation first. Then
+    `save_evaluation` completes it. best.pt is never older than a checkpoint says.
     """
     run.observer.watchdog.set_position(run.progress.step, "saving")
     checkpointer = run.checkpointer
@@ -50,21 +53,15 @@ def save_checkpoint(run: Run) -> None:
 
 
 def _save_on_main_rank(run: Run, snapshot: Snapshot, began: float) -> None:
-    checkpointer, watchdog = run.checkpointer, run.observer.watchdog
+    checkpointer = run.checkpointer
     step, best, peers = run.progress.step, checkpointer.best, snapshot.peers
     best_metrics, stalled = dict(run.progress.best), time.perf_counter() - began
 
     def write() -> None:
         check_owner(run.folder)
-        weights = run.folder / "best.pt"
-        if best:
-            checkpointer.best_sha256 = save_weights(
-                weights, best, run.spec.weights_metadata(), best_metrics, watchdog.mark_progress
-            )
-            best.clear()
+        so_far = _write_best(run, best, best_metrics)
         where = {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
         facts = run.spec.checkpoint_metadata() | where
-        so_far = BestWeights(weights, checkpointer.best_sha256) if best_metrics else None
         size = checkpointer.store.save(step, snapshot.state, facts, so_far, peers)
         seconds = time.perf_counter() - began
         stall = stalled + checkpointer.writer.waited
@@ -76,6 +73,36 @@ def _save_on_main_rank(run: Run, snapshot: Snapshot, began: float) -> None:
     checkpointer.in_flight = step
     checkpointer.writer.submit(snapshot.finish, partial(_write_or_abandon, write, peers) if peers else write)
     stalled = time.perf_counter() - began
+
+
+def save_evaluation(run: Run) -> None:
+    """Add what an evaluation changed to the checkpoint of its step, in the background; all ranks call it together.
+
+    New best weights are written to best.pt first, also if this attempt has saved no checkpoint of this step.
+    """
+    checkpointer, step = run.checkpointer, run.progress.step
+    best, metrics, state = checkpointer.best, dict(run.progress.best), {}
+    if checkpointer.saved_step == step:
+        state = _collect_state(run, run.task.state(run.world))
+        state = deepcopy({name: state[name] for name in ("progress", "task", *PART_STATES)})
+
+    def write() -> None:
+        check_owner(run.folder)
+        so_far = _write_best(run, best, metrics)
+        if state:
+            checkpointer.store.add_evaluation(step, state, so_far)
+
+    if run.world.is_main and (best or state):
+        checkpointer.writer.add(write)
+
+
+def _write_best(run: Run, best: dict[str, Tensor], metrics: dict[str, float]) -> BestWeights | None:
+    """Write weights to best.pt, unless that was done, and free their memory; return the best so far, if any."""
+    weights, mark = run.folder / "best.pt", run.observer.watchdog.mark_progress
+    if best:
+        run.checkpointer.best_sha256 = save_weights(weights, best, run.spec.weights_metadata(), metrics, mark)
+        best.clear()
+    return BestWeights(weights, run.checkpointer.best_sha256) if metrics else None
 
 
 def _write_or_abandon(write: Callable[[], None], peers: Peers) -> None:

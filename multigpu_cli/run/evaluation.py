@@ -8,10 +8,12 @@ from torch import nn
 
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.distributed.world import free_memory, is_out_of_memory
-from multigpu_cli.errors import OutOfMemory
+from multigpu_cli.errors import EvaluationStopped, OutOfMemory
+from multigpu_cli.faults.stop import StopConsensus
 from multigpu_cli.monitor.format import format_epoch
 from multigpu_cli.monitor.meters import divide
 from multigpu_cli.run.batch_size import end_evaluation_without_memory, halve_eval_batch
+from multigpu_cli.run.checkpointing import save_evaluation
 from multigpu_cli.run.run import Run, use_published_weights
 from multigpu_cli.run.train_log import report_skipped_steps
 from multigpu_cli.tasks.base import Evaluation
@@ -20,13 +22,16 @@ from multigpu_cli.tasks.base import Evaluation
 def evaluate(run: Run, split: str, loader: Loader, *, show: bool = True) -> Evaluation:
     """One exact pass over a split with the weights that are published (the average, with --ema); journalled.
 
+    EvaluationStopped: a signal asked some rank to stop the run; nothing was recorded.
+
     The caller puts those of a schedule-free optimizer into the model, see `use_published_weights`.
     """
     model, progress = run.state.eval_model(), run.progress
-    moving = model.register_forward_pre_hook(lambda *_: run.observer.watchdog.set_position(progress.step, "evaluating"))
+    watchdog = run.observer.watchdog
     with run.observer.timer.pause():
-        result = _evaluate_in_batches(run, model, split, loader)
-        moving.remove()
+        with model.register_forward_pre_hook(lambda *_: watchdog.set_position(progress.step, "evaluating")):
+            result = _evaluate_in_batches(run, model, split, loader)
+        watchdog.count_arrival()
         entry = run.log.journal.write(
             "eval", epoch=run.epoch, step=progress.step, split=split, samples=result.samples, **result.metrics
         )
@@ -42,7 +47,7 @@ def _evaluate_in_batches(run: Run, model: nn.Module, split: str, loader: Loader)
     """Evaluate, with smaller batches after each out-of-memory error, unless others wait for this rank."""
     while True:
         try:
-            with _show_progress(run, split, loader):
+            with _show_progress(run, split, loader), _leave_on_signal(run):
                 return run.task.evaluate(model, loader, run.world, run.state.precision, run.eval_batch_size)
         except OutOfMemory:
             text = halve_eval_batch(run)
@@ -68,31 +73,68 @@ def _show_progress(run: Run, split: str, loader: Loader) -> Iterator[None]:
             run.task.batch_evaluated = before
 
 
-def evaluate_epoch(run: Run) -> None:
-    """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more."""
+@contextmanager
+def _leave_on_signal(run: Run) -> Iterator[None]:
+    """Have all ranks leave the evaluation at the same batch, with an EvaluationStopped, after a signal to one of them.
+
+    They vote about every half second, as they do between steps.
+    """
+    consensus = StopConsensus(run.world)
+
+    def meet(done: int, more: bool) -> int:
+        run.observer.watchdog.count_arrival()
+        stopping, more = consensus.vote(done, (run.control.stop.signal is not None, more))
+        if stopping and more:
+            raise EvaluationStopped
+        return consensus.steps_until_vote(done) if more else 0
+
+    run.task.meet = meet
+    try:
+        yield
+    finally:
+        run.task.meet = None
+
+
+def plan_evaluation(run: Run) -> None:
+    """At the end of an epoch, before its checkpoint: end the run if its goal is reached; say whether to evaluate."""
     progress = run.progress
     report_skipped_steps(run)
     run.observer.loss.all_reduce_pending()
     if reached := run.task.stop_reason():
         progress.stopped_early = True
         run.log.console.note(f"ending early: {reached}")
-    last = progress.stopped_early or progress.step == run.plan.schedule.total_steps
-    if last or run.task.should_evaluate(run.epoch):
+    evaluates = run.loaders.val is not None and (run.finished or run.task.should_evaluate(run.epoch))
+    progress.evaluation_pending = evaluates or bool(run.moments.epoch_end)
+
+
+def evaluate_epoch(run: Run) -> bool:
+    """At the end of an epoch: evaluate, record the best weights, and stop early if nothing improves any more.
+
+    Return whether this was done: after a signal it is left, stays pending, and is made when the run resumes.
+    """
+    progress, timer = run.progress, run.observer.timer
+    if run.finished or run.task.should_evaluate(run.epoch):
         metrics: dict[str, float] = {}
         if run.loaders.val is not None:
-            with use_published_weights(run):
-                result = evaluate(run, "val", run.loaders.val, show=False)  # in the epoch's line
-                track_best(run, result)
+            try:
+                with use_published_weights(run):
+                    result = evaluate(run, "val", run.loaders.val, show=False)  # in the epoch's line
+                    track_best(run, result)
+            except EvaluationStopped:
+                return False
             metrics = {f"val_{name}": value for name, value in result.metrics.items()}
-        timer = run.observer.timer
         with timer.pause():
             samples, seconds = timer.samples - run.log.at_last_epoch[0], timer.seconds - run.log.at_last_epoch[1]
             run.log.at_last_epoch = timer.samples, timer.seconds
             numbers = {"train_loss": progress.last.get("train_loss"), **metrics}
             cells = format_epoch(run.epoch, run.epochs, numbers, divide(samples, seconds), seconds)
             run.log.console.epoch(cells, best=bool(metrics) and progress.best.get("step") == progress.step)
+    was_pending, progress.evaluation_pending = progress.evaluation_pending, False
     for tell in run.moments.epoch_end:
         tell(run)
+    if was_pending:
+        save_evaluation(run)
+    return True
 
 
 def track_best(run: Run, result: Evaluation) -> None:

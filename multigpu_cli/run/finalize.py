@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.weights import copy_to_host, fingerprint, read_weig
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.distributed.processes import find_ranks_with_output, log_path
 from multigpu_cli.distributed.world import all_gather_object, run_on_all_ranks, run_on_main_rank
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import EvaluationStopped, TrainingError
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.optimizers.eval_weights import is_schedule_free
 from multigpu_cli.run.checkpointing import save_checkpoint, wait_for_last_checkpoint
@@ -25,13 +25,21 @@ from multigpu_cli.run.train_log import peak_memory
 
 
 def finish_run(run: Run, status: str) -> dict[str, Any]:
-    """End a run that completed or stopped; returns its summary, or raises a TrainingError if a write fails."""
+    """End a run that completed or stopped; returns its summary, or raises a TrainingError if a write fails.
+
+    A run that a signal stops in the evaluation of the test split counts as stopped.
+    """
     end: dict[str, Any] = {}
     run.log.state.ending = True
     if status == "completed":
-        end = finish_completed(run)
+        try:
+            end = finish_completed(run)
+        except EvaluationStopped:  # everything but the evaluation of the test split is saved
+            status = "stopped"
+            run.log.console.note("stopped in the evaluation of the test split; the same command repeats it")
     else:
         wait_for_last_checkpoint(run)
+    if status == "stopped":
         run.observer.watchdog.record_stop()
     run.log.progress_bar.close()
     end["peak_memory_bytes"] = all_gather_object(run.world, peak_memory(run.world.device))
@@ -123,7 +131,8 @@ def write_run_end(run: Run, summary: dict[str, Any]) -> None:
                     publish(run.folder / name, content)
             if run.log.tensorboard:
                 run.log.tensorboard.hyperparameters(flatten_settings(run.spec.user_config), summary["final"])
-    run.log.journal.write("end", status=summary["status"], step=run.progress.step, fingerprint=summary["fingerprint"])
+    end = {name: summary[name] for name in ("status", "fingerprint", "cause", "rank") if name in summary}
+    run.log.journal.write("end", step=run.progress.step, **end)
     run.control.summary_written = True
     for tell in run.moments.end:
         tell(run, summary)

@@ -37,6 +37,7 @@ from multigpu_cli.distributed.world import (
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.faults.explain import name_unused_parameters
 from multigpu_cli.faults.rank_exits import read_previous_cause
+from multigpu_cli.faults.root_cause import summary_line
 from multigpu_cli.faults.stop import SkippedStepLimit, StopConsensus, StopRequest
 from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT, Watchdog
 from multigpu_cli.models.build import list_unused_methods
@@ -174,10 +175,12 @@ def _show_model_tables(components: TrainComponents, console: Console) -> None:
 def record_failure(run: Run) -> Iterator[None]:
     """End the run on an error inside, or a hang: write the reason into its summary, and raise the root cause."""
 
-    def failed(error: BaseException) -> None:
+    def failed(error: BaseException, rank: int | None = None) -> None:
         if run.control.summary_written:
             return
-        summary = build_summary(run, "failed", {"error": f"{type(error).__name__}: {error}"})
+        known = getattr(error, "rank", None)
+        cause = {"cause": summary_line(error), "rank": rank if known is None else known}
+        summary = build_summary(run, "failed", {"error": f"{type(error).__name__}: {error}"} | cause)
         write_run_end(run, summary)
         if run.world.restarts_left <= 0:  # no restart follows: --json prints this summary
             run.log.console.print_json(summary)
@@ -188,7 +191,7 @@ def record_failure(run: Run) -> Iterator[None]:
     except BaseException as error:
         name_unused_parameters(error, [name for name, p in run.state.model.named_parameters() if p.requires_grad])
         reason = run.observer.watchdog.publish_and_find_root_cause(error)
-        failed(reason)
+        failed(reason, rank=None if reason is not error or getattr(error, "shared", False) else run.world.rank)
         raise reason from (None if reason is error else error)
 
 
@@ -238,13 +241,14 @@ def assemble_run(
     saver = components.strategy.create_saver(store, writer)
     if saver.note:
         console.note(saver.note)
+    saved_step = -1 if progress.evaluation_pending else progress.step  # an evaluation makes it another state
     gpu = None
     if world.device.type == "cuda":
         gpu = stack.enter_context(closing(Sampler(str(torch.cuda.get_device_properties(world.device).uuid))))
     run = Run(
         **{each.name: getattr(components, each.name) for each in fields(TrainComponents)},
         observer=_make_observer(components, watchdog, trace),
-        checkpointer=Checkpointer(store, writer, saver, CheckpointSchedule(config.checkpoint), progress.step),
+        checkpointer=Checkpointer(store, writer, saver, CheckpointSchedule(config.checkpoint), saved_step),
         log=RunLog(journal, board, console, progress_bar, state, gpu, _count_flops(components)),
         control=RunControl(stop, StopConsensus(world), world.previous_attempt if world.attempt else None),
         moments=bind_moments(parts),

@@ -213,7 +213,7 @@ class Checkpointer:
     writer: Writer
     saver: Saver
     schedule: CheckpointSchedule
-    saved_step: int  # that of the newest checkpoint
+    saved_step: int  # that of the newest checkpoint, in which the evaluation after it is or will be
     best: dict[str, Tensor] = field(default_factory=dict)  # host copy of the best weights, until they are written
     best_sha256: str = ""  # of the best weights that were written, on rank 0
     in_flight: int = -1  # step of the checkpoint that is being written, or was last, on rank 0
@@ -328,14 +328,17 @@ class Run(TrainComponents):
         log = step // interval > before // interval or step == total
         return StepEnd(before, step, log, epoch, savable=epoch or not self.loaders.train.resumable_only_at_epoch)
 
-    def agree_on_stop_and_save(self, end: StepEnd) -> tuple[bool, bool, bool]:
-        """Whether a rank was asked to stop, a checkpoint is overdue, and a request waits: the same on every rank."""
+    def agree_on_requests(self, end: StepEnd) -> tuple[bool, bool, bool, bool]:
+        """Return whether to stop now, to pause after an evaluation, to save, and to add a part: as any rank was asked.
+
+        All ranks call it together, and get the same.
+        """
         self.observer.watchdog.set_position(end.step, "agreeing")
         wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue(), self.log.state.asked)
         agreed = self.control.consensus.vote(end.step, wishes) if end.savable else (False, False, False)
-        stopping, overdue, asked = agreed
         paused = self.control.pause_at is not None and end.savable and end.step >= self.control.pause_at
-        return stopping or paused, overdue, asked
+        stopping, overdue, asked = agreed
+        return stopping, paused, overdue, asked
 
 
 @contextmanager

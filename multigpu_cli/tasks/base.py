@@ -1,10 +1,13 @@
 """The interface of tasks: a loss for training and its units, exact sums for evaluation, and the order of results."""
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import nan
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,7 @@ from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.tasks.metric import Metric, MetricMeter
 
 Loss = Callable[[Any, Any], Tensor]  # a user's own loss: outputs and targets → a mean, or one loss for each sample
+Result = TypeVar("Result")
 RENAMED = {  # earlier names of methods that a task may override: no longer called, so a task that has one is refused
     "feed": "train_stream",
     "begin": "check_model",
@@ -71,6 +75,9 @@ class Task(ABC):
     own_metrics: Sequence[Metric] = ()  # of --metric; an evaluation gives them beside the task's
     moved: Callable[[], None]  # called in long work other than forward and backward: the watchdog sees progress
     batch_evaluated: Callable[[int], None]  # called in an evaluation with how many of this worker's batches are done
+    meet: Callable[[int, bool], int] | None = None
+    """Called by all ranks together in an evaluation, with the number of passes since its start, and whether this rank
+    may have more. Returns the number of passes up to the next call, 0 if no rank has more; may raise on all ranks."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -178,28 +185,47 @@ class Task(ABC):
         (Shewchuk's fsum). A batch that did not fit on some rank raises OutOfMemory on all of them; with `equal_passes`
         it raises torch.OutOfMemoryError, or a RuntimeError like it, on this rank, and others wait for its part.
         """
-        meter = MetricMeter(self.own_metrics, -(-loader.size // batch_size), world)
-        measure = partial(self._pass, model, loader, world, precision, batch_size, meter)
+        batches = -(-loader.size // batch_size)
+        slots = torch.zeros(1 + len(self.sums), batches, dtype=torch.float64, device=world.device)
+        own = _RankSums(slots, MetricMeter(self.own_metrics, batches, world))
         with eval_mode(model):
-            slots, counts, units = measure() if self.equal_passes else run_on_all_ranks(world, measure)
-        size = int(all_reduce_max(world, [0 if counts is None else counts.numel()])[0])
-        counts = torch.zeros(size) if counts is None else counts  # a worker without a batch does not know how many
-        parts = [slots.flatten(), units.to(slots)[None], counts.to(slots)]  # whole numbers are exact below 2⁵³
+            self.run_passes(world, self._measure_batches(model, loader, world, precision, batch_size, own))
+        size = int(all_reduce_max(world, [0 if own.counts is None else own.counts.numel()])[0])
+        counts = torch.zeros(size) if own.counts is None else own.counts  # of a rank without a batch
+        units = torch.as_tensor(own.units).to(slots)  # whole numbers are exact below 2⁵³
+        parts = [slots.flatten(), units[None], counts.to(slots)]
         totals, number, whole = all_reduce_sum(world, torch.cat(parts)).cpu().split([len(part) for part in parts])
         seen, counts = int(number), whole.long()
         sums = (add_exactly(row) / seen if seen else nan for row in totals.view_as(slots).tolist())
         means = dict(zip(("loss", *self.sums), sums, strict=True))
-        figures = self.metrics(counts, max(1, seen)) | self.figures(means) | meter.reduce(world, self.moved)
+        figures = self.metrics(counts, max(1, seen)) | self.figures(means) | own.meter.reduce(world, self.moved)
         return Evaluation({"loss": means["loss"]} | figures, loader.size, self.details(counts))
 
-    def _pass(
-        self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int, meter: MetricMeter
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """This worker's part: (1 + sums, batches) float64 slots, (k,) counts, None without a batch, and () units."""
-        slots = torch.zeros(1 + len(self.sums), -(-loader.size // batch_size), dtype=torch.float64, device=world.device)
-        counts: Tensor | None = None
-        units, done = torch.zeros((), dtype=torch.int64, device=world.device), 0
-        seed = getattr(loader, "seed", 0)  # a task's own loader may have none
+    def run_passes(self, world: World, passes: Iterator[Result]) -> list[Result]:
+        """Return what `passes` yields on this rank; all ranks call it together, and `meet` after some passes.
+
+        An error that one rank raises in a pass, all raise; with `equal_passes` it does so alone, as others wait for it.
+        """
+        results: list[Result] = []
+        done, count = 0, sys.maxsize if self.meet is None else 1
+        while count:
+            part = partial(_take, passes, count)
+            new = part() if self.equal_passes else run_on_all_ranks(world, part)
+            results.extend(new)
+            done += count
+            count = 0 if self.meet is None else self.meet(done, len(new) == count)
+        return results
+
+    def _measure_batches(
+        self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int, own: "_RankSums"
+    ) -> Iterator[None]:
+        """Add this rank's batches to its sums, one in each pass."""
+        done, slots, meter, seed = (
+            0,
+            own.slots,
+            own.meter,
+            getattr(loader, "seed", 0),
+        )  # a task's own loader may have none
         for done, batch in enumerate(loader.eval_batches(batch_size, world.rank, world.size), 1):
             seed_micro_batch(seed, EVAL_EPOCH, batch.micro_batch_index, world.device)
             # a model may change buffers without asking for its mode: the previous batch may be another worker's
@@ -209,14 +235,29 @@ class Task(ABC):
             slots[0, batch.micro_batch_index] = measured.loss_sum
             if measured.sums is not None:
                 slots[1:, batch.micro_batch_index] = measured.sums
-            units += self.units(batch)
-            counts = measured.counts if counts is None else counts + measured.counts
+            own.units += self.units(batch)
+            own.counts = measured.counts if own.counts is None else own.counts + measured.counts
             self.batch_evaluated(done)
+            yield
         most = -(-slots.shape[1] // world.size) if self.equal_passes else 0
         for _ in range(most - done):
             with precision.autocast(), preserve_buffers(model):  # counts for nothing
                 self.measure(model, next(loader.eval_batches(batch_size, 0, 1)))
-        return slots, counts, units
+            yield
+
+
+def _take(passes: Iterator[Result], count: int) -> list[Result]:
+    return list(islice(passes, count))
+
+
+@dataclass
+class _RankSums:
+    """The sums of one rank over its batches of an evaluation."""
+
+    slots: Tensor  # (1 + sums, batches of all ranks) float64, zero for those of other ranks
+    meter: MetricMeter
+    counts: Tensor | None = None  # (k,) int64; None without a batch
+    units: Tensor | int = 0  # () int64, in the batches so far
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # the
 _POLL, _BEAT, _LOOK, _PATIENCE = 0.05, 10.0, 1.0, 30.0  # seconds; the last for what a killed driver left to end
 _TRIES = 3  # starts of a run that ends without a word, and has not come further
 _NO_SPACE = ("No space left on device", "Errno 28")
-_NAN, _KILLED = "NaN or infinite", "was ended by SIG"
+_NAN, _KILLED = "NaN or infinite", "was killed (SIG"
 
 
 class Slots(NamedTuple):

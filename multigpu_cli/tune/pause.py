@@ -36,5 +36,6 @@ class PauseAtRung(Part):
 
     def _note(self, run: Run) -> None:
         """Stop the run at the rung, and name it as the reason."""
-        if run.progress.step >= (run.control.pause_at or 0) and not run.finished:
+        reached = run.progress.step >= (run.control.pause_at or 0)
+        if reached and not run.finished and not run.progress.evaluation_pending:
             run.control.stop.signal = f"tune.pause_at {self._epoch}"

@@ -58,11 +58,10 @@ def _make_row(follower: RunFollower, until: float) -> dict[str, Any]:
 def describe_run(run: RunData, now: float) -> dict[str, Any]:
     """The state of a run and its numbers, at Unix time `now`."""
     history, status = run.history, read_status(run.folder, now, run.history)
-    busy, total, error = status.state in _AT_WORK, status.total_steps, run.summary.get("error")
+    busy, total = status.state in _AT_WORK, status.total_steps
     return vars(status) | {
         "id": id_of(run.folder),
         "name": run.name,
-        "alarms": [str(error) if error and each.startswith("failed:") else each for each in status.alarms],
         "val": [[name, format_metric(name, value, decimals=4)] for name, value in status.val.items()],
         "end": forecast_step(history, total, now) if busy and total else None,
         "next": forecast_checkpoint(history, run.settings.get("checkpoint_every"), now) if busy else None,

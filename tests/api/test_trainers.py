@@ -1,6 +1,9 @@
 """A loop of the user's own, epoch by epoch and step by step, on the engine."""
 
+import atexit
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
 from multigpu_cli.monitor.meters import StepTimer
 from tests.monitor.test_meters import Clock
+from tests.support.fork import exit_code
+from tests.support.interrupted_evaluation import strike, terminate_self
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import Points, network, weights
 from train_multi_gpu import (
@@ -58,6 +63,33 @@ def test_epochs_are_the_same_on_any_number_of_ranks_and_after_a_stop(tmp_path: P
     told, end = by_epochs(tmp_path / "parts", exact=True)
     assert end == alone[1]
     assert told[2] == alone[0][2]
+
+
+def test_own_loop_resumes_in_an_evaluation(tmp_path: Path) -> None:
+    """A signal ends attempts with 75 in an epoch's evaluation, in `setup`, and in one that the loop asks for."""
+    told, end = by_epochs(tmp_path / "whole", exact=True)
+
+    def leave(epoch: int, loop: Callable[[], object]) -> None:
+        strike("val", epoch, 0, terminate_self)
+        with pytest.raises(SystemExit) as ended:
+            loop()
+        atexit._run_exitfuncs()
+        assert ended.value.code == 75
+
+    def validate_after_a_step() -> None:
+        trainer = MultiGPUTrainer(config(tmp_path / "run", exact=True))
+        _, train_loader, _ = trainer.setup(network(), Points(40), val_dataset=Points(10))
+        trainer.train_step(next(iter(train_loader)))
+        trainer.validate_epoch()
+
+    for epoch, loop in (
+        (1, lambda: by_epochs(tmp_path / "run", exact=True)),
+        (1, validate_after_a_step),
+        (2, validate_after_a_step),
+    ):
+        assert exit_code(partial(leave, epoch, loop)) == 0
+    resumed_told, resumed_end = by_epochs(tmp_path / "run", exact=True)
+    assert (resumed_told[1:], resumed_end) == (told[1:], end)
 
 
 def test_the_long_form_trains_as_one_process_does(tmp_path: Path) -> None:

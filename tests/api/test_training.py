@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Weight
 
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError
+from tests.support.fork import exit_code
+from tests.support.interrupted_evaluation import strike, terminate_self
 from tests.support.optimizers import Manifold, Noisy, ScheduleFreeSGD
 from tests.support.ranks import run_on_each_rank
 from tests.support.user_inputs import Points, loader, network, weights
@@ -190,6 +193,32 @@ def test_a_plateau_lowers_the_rate(tmp_path: Path) -> None:
         **QUIET,
     )
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-5)
+
+
+def test_plateau_survives_a_stop_in_an_evaluation(tmp_path: Path) -> None:
+    """The scheduler takes the loss of the evaluation that the resume makes."""
+
+    def train(folder: str, prepare: Callable[[], object] = lambda: None) -> None:
+        prepare()
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        asked: dict[str, Any] = {"num_epochs": 3, "val_loader": loader(8, 1), "settings": {"log_interval": 1}, **QUIET}
+        train_with_multi_gpu(
+            model, loader(), optimizer, scheduler=scheduler, save_dir=str(tmp_path / folder), exact=True, **asked
+        )
+
+    def read(folder: str) -> list[Any]:
+        lines = list(map(json.loads, (tmp_path / folder / "journal.jsonl").read_text().splitlines()))
+        rates = [(line["step"], line["lr"], line["loss"]) for line in lines if line["event"] == "train"]
+        return [rates, [(line["step"], line["loss"]) for line in lines if line["event"] == "eval"]]
+
+    for folder, prepare in (
+        ("whole", lambda: None), ("run", partial(strike, "val", 2, 1, terminate_self)), ("run", lambda: None),
+    ):  # fmt: skip
+        assert exit_code(partial(train, folder, prepare)) == 0
+    assert read("run") == read("whole")
+    assert len({rate for _, rate, _ in read("run")[0]}) == 2
 
 
 def train_scheduled(folder: Path, make: Callable[[torch.optim.Optimizer], LRScheduler], **more: Any) -> list[float]:

@@ -177,7 +177,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_name() -> None:
 def test_progress_begins_at_nothing() -> None:
     lists: dict[str, Any] = {"score": [], "faults": [], "line_losses": [0, 0], "epoch_losses": [0, 0, 0]}
     numbers = dict.fromkeys(("step", "stale_epochs", "train_seconds", "startup_seconds", "scheduled"), 0)
-    assert asdict(Progress()) == lists | numbers | {"best": {}, "last": {}, "stopped_early": False}
+    flags = dict.fromkeys(("stopped_early", "evaluation_pending"), False)
+    assert asdict(Progress()) == lists | numbers | {"best": {}, "last": {}} | flags
 
 
 def test_a_capture_into_an_earlier_one_uses_its_memory_and_says_the_same() -> None:

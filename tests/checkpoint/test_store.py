@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint import store as store_module
-from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
-from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.files import compute_sha256
+from multigpu_cli.checkpoint.manifest import BEST, EVALUATION, MANIFEST, find_damage, read_manifest
+from multigpu_cli.checkpoint.store import BestWeights, Store
 from tests.support.fork import exit_code
 
 STATE: dict[str, Any] = {"model": {"weight": torch.arange(64.0)}, "progress": {"step": 1}}
@@ -212,16 +213,9 @@ STEPS_ON_DISK = (
 )
 
 
-@pytest.mark.parametrize(
-    ("steps", "keep"),
-    [((10,), 2), ((10, 20), 2), ((20,), 1)],
-    ids=["a new step", "the same step once more", "the only one once more"],
-)
-def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
-    steps: tuple[int, ...], keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed before its first step on disk, before its second, … until it comes through; the next one tidies up."""
-    left = 0
+def kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the process that comes to this one of its steps on disk."""
+    left = moment
 
     def counted(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*given: Any, **named: Any) -> Any:
@@ -233,12 +227,23 @@ def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
 
         return call
 
+    for owner, name in STEPS_ON_DISK:
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep"),
+    [((10,), 2), ((10, 20), 2), ((20,), 1)],
+    ids=["a new step", "the same step once more", "the only one once more"],
+)
+def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
+    steps: tuple[int, ...], keep: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before its first step on disk, before its second, … until it comes through; the next one tidies up."""
     for moment in range(40):
         store = fill_store(tmp_path / str(moment), *steps, keep=keep)
         with monkeypatch.context() as deadly:
-            for owner, name in STEPS_ON_DISK:
-                deadly.setattr(owner, name, counted(getattr(owner, name)))
-            left = moment
+            kill_at(moment, deadly)
             ended = exit_code(partial(store.save, 20, STATE, FACTS))
         found, skipped = store.find_newest()
         assert found is not None
@@ -253,6 +258,59 @@ def test_whenever_a_save_is_killed_a_whole_checkpoint_is_left(
     assert found is not None
     assert found.step == 20
     assert moment > 6, "and there were moments at which it was killed"
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "a disk without hard links"])
+def test_evaluation_is_added_to_the_checkpoint_of_its_step(
+    links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = fill_store(tmp_path, 10, 20)
+    best = tmp_path / "best.pt"
+    best.write_bytes(b"weights")
+    inode = (store.folder / "step_00000020/state.pt").stat().st_ino
+    if not links:
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(95, "Operation not supported")))
+    store.add_evaluation(20, {"progress": {"step": 20, "score": 1}}, BestWeights(best, compute_sha256(best)))
+    found, skipped = store.find_newest()
+    assert found is not None
+    assert (found.step, skipped, find_damage(found.folder)) == (20, [], None)
+    assert found.state("progress") == {"progress": {"step": 20, "score": 1}}
+    assert torch.equal(found.state()["model"]["weight"], STATE["model"]["weight"])
+    assert FACTS.items() <= read_manifest(found.folder).items()
+    assert ((found.folder / "state.pt").stat().st_ino == inode) is links
+    assert (found.folder / BEST).read_bytes() == b"weights"
+    assert names(store) == ["step_00000010", "step_00000020"]
+    (found.folder / EVALUATION).write_bytes(b"torn")
+    assert EVALUATION in str(find_damage(found.folder))
+
+
+def test_evaluation_of_an_unsaved_step_changes_nothing(tmp_path: Path) -> None:
+    """The folder may hold a damaged checkpoint of that step, from an earlier attempt."""
+    before = fill_store(tmp_path, 10, 20)
+    manifest = (before.folder / "step_00000020" / MANIFEST).read_bytes()
+    Store(before.folder).add_evaluation(20, {"progress": {}})
+    assert (before.folder / "step_00000020" / MANIFEST).read_bytes() == manifest
+
+
+def test_killed_addition_of_an_evaluation_leaves_an_intact_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = set()
+    for moment in range(40):
+        store = fill_store(tmp_path / str(moment), 20)
+        with monkeypatch.context() as deadly:
+            kill_at(moment, deadly)
+            ended = exit_code(partial(store.add_evaluation, 20, {"progress": {"step": 20, "score": 1}}))
+        found, skipped = store.find_newest()
+        assert found is not None
+        assert (found.step, skipped) == (20, [])
+        scores.add(found.state("progress")["progress"].get("score"))
+        if ended == 0:
+            break
+        store.save(30, STATE, FACTS)
+        assert [name.removesuffix("_earlier") for name in names(store)] == ["step_00000020", "step_00000030"]
+    assert ended == 0
+    assert scores == {None, 1}
 
 
 def test_a_save_that_fails_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,16 +117,30 @@ def test_faults_are_alarms_by_kind(tmp_path: Path) -> None:
         line(1032, "fault", kind="out of memory", action="micro-batches of 16 instead of 32", step=21),
         line(1033, "fault", kind="nonfinite", action="2 steps skipped", step=30),
         train(1034, 30, loss="NaN"),
-        line(1035, "end", status="failed", step=30),
+        line(1035, "end", status="failed", step=30, cause="ValueError: the planted fault", rank=0),
     ]
     found = read_status(run(tmp_path / "a", events), now=1040)
     assert found.state == "failed"
     assert found.alarms == [
-        "failed: summary.json says why",
+        "failed at step 30: ValueError: the planted fault",
         "nonfinite (2 times): at step 30: 2 steps skipped",
         "out of memory: at step 21: micro-batches of 16 instead of 32",
         "the loss is NaN",
     ]
+
+
+def test_status_keeps_the_cause_of_an_earlier_failure(tmp_path: Path) -> None:
+    """It is in the journal, whatever summary.json says; what a completed run went through is no alarm."""
+    failure = line(1035, "end", status="failed", step=30, cause="rank 1 was killed (SIGKILL)", rank=1)
+    again = [line(5000, "start", plan=PLAN, resumed_from="x"), line(5000, "resume", step=20), train(5001, 30)]
+    folder = run(tmp_path / "a", [*BEGUN, train(1034, 30), failure, *again])
+    with lock_folder(folder):
+        assert read_status(folder, now=5001).alarms == ["attempt 1 failed at step 30: rank 1 was killed (SIGKILL)"]
+    for number, (status, alarms) in enumerate(
+        [("completed", []), ("failed", ["failed at step 40: the journal does not say why"])]
+    ):
+        end = line(5002, "end", status=status, step=40)
+        assert read_status(run(tmp_path / str(number), [*BEGUN, failure, *again, end]), now=5003).alarms == alarms
 
 
 def test_after_a_restart_the_pace_is_that_of_the_new_attempt(tmp_path: Path) -> None:

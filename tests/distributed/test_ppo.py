@@ -1,5 +1,6 @@
 """PPO end to end: the same on any number of workers, and after a stop or a kill as if nothing had been."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor import journal
 from multigpu_cli.run.request.checks import check_device
 from tests.rl.test_env_source import request
+from tests.support.interrupted_evaluation import strike, terminate_self
 from tests.support.run_training import run_training
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -46,6 +48,22 @@ def curve(run: str) -> torch.Tensor:
     """(lines, figures) float64; after a resume the last line of a step counts."""
     lines = {event["step"]: event for event in events("train", run)}
     return torch.tensor([[lines[step][name] for name in FIGURES] for step in sorted(lines)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_evaluation_of_episodes_is_left_at_a_signal_and_made_once(workers: int) -> None:
+    """In the middle of an episode, also on a rank that plays another one."""
+    flags = RUN | {"sets": [*SETS, *LSTM], "exact": True}
+    whole = run_training(workers, **flags | {"save_dir": "whole"}).summary
+    stopped = run_training(workers, **flags, prepare=partial(strike, "val", 3, 1, terminate_self, workers - 1))
+    assert (stopped.error, stopped.summary["status"], stopped.summary["epochs"]) == ("", "stopped", 3)
+    assert events("eval") == []
+    ended = run_training(workers, **flags)
+    assert ended.error == ""
+    assert ended.summary["fingerprint"] == whole["fingerprint"]
+    assert ended.summary["best"] == whole["best"]
+    evaluations = [[(each["step"], each["reward"]) for each in events("eval", run)] for run in ("run", "whole")]
+    assert evaluations[0] == evaluations[1] != []
 
 
 def test_one_two_and_four_workers_learn_alike() -> None:

@@ -15,6 +15,7 @@ def test_the_first_end_that_is_nobodys_consequence_is_the_cause() -> None:
     assert error.problem == "rank 2 failed (forward, 12 steps done): ValueError: bad\n  in own.py:3 in f"
     assert error.caused_by_peer
     assert "stack of 2" in error.__notes__[0], "for --debug"
+    assert (error.rank, error.is_unexplained) == (2, False)
 
 
 def test_the_causes_exit_code_and_known_remedy_are_taken_over() -> None:
@@ -30,6 +31,9 @@ def test_a_rank_without_a_word_is_named() -> None:
         == "rank 1, 2 ended without an error message after step 12: was it killed?"
     )
     assert "before the first step" in lost_peer_error([INNOCENT], 3, None).problem
+    alone, several = lost_peer_error([INNOCENT], 2, 12), lost_peer_error([INNOCENT], 3, 12)
+    assert (alone.rank, several.rank) == (1, None)
+    assert alone.is_unexplained
 
 
 def test_where_each_rank_blames_another_and_none_is_missing_the_first_one_is_shown() -> None:
@@ -52,7 +56,7 @@ def test_who_hangs_is_behind_the_others() -> None:
     places = [RankPosition(0, 7, "reduction", "a.py:1 in f"), RankPosition(1, 7, "fetching data", "own.py:9 in g")]
     error = hang_error(places, 2, 600, Path("run/logs"))
     head, first, *_ = error.problem.splitlines()
-    assert head == "no progress for 600 s: rank 1 did not arrive"
+    assert (head, error.rank) == ("no progress for 600 s: rank 1 did not arrive", 1)
     assert first.startswith("  rank 1: fetching data, 7 steps done")
     assert "own.py:9 in g" in error.problem
     assert "run/logs/stacks_*" in error.remedy

@@ -18,7 +18,7 @@ import torch
 
 from multigpu_cli.checkpoint import weights
 from multigpu_cli.checkpoint.snapshot import Progress
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import EvaluationStopped, TrainingError
 from multigpu_cli.monitor import console, journal
 from multigpu_cli.run import checkpointing, evaluation
 from multigpu_cli.tasks.base import Evaluation
@@ -286,21 +286,34 @@ def test_the_bar_of_an_evaluation_has_the_batches_of_one_rank(size: int | None, 
     ("reached", "step", "wanted", "evaluates"),
     [("", 6, False, False), ("", 6, True, True), ("", 12, False, True), ("solved", 6, False, True)],
 )
-def test_the_last_epoch_is_evaluated_whatever_the_task_wants(
-    reached: str, step: int, wanted: bool, evaluates: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("validated", "followed"), [(True, False), (False, True), (False, False)])
+def test_last_epoch_is_evaluated_whatever_the_task_says(
+    reached: str, step: int, wanted: bool, evaluates: bool, validated: bool, followed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     run = MagicMock(progress=Progress(step=step, last={}, best={"step": step}), epoch=1, epochs=2)
+    type(run).finished = property(lambda self: self.progress.stopped_early or self.progress.step == 12)
     run.task.stop_reason.return_value, run.task.should_evaluate.return_value = reached, wanted
-    run.plan.schedule.total_steps, run.loaders.val, run.moments.epoch_end = 12, None, (run.told,)
+    run.loaders.val, run.moments.epoch_end = Mock() if validated else None, (run.told,) if followed else ()
     run.observer.timer.samples, run.observer.timer.seconds, run.log.at_last_epoch = 60, 3.0, (0, 0.0)
-    monkeypatch.setattr(evaluation, "report_skipped_steps", run.report_skipped_steps)
-    evaluation.evaluate_epoch(run)
+    for name in ("report_skipped_steps", "evaluate", "track_best", "use_published_weights", "save_evaluation"):
+        monkeypatch.setattr(evaluation, name, getattr(run, name))
+    run.evaluate.return_value = Evaluation({"loss": 2.0}, 21, {})
+    evaluation.plan_evaluation(run)
     run.report_skipped_steps.assert_called_once_with(run)
     run.observer.loss.all_reduce_pending.assert_called_once_with()
     assert run.progress.stopped_early is bool(reached)
     assert run.log.console.note.mock_calls == [call(f"ending early: {reached}")] * bool(reached)
-    assert run.log.console.epoch.mock_calls == [call(ANY, best=False)] * evaluates, "nothing was evaluated"
-    run.told.assert_called_once_with(run)
+    assert run.progress.evaluation_pending is ((evaluates and validated) or followed)
+    assert evaluation.evaluate_epoch(run)
+    assert run.evaluate.called == (evaluates and validated)
+    assert run.log.console.epoch.mock_calls == [call(ANY, best=validated)] * evaluates
+    assert run.told.called == followed
+    assert run.save_evaluation.called == ((evaluates and validated) or followed)
+    assert not run.progress.evaluation_pending
+    run.evaluate.side_effect, run.progress.evaluation_pending = EvaluationStopped, True
+    assert evaluation.evaluate_epoch(run) is not (evaluates and validated)
+    assert run.progress.evaluation_pending is (evaluates and validated)
 
 
 def test_what_counts_as_better_is_kept_and_what_does_not_is_counted() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from multigpu_cli.checkpoint.snapshot import Progress
-from multigpu_cli.errors import TrainingError
+from multigpu_cli.errors import EvaluationStopped, TrainingError
 from multigpu_cli.run import finalize
 
 
@@ -41,6 +41,16 @@ def test_a_run_ends_with_the_peaks_of_all_ranks(status: str, monkeypatch: pytest
         call.build_summary(run, status, end),
         call.write_run_end(run, summary),
     ]
+
+
+def test_run_left_in_its_last_evaluation_counts_as_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = note_calls(monkeypatch, "finish_completed", "build_summary", "write_run_end")
+    monkeypatch.setattr(finalize, "all_gather_object", lambda world, own: [own])
+    monkeypatch.setattr(finalize, "peak_memory", lambda device: 5)
+    run.finish_completed.side_effect = EvaluationStopped
+    finalize.finish_run(run, "completed")
+    run.build_summary.assert_called_once_with(run, "stopped", {"peak_memory_bytes": [5]})
+    run.observer.watchdog.record_stop.assert_called_once_with()
 
 
 @pytest.mark.parametrize("saved", [5, 6])
@@ -148,7 +158,9 @@ def test_the_score_is_named_where_one_number_alone_is_it() -> None:
 
 @pytest.mark.parametrize("board", [True, False])
 @pytest.mark.parametrize("ranks", [[], [1, 3]])
-@pytest.mark.parametrize(("main", "status"), [(True, "completed"), (True, "stopped"), (False, "completed")])
+@pytest.mark.parametrize(
+    ("main", "status"), [(True, "completed"), (True, "stopped"), (False, "completed"), (True, "failed")]
+)
 def test_rank_0_writes_the_end_of_a_run(
     main: bool, status: str, ranks: list[int], board: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +169,8 @@ def test_rank_0_writes_the_end_of_a_run(
     run.world.is_main, run.folder, run.progress.step, run.moments.end = main, tmp_path, 6, (run.told,)
     run.task.plots.return_value, tables = {"curve.png": b"drawn"}, run.log.tensorboard
     run.log.tensorboard = tables if board else None
-    summary = {"status": status, "fingerprint": "f", "final": {"loss": 1.0}}
+    cause = {"cause": "rank 1 failed", "rank": 1} if status == "failed" else {}
+    summary = {"status": status, "fingerprint": "f", "final": {"loss": 1.0}} | cause
     finalize.write_run_end(run, summary)
     said = call(f"output of rank 1, 3: {tmp_path}/logs/rank_1.log")
     assert run.log.console.note.mock_calls == [said] * (main and bool(ranks))
@@ -166,7 +179,7 @@ def test_rank_0_writes_the_end_of_a_run(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == ({"curve.png": b"drawn"} if done else {})
     settings = call(run.flatten_settings.return_value, {"loss": 1.0})
     assert tables.hyperparameters.mock_calls == [settings] * (done and board)
-    run.log.journal.write.assert_called_once_with("end", status=status, step=6, fingerprint="f")
+    run.log.journal.write.assert_called_once_with("end", status=status, step=6, fingerprint="f", **cause)
     assert run.control.summary_written is True
     run.told.assert_called_once_with(run, summary)
 

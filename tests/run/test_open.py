@@ -154,17 +154,21 @@ def test_a_failure_is_raised_as_its_root_cause(own: bool, monkeypatch: pytest.Mo
     noted = note_calls(monkeypatch, "name_unused_parameters", "build_summary", "write_run_end")
     run, error, model = MagicMock(), ValueError("mine"), torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    reason = error if own else ValueError("rank 1: theirs")
+    reason: Any = error if own else ValueError("rank 2: theirs")
+    if not own:
+        reason.rank = 2
     run.state.model, run.control.summary_written, run.world.restarts_left = model, False, 0
     run.observer.watchdog.publish_and_find_root_cause.return_value = reason
     with pytest.raises(ValueError, match="mine" if own else "theirs") as raised, opening.record_failure(run):
         raise error
     assert (raised.value, raised.value.__cause__) == (reason, None if own else error)
     noted.name_unused_parameters.assert_called_once_with(error, ["weight"])
-    noted.build_summary.assert_called_once_with(run, "failed", {"error": f"ValueError: {reason}"})
+    cause = {"cause": f"ValueError: {reason}", "rank": run.world.rank if own else 2}
+    noted.build_summary.assert_called_once_with(run, "failed", {"error": f"ValueError: {reason}"} | cause)
     noted.write_run_end.assert_called_once_with(run, noted.build_summary.return_value)
     run.observer.watchdog.before_fatal_exit(TimeoutError("hangs"))
-    assert noted.build_summary.call_args.args == (run, "failed", {"error": "TimeoutError: hangs"})
+    cause = {"error": "TimeoutError: hangs", "cause": "TimeoutError: hangs", "rank": None}
+    assert noted.build_summary.call_args.args == (run, "failed", cause)
     assert run.log.console.print_json.call_count == noted.write_run_end.call_count == 2
     run.control.summary_written = True
     run.observer.watchdog.before_fatal_exit(TimeoutError("hangs"))

@@ -175,8 +175,8 @@ def test_a_kill_beside_a_checkpoint_changes_no_best(when: str, workers: int, mon
 
         patch.setattr(Store, "save", killed)
         assert 0 in run_with_scores(scores, workers, **flags).killed
-    assert (best_step(), read_recorded_step()) == (12, 12 if when == "after" else 6)
-    left = scores[1:] if when == "before" else scores[2:]
+    assert (best_step(), read_recorded_step()) == (6, 6), "the evaluation comes after the checkpoint"
+    left = scores[1:]
     assert 0 in run_with_scores(left, workers, **flags, environ=FIRST_PASS).killed
     assert best_step() == read_recorded_step()
     ended = run_with_scores(left, workers, **flags).summary

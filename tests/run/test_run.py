@@ -36,17 +36,17 @@ def test_a_run_counts_its_steps_and_agrees_after_each(tmp_path: Path) -> None:
         assert [run.complete_step().savable for _ in range(3)] == [False, False, True], "as rollouts are"
 
         end = StepEnd(2, 3, at_log_interval=False, at_epoch_end=False, savable=True)
-        assert tuple(run.agree_on_stop_and_save(end)) == (False, False, False)
+        assert run.agree_on_requests(end) == (False, False, False, False)
         assert (run.observer.watchdog.own.steps, run.observer.watchdog.own.phase) == (3, "agreeing")
         for pause, stops in ((2, True), (3, True), (4, False)):
             control.pause_at = pause
-            assert run.agree_on_stop_and_save(end)[0] == stops
-            assert not run.agree_on_stop_and_save(end._replace(savable=False))[0]
+            assert run.agree_on_requests(end) == (False, stops, False, False)
+            assert not any(run.agree_on_requests(end._replace(savable=False)))
         control.pause_at, checkpointer.schedule.overdue = None, lambda: True  # type: ignore[method-assign]
-        assert tuple(run.agree_on_stop_and_save(end)) == (False, True, False)
+        assert run.agree_on_requests(end) == (False, False, True, False)
         control.stop.signal, log.state.asked = "SIGTERM", True
-        assert tuple(run.agree_on_stop_and_save(end)) == (True, True, True)
-        assert run.agree_on_stop_and_save(end._replace(savable=False)) == (False, False, False)
+        assert run.agree_on_requests(end) == (True, False, True, True)
+        assert not any(run.agree_on_requests(end._replace(savable=False)))
 
 
 @pytest.mark.parametrize("swaps", [True, False])

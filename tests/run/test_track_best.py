@@ -50,14 +50,14 @@ def test_a_run_holds_at_most_twice_what_its_state_takes(tmp_path: Path, monkeypa
     counts = json.loads((tmp_path / "counts.json").read_text())
     evals = [event for event in read_events(tmp_path / "run/journal.jsonl") if event["event"] == "eval"]
     assert len({event["loss"] for event in evals}) > 8
-    assert 7.5 * part < counts["step"] < 8.5 * part
+    assert 6.5 * part < counts["step"] < 7.5 * part
     assert 6.5 * part < counts["best"] < 8.5 * part
 
 
 def run_and_count_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train, and write to counts.json the most bytes held in a step and when the best weights have been copied."""
     base, counts = 0, {"step": [0], "best": [0]}
-    step, copy_state, submit = Precision.clip_and_step, Strategy.copy_state, Writer.submit
+    step, copy_state, add = Precision.clip_and_step, Strategy.copy_state, Writer.add
 
     def begin() -> None:
         nonlocal base
@@ -72,9 +72,9 @@ def run_and_count_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         counts["best"].append(count_bytes() - base)
         return found
 
-    def write_at_once(writer: Writer, copy: Any, job: Any) -> None:
-        submit(writer, copy, job)
-        wait([writer._job])  # type: ignore[list-item]
+    def write_at_once(writer: Writer, job: Any) -> None:
+        add(writer, job)
+        wait(writer._jobs)
 
     def note_counts(*_: Any) -> None:
         (tmp_path / "counts.json").write_text(json.dumps({name: max(each) for name, each in counts.items()}))
@@ -82,7 +82,7 @@ def run_and_count_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(engine, "gc", Mock())  # what is frozen is not found
     monkeypatch.setattr(Precision, "clip_and_step", count_in_step)
     monkeypatch.setattr(Strategy, "copy_state", count_best)
-    monkeypatch.setattr(Writer, "submit", write_at_once)
+    monkeypatch.setattr(Writer, "add", write_at_once)
     monkeypatch.setattr(engine, "finish_run", lambda run, status: note_counts() or finish_run(run, status))
     run_training(
         1,

@@ -119,8 +119,8 @@ def test_a_state_is_what_can_be_known(tmp_path: Path) -> None:
         }
         assert (found["dead"]["state"], found["dead"]["detail"]) == ("died", f"process {GONE} on {HERE} is gone")
         assert "can't be seen from this machine" in found["elsewhere"]["detail"]
-        assert found["failed"]["alarms"][-1] == "OutOfMemory: too much\n  try: --batch-size 8"
-        assert found["without reason"]["alarms"] == ["failed: summary.json says why"]
+        assert found["failed"]["alarms"][-1] == "failed at step 12: OutOfMemory: too much", "of an older version"
+        assert found["without reason"]["alarms"] == ["failed at step 12: the journal does not say why"]
         assert found["dead"]["end"] is None
 
 

@@ -164,7 +164,8 @@ def tabulate_events(run: RunData) -> ReportTable:
         text = f"attempt {count} starts: {plan.get('strategy', 'unknown')}{workers}{going_on}"
         events.append((attempt.start["time"], text))
         if attempt.end:
-            events.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}"))
+            cause = f": {attempt.end['cause']}" if attempt.end.get("cause") else ""
+            events.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}{cause}"))
         else:
             events.append((attempt.last, "the last line of this attempt: it is running, or was killed"))
     events += [(e["time"], f"{e.get('kind')} at step {e.get('step')}: {e.get('action')}") for e in run.history.faults]
