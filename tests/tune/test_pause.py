@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 
+from multigpu_cli import engine
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.config.yaml_text import dump_config
 from multigpu_cli.monitor.history import load_history
+from multigpu_cli.run.finalize import finish_run
+from multigpu_cli.run.run import Run
 from train_multi_gpu import train
 
 SETTINGS = {"model": "mlp", "epochs": 3, "batch_size": 128, "exact": True, "multi_gpu": "none"}
@@ -42,3 +45,17 @@ def test_the_pause_is_the_commands_own_and_stays_out_of_config_yaml() -> None:
     assert "pause_at" not in dump_config(config)
     with pytest.raises(Exception, match=r"tune\.pause_at"):
         replace_settings(config, {"tune.pause_at": 0})
+
+
+def test_completed_trial_carries_no_stop_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise parts that wait at the end of a completed run, such as the mirror, would take it for a stopped one."""
+    signals: list[str | None] = []
+
+    def finish(run: Run, status: str) -> dict[str, Any]:
+        signals.append(run.control.stop.signal)
+        return finish_run(run, status)
+
+    monkeypatch.setattr(engine, "finish_run", finish)
+    run(tmp_path, "tune.pause_at=1")
+    run(tmp_path, "tune.pause_at=3")
+    assert signals == ["tune.pause_at 1", None]
