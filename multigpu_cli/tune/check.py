@@ -33,7 +33,7 @@ def main(name: str) -> None:
             ends = (wanted["corners"][0], wanted["corners"][-1])
             found["forecast"] = [_forecast(resolve({}, corner, base)) for corner in ends]
     except TrainingError as error:
-        found["error"] = f"{', '.join(sets)}: {error}" if sets else str(error)
+        found["error"] = f"{', '.join(sets)}: {error}" if sets else str(error).replace("--best ", "--objective ")
     (folder / "found.json").write_text(json.dumps(found))
 
 

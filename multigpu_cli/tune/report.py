@@ -34,7 +34,9 @@ def report_study(path: Path, top: int | None) -> dict[str, Any]:
     summary, picture = read_json(path / SUMMARY), path / "report.png"
     space = parse_search([f"{key}={text}" for key, text in study.search.items()])
     picture.write_bytes(draw_study(study, space, ranked, trials))
-    more = {name: summary.get(name) for name in ("status", "idle_share", "slot_hours", "epochs", "front")}
+    more = {
+        name: summary.get(name) for name in ("status", "idle_share", "start_share", "slot_hours", "epochs", "front")
+    }
     more |= {"test": (summary.get("best") or {}).get("test"), "importance": measure_importance(study, space, trials)}
     return {"study": path, "best": found, "states": Counter(t.state for t in trials), "picture": picture} | more
 
@@ -47,7 +49,8 @@ def format_study(found: dict[str, Any]) -> Iterator[str]:
     states = ", ".join(f"{count} {state}" for state, count in sorted(found["states"].items()))
     yield f"{found['study']}: {found['status'] or 'under way'}; trials: {states}"
     if found["idle_share"] is not None:
-        yield f"{found['slot_hours']:.3g} slot-hours, {found['epochs']} epochs; idle: {found['idle_share']:.1%}"
+        shares = f"idle {found['idle_share']:.1%}, starting runs {found['start_share'] or 0:.1%}"
+        yield f"{found['slot_hours']:.3g} slot-hours, {found['epochs']} epochs; slots: {shares}"
     for each in found["best"]:
         values = ", ".join(f"epoch {epochs}: {value}" for epochs, value in each["values"].items())
         yield f"trial {each['number']}  {values}  {' '.join(list_sets(each['params']))}"

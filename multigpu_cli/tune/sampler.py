@@ -1,8 +1,10 @@
-"""Optuna proposes trials, from a study in memory that is built anew from the trials' files; nothing else imports it."""
+"""Optuna: proposals, its journal file and importances, from a study in memory that holds the trials of the files."""
 
+import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,32 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import BaseJournalBackend
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
+from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.monitor.journal import Event
 from multigpu_cli.tune.space import Dimension, Params, keep_active, list_points
 from multigpu_cli.tune.trials import Study, Trial
 
 VERSIONS = {"optuna": optuna.__version__, "numpy": numpy.__version__}
 SAMPLERS = ("tpe", "random", "grid")
+Times = Mapping[int, tuple[float, float]]  # Unix seconds of a trial's first and newest event, by its number
+
+
+class JournalLines(BaseJournalBackend):
+    """Optuna's journal in memory: its JSON lines, which are published at once (its file backend syncs each line)."""
+
+    def __init__(self) -> None:
+        """Start without a line."""
+        self.lines: list[str] = []
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        self.lines += [json.dumps(log, separators=(",", ":")) + "\n" for log in logs]
+
+    def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
+        return map(json.loads, self.lines[log_number_from:])
 
 
 @contextmanager
@@ -44,7 +63,7 @@ def propose(study: Study, space: Sequence[Dimension], trials: Sequence[Trial], c
         known: dict[str, Any] = {"multivariate": True, "group": True, "constant_liar": True, "constraints_func": None}
         sampler = TPESampler(n_startup_trials=study.generation, n_ei_candidates=24, seed=seed, **known)
     optuna_study = optuna.create_study(directions=_directions(study), sampler=sampler)
-    _add_trials(optuna_study, study, space, trials)
+    _add_trials(optuna_study, study, space, trials, {})
     asked = [optuna_study.ask({each.key: _distribution(each) for each in space}).params for _ in range(count)]
     return [keep_active(space, params) for params in asked]
 
@@ -60,8 +79,13 @@ def _directions(study: Study) -> list[StudyDirection]:
     return [StudyDirection.MAXIMIZE if sign > 0 else StudyDirection.MINIMIZE for _, sign in study.goals]
 
 
-def _add_trials(optuna_study: optuna.Study, study: Study, space: Sequence[Dimension], trials: Sequence[Trial]) -> None:
-    """Whole trials as COMPLETE, paused and diverged ones as PRUNED with their last finite value, others as FAIL."""
+def _add_trials(
+    optuna_study: optuna.Study, study: Study, space: Sequence[Dimension], trials: Sequence[Trial], times: Times
+) -> None:
+    """Add completed trials as COMPLETE, paused and diverged ones as PRUNED with their last finite value, or as FAIL.
+
+    Trials without an entry in `times` get the current time, which no sampler reads.
+    """
     for trial in trials:
         state, more = TrialState.FAIL, dict[str, Any]()
         if trial.state == "completed":
@@ -71,17 +95,26 @@ def _add_trials(optuna_study: optuna.Study, study: Study, space: Sequence[Dimens
         elif trial.state != "failed" and len(study.goals) == 1:  # of several, the sampler can't compare what is PRUNED
             state, more["intermediate_values"] = TrialState.PRUNED, {at: each[0] for at, each in trial.values.items()}
         own = {each.key: _distribution(each) for each in space if each.key in trial.params}
-        optuna_study.add_trial(create_trial(state=state, params=trial.params, distributions=own, **more))
+        frozen = create_trial(state=state, params=trial.params, distributions=own, **more)
+        if trial.number in times:
+            frozen.datetime_start, end = map(datetime.fromtimestamp, times[trial.number])
+            frozen.datetime_complete = end if state.is_finished() else None
+        optuna_study.add_trial(frozen)
 
 
 @_quiet()
-def export_journal(file: Path, study: Study, space: Sequence[Dimension], trials: Sequence[Trial]) -> None:
-    """Write Optuna's own journal whole, for optuna-dashboard, and rename it into place."""
-    draft = file.with_name(f".{file.name}.draft")
-    draft.unlink(missing_ok=True)
-    storage = JournalStorage(JournalFileBackend(str(draft)))
-    _add_trials(optuna.create_study(storage=storage, directions=_directions(study)), study, space, trials)
-    draft.replace(file)
+def export_journal(
+    file: Path, study: Study, space: Sequence[Dimension], trials: Sequence[Trial], events: Iterable[Event]
+) -> None:
+    """Write Optuna's own journal, named after the study's folder; `events` of study.jsonl have the times of trials."""
+    lines, times = JournalLines(), dict[int, tuple[float, float]]()
+    for event in events:
+        if (number := event.get("trial")) is not None:
+            times[number] = times.get(number, (event["time"],))[0], event["time"]
+    name = file.parent.resolve().name
+    optuna_study = optuna.create_study(storage=JournalStorage(lines), study_name=name, directions=_directions(study))
+    _add_trials(optuna_study, study, space, trials, times)
+    publish(file, "".join(lines.lines).encode())
 
 
 @_quiet()

@@ -128,18 +128,27 @@ def choose_widening(
     return chosen if chosen and gains[chosen] > cost else None
 
 
-def measure_use(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """Seconds in which runs held slots, and seconds of all slots, from each driver's first event to its last."""
-    busy = total = 0.0
+class SlotUse(NamedTuple):
+    """Seconds of slots, while a driver was running."""
+
+    held: float  # by runs
+    starting: float  # part of `held`: their processes started or ended, and did not train
+    total: float  # of all slots
+
+
+def measure_use(events: Iterable[Mapping[str, Any]]) -> SlotUse:
+    """Return the use of the slots from each driver's first event to its last."""
+    held_seconds = starting = total = 0.0
     slots = held = 0
     for event, after in pairwise(events):
         if (kind := event["event"]) == "open":
             slots, held = event["slots"], 0
+        starting += event.get("slots", 0) * event.get("start_seconds", 0.0)
         held += event.get("slots", 0) * {"start": 1, "end": -1}.get(kind, 0)
         if kind != "close" and after["event"] != "open":
             seconds = after["time"] - event["time"]
-            busy, total = busy + held * seconds, total + slots * seconds
-    return busy, total
+            held_seconds, total = held_seconds + held * seconds, total + slots * seconds
+    return SlotUse(held_seconds, starting, total)
 
 
 def list_front(study: Study, trials: Sequence[Trial]) -> list[Trial]:

@@ -14,7 +14,7 @@ from multigpu_cli.errors import RequestError, did_you_mean
 
 Params = dict[str, Any]  # one trial's settings by key; those whose condition does not hold are not there
 KINDS = ("range", "int", "log", "choice")
-OWNED = {"save_dir", "resume", "tune.pause_at", "multi_gpu", "nproc_per_node", "gpu_ids", "seed", *LENGTH}
+OWNED = {"save_dir", "resume", "best", "tune.pause_at", "multi_gpu", "nproc_per_node", "gpu_ids", "seed", *LENGTH}
 _FORM = re.compile(r"(\w+)\((.*)\)(?::(\d+))?(?:\s+when\s+([\w.]+)\s*=\s*(.+))?", re.DOTALL)
 _EXAMPLE = "lr=log(1e-4,1e-1), model.args.width=choice(16,32), KEY=range(0,0.5) or KEY=int(1,9)"
 

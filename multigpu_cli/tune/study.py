@@ -73,7 +73,8 @@ def run_study(given: Mapping[str, Any], values: Mapping[str, Any], environ: Mapp
     if winner := summary["best"]:
         test = "".join(f", test {name} {value:.6g}" for name, value in (winner.get("test") or {}).items())
         console.note(f"best: trial {winner['number']} of {len(summary['trials'])}: {winner['value']}{test}")
-    console.note(f"idle: {summary['idle_share']:.1%} of the slots' time; more: tune report {path}")
+    shares = f"{summary['idle_share']:.1%} of the time, and started runs for {summary['start_share']:.1%}"
+    console.note(f"slots were idle for {shares}; details: multigpu tune report {path}")
     return STOPPED if summary["status"] == "stopped" else 0
 
 
@@ -105,15 +106,15 @@ def build_study(given: Mapping[str, Any], config: Config, space: Sequence[Dimens
         own = without_setting(own, key)
     options |= {"rungs": [*(each for each in rungs if each < length), length], "budget": given["budget"]}
     options |= {"search": {each.key: each.text for each in space}, "objectives": goals, "multi_gpu": kind}
-    seed = config.reproducibility.seed
-    return Study(seed=seed, versions=VERSIONS, settings=explicit_dump(own), **options)
+    options |= {"seed": config.reproducibility.seed, "best": config.metric.best or goals[0]}
+    return Study(versions=VERSIONS, settings=explicit_dump(own), **options)
 
 
 def check_space(study: Study, config: Config, space: Sequence[Dimension], *, measure: bool) -> dict[str, Any]:
     """Refuse what the trainer would, by rules at all corners, by building the model at a few; or GPUs, forecast."""
     with TemporaryDirectory(prefix="multigpu-tune-") as name:
         base = Path(name, BASE)
-        base.write_text(dump(study.settings))
+        base.write_text(dump(study.base))
         requests = (gather({}, list_sets(params), str(base)) for params in islice(list_points(space), 4096))
         said = (str(combine_errors(each.faults or find_rule_errors(each.config, {}))) for each in requests)
         if wrong := next(filter(None, said), ""):
@@ -128,7 +129,7 @@ def check_space(study: Study, config: Config, space: Sequence[Dimension], *, mea
             raise TrainingError(f"the check of the search space failed: {done.stderr.strip()[-500:]}")
         found: dict[str, Any] = json.loads(Path(name, "found.json").read_text())
     if found["error"]:
-        raise RequestError(found["error"].replace("--set ", "--search ").replace("--best ", "--objective "))
+        raise RequestError(found["error"].replace("--set ", "--search "))
     return found
 
 
@@ -189,7 +190,7 @@ def forecast(study: Study, slots: int, measured: Sequence[Mapping[str, float]]) 
 def summarize(driver: Driver, status: str) -> dict[str, Any]:
     """Write summary.json; where the study is over, with the winner's metrics of the test split, evaluated once."""
     file, trials = driver.path / SUMMARY, driver.trials
-    (busy, total), winner = measure_use(read_events(driver.path / JOURNAL)), dict[str, Any]()
+    use, winner = measure_use(read_events(driver.path / JOURNAL)), dict[str, Any]()
     if ranked := rank_trials(driver.study, trials):
         content, before = ranked[0].as_dict(), read_json(file).get("best") or {}
         winner = {"number": ranked[0].number, "params": ranked[0].params, "epochs": max(ranked[0].values)}
@@ -198,7 +199,8 @@ def summarize(driver: Driver, status: str) -> dict[str, Any]:
             known = before.get("test") if before.get("number") == winner["number"] else None
             winner["test"] = known or evaluate_trial(driver, winner["number"])
     summary: dict[str, Any] = {"status": status, "best": winner or None, "epochs": driver.epochs}
-    summary |= {"slot_hours": busy / 3600, "idle_share": 1 - busy / total if total else 0.0}
+    summary |= {"slot_hours": use.held / 3600, "idle_share": 1 - use.held / use.total if use.total else 0.0}
+    summary["start_share"] = use.starting / use.total if use.total else 0.0
     summary |= {"trials": [t.as_dict() for t in trials], "front": [t.number for t in list_front(driver.study, trials)]}
     publish(file, (dump_json(summary, indent=1) + "\n").encode())
     return summary

@@ -1,6 +1,7 @@
 """A study on disk: study.yaml, frozen when it begins, and a trial.json for each trial, renamed into place."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -35,6 +36,12 @@ class Study:
     budget: str | None
     versions: dict[str, str]
     settings: dict[str, Any]
+    best: str | None = None  # as --best; None: a study of an earlier version, in which a run's last epoch counts
+
+    @property
+    def base(self) -> dict[str, Any]:
+        """The settings of all trials, as a recipe."""
+        return self.settings | ({"best": self.best} if self.best else {})
 
     @property
     def goals(self) -> list[tuple[str, float]]:
@@ -126,7 +133,11 @@ class RungResult(NamedTuple):
 
 
 def read_rung(folder: Path, study: Study, epochs: int) -> RungResult:
-    """Whether a run has reached this many epochs, or its end, and what its last evaluation up to there says."""
+    """Return how far a run has come, with the objectives of its best weights if it has reached this many epochs.
+
+    A run whose last evaluation is not finite has diverged: the values are those of this evaluation. RequestError: an
+    objective is no number of the evaluations.
+    """
     if not (folder / "journal.jsonl").is_file():
         return RungResult()
     history, summary = load_history(folder), load_summary(folder)
@@ -141,4 +152,6 @@ def read_rung(folder: Path, study: Study, epochs: int) -> RungResult:
             remedy = did_you_mean(f"val_{name}", known) if known else "data with a validation split"
             raise RequestError(f"--objective val_{name}: no evaluation has it", remedy=remedy)
     values = [float(last[name]) for name, _ in study.goals]
+    if study.best and all(map(math.isfinite, values)):  # those of best.pt, which is tested in the end
+        values = [float(summary["best"][name]) for name, _ in study.goals]
     return RungResult(values, done, ended == "completed", summary.get("fingerprint"))

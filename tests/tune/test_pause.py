@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from multigpu_cli import engine
 from multigpu_cli.config.resume_rules import replace_settings
@@ -12,6 +13,8 @@ from multigpu_cli.config.yaml_text import dump_config
 from multigpu_cli.monitor.history import load_history
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.run import Run
+from multigpu_cli.tune.trials import read_rung
+from tests.tune.studies import make_study
 from train_multi_gpu import train
 
 SETTINGS = {"model": "mlp", "epochs": 3, "batch_size": 128, "exact": True, "multi_gpu": "none"}
@@ -37,6 +40,20 @@ def test_a_run_that_pauses_at_rungs_equals_one_that_does_not_and_never_sees_the_
     assert whole["final"]["test_loss"] is not None
     assert last["final"]["test_loss"] is None
     assert {split for _, split in load_history(tmp_path / "paused").evals} == {"val"}
+
+
+@pytest.mark.parametrize("best", ["val_loss:min", "val_accuracy:max"])
+def test_value_at_a_rung_is_that_of_best_pt(best: str, tmp_path: Path) -> None:
+    """The loss rises again after its best epoch."""
+    study, epochs = make_study(objectives=["val_loss:min"], best=best), []
+    for rung in (2, 4, 6):
+        run(tmp_path, f"tune.pause_at={rung}", f"best={best}", "lr=0.2", "epochs=6")
+        content = torch.load(tmp_path / "best.pt", weights_only=True)["metrics"]
+        assert read_rung(tmp_path, study, rung).values == [content["val_loss"]]
+        epochs.append(content["epoch"])
+    losses = [event["loss"] for (_, split), event in sorted(load_history(tmp_path).evals.items()) if split == "val"]
+    assert epochs[-1] < 6
+    assert best != "val_loss:min" or losses[epochs[-1] - 1] == min(losses)
 
 
 def test_the_pause_is_the_commands_own_and_stays_out_of_config_yaml() -> None:

@@ -52,16 +52,15 @@ def test_nan_is_told_as_pruned_with_its_last_value_and_a_failure_is_not_bad() ->
         Trial(5, params, 0, "waiting"),
     ]
     told = optuna.create_study(direction="maximize")
-    sampler._add_trials(told, make_study(), SPACE, trials)
+    sampler._add_trials(told, make_study(), SPACE, trials, {})
     complete, pruned, fail, running = TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL, TrialState.RUNNING
     assert [trial.state for trial in told.trials] == [complete, pruned, pruned, pruned, fail, running]
     assert [trial.intermediate_values for trial in told.trials[:4]] == [{}, {1: 0.4}, {}, {1: 0.2}]
     assert told.trials[0].values == [0.7]
     both = make_study(objectives=["val_a:max", "val_b:min"])
     front = optuna.create_study(directions=["maximize", "minimize"])
-    sampler._add_trials(
-        front, both, SPACE, [Trial(0, params, 0, "completed", {9: [0.7, 0.1]}), Trial(1, params, 0, "diverged")]
-    )
+    both_trials = [Trial(0, params, 0, "completed", {9: [0.7, 0.1]}), Trial(1, params, 0, "diverged")]
+    sampler._add_trials(front, both, SPACE, both_trials, {})
     assert [trial.state for trial in front.trials] == [complete, fail]
 
 

@@ -46,7 +46,7 @@ def test_a_study_ends_and_the_same_command_finds_it_done(tmp_path: Path, capsys:
     code, said = run(capsys, tmp_path / "a")
     assert code == 0
     assert "best: trial" in said
-    assert "of the slots' time" in said
+    assert "slots were idle for" in said
     code, again = run(capsys, tmp_path / "a", "--json", "--slots", "1")
     assert code == 0
     assert json.loads(again.splitlines()[0])["best"]["test"] == {"accuracy": 0.5}
