@@ -130,7 +130,10 @@ def _suggestion(key: str) -> str:
     close = get_close_matches(
         key.lower().replace("-", "_"), [*SETTINGS, *(f"{part}.{word}" for part, word in PARTS.items())], n=1
     )
-    return f"did you mean {close[0]!r}?" if close else "--help lists the settings (--batch-size is batch_size)"
+    argument = "" if inner else f"; or, for an argument, optimizer.args.{key} or model.args.{key}"
+    if close:
+        return f"did you mean {close[0]!r}?" + argument * ("." in close[0])
+    return "--help lists the settings (--batch-size is batch_size)" + argument
 
 
 def _merge_layers(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:

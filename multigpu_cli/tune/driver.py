@@ -97,7 +97,7 @@ class Driver:
 
     def run(self) -> str:
         """Until all is done ("completed"), the budget is spent ("budget"), or a signal came ("stopped")."""
-        publish(self.path / BASE, dump(self.study.base).encode())
+        publish(self.path / BASE, dump({"best": self.study.best} | self.study.settings).encode())
         old = {each: signal.signal(each, self._hear) for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
         with closing(Journal(self.path / JOURNAL, warn=self.say)) as self._journal:
             self._journal.write("open", slots=len(self.slots.names))
@@ -147,7 +147,7 @@ class Driver:
         wants = any(decision) and not self._signals
         amount, unit = parse_budget(self.study.budget or "")
         hours = wants and unit == "slot-hours"
-        if not wants or amount <= (measure_use(read_events(self.path / JOURNAL)).held / 3600 if hours else self.epochs):
+        if not wants or amount <= (measure_use(read_events(self.path / JOURNAL))[0] / 3600 if hours else self.epochs):
             return not self._signals and any(trial.state == "waiting" for trial in self.trials)
         for trial in decision.promote:
             trial.rung, trial.state = trial.rung + 1, "waiting"
@@ -169,9 +169,8 @@ class Driver:
     def _export(self) -> None:
         """Write Optuna's journal if a trial has changed."""
         if not self._exported:
-            events = read_events(self.path / JOURNAL)
+            self._exported, events = True, read_events(self.path / JOURNAL)
             export_journal(self.path / EXPORT, self.study, self.space, self.trials, events)
-            self._exported = True
 
     def _list_waiting(self) -> list[Job]:
         """The runs that are neither at work nor at their rung, in the order of the trials."""

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import numpy
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
+from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend
@@ -21,26 +22,24 @@ from optuna.trial import TrialState, create_trial
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.monitor.journal import Event
-from multigpu_cli.tune.space import Dimension, Params, keep_active, list_points
+from multigpu_cli.tune.space import Dimension, Params, find_place, keep_active, list_points
 from multigpu_cli.tune.trials import Study, Trial
 
 VERSIONS = {"optuna": optuna.__version__, "numpy": numpy.__version__}
+LEAST_TRIALS = 10  # per setting, for an importance
 SAMPLERS = ("tpe", "random", "grid")
+Space = Sequence[Dimension]
 Times = Mapping[int, tuple[float, float]]  # Unix seconds of a trial's first and newest event, by its number
 
 
-class JournalLines(BaseJournalBackend):
+class JournalLines(list[str], BaseJournalBackend):
     """Optuna's journal in memory: its JSON lines, which are published at once (its file backend syncs each line)."""
 
-    def __init__(self) -> None:
-        """Start without a line."""
-        self.lines: list[str] = []
-
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        self.lines += [json.dumps(log, separators=(",", ":")) + "\n" for log in logs]
+        self += [json.dumps(log, separators=(",", ":")) + "\n" for log in logs]
 
     def read_logs(self, log_number_from: int) -> Iterable[dict[str, Any]]:
-        return map(json.loads, self.lines[log_number_from:])
+        return map(json.loads, self[log_number_from:])
 
 
 @contextmanager
@@ -53,7 +52,7 @@ def _quiet() -> Iterator[None]:
 
 
 @_quiet()
-def propose(study: Study, space: Sequence[Dimension], trials: Sequence[Trial], count: int) -> list[Params]:
+def propose(study: Study, space: Space, trials: Sequence[Trial], count: int) -> list[Params]:
     """The settings of the next trials: the same for the same trials before them; fewer where a grid ends."""
     if study.sampler == "grid":
         return list(list_points(space, grid=True))[len(trials) : len(trials) + count]
@@ -79,9 +78,7 @@ def _directions(study: Study) -> list[StudyDirection]:
     return [StudyDirection.MAXIMIZE if sign > 0 else StudyDirection.MINIMIZE for _, sign in study.goals]
 
 
-def _add_trials(
-    optuna_study: optuna.Study, study: Study, space: Sequence[Dimension], trials: Sequence[Trial], times: Times
-) -> None:
+def _add_trials(told: optuna.Study, study: Study, space: Space, trials: Sequence[Trial], times: Times) -> None:
     """Add completed trials as COMPLETE, paused and diverged ones as PRUNED with their last finite value, or as FAIL.
 
     Trials without an entry in `times` get the current time, which no sampler reads.
@@ -99,34 +96,45 @@ def _add_trials(
         if trial.number in times:
             frozen.datetime_start, end = map(datetime.fromtimestamp, times[trial.number])
             frozen.datetime_complete = end if state.is_finished() else None
-        optuna_study.add_trial(frozen)
+        told.add_trial(frozen)
 
 
 @_quiet()
-def export_journal(
-    file: Path, study: Study, space: Sequence[Dimension], trials: Sequence[Trial], events: Iterable[Event]
-) -> None:
+def export_journal(path: Path, study: Study, space: Space, trials: Sequence[Trial], events: Iterable[Event]) -> None:
     """Write Optuna's own journal, named after the study's folder; `events` of study.jsonl have the times of trials."""
     lines, times = JournalLines(), dict[int, tuple[float, float]]()
     for event in events:
         if (number := event.get("trial")) is not None:
             times[number] = times.get(number, (event["time"],))[0], event["time"]
-    name = file.parent.resolve().name
-    optuna_study = optuna.create_study(storage=JournalStorage(lines), study_name=name, directions=_directions(study))
-    _add_trials(optuna_study, study, space, trials, times)
-    publish(file, "".join(lines.lines).encode())
+    name, storage = path.parent.resolve().name, JournalStorage(lines)
+    told = optuna.create_study(storage=storage, study_name=name, directions=_directions(study))
+    _add_trials(told, study, space, trials, times)
+    publish(path, "".join(lines).encode())
 
 
 @_quiet()
-def measure_importance(study: Study, space: Sequence[Dimension], trials: Sequence[Trial]) -> list[dict[str, float]]:
-    """Of each objective the share of each setting, by PED-ANOVA over values at the first rung; [] for few trials."""
-    own, found = {each.key: _distribution(each) for each in space if not each.parent}, []  # what every trial has
-    known = [trial for trial in trials if trial.values]
-    for at, direction in enumerate(_directions(study)):
-        optuna_study = optuna.create_study(direction=direction)
-        for trial in known:
-            value, params = trial.values[min(trial.values)][at], {key: trial.params[key] for key in own}
-            optuna_study.add_trial(create_trial(value=value, params=params, distributions=own))
-        if len({repr(trial.params) for trial in optuna_study.trials}) > 3:
-            found.append(get_param_importances(optuna_study, evaluator=PedAnovaImportanceEvaluator()))
+def measure_importance(study: Study, space: Space, trials: Sequence[Trial]) -> list[dict[str, tuple[float, float]]]:
+    """Return the share of each unconditional setting in the variance of each objective, with its standard error.
+
+    The shares are fANOVA's over values at the first rung; the errors are a jackknife's, without each fifth of the
+    trials. [] if there are fewer than 10 trials per setting, because shares would be noise, or all values are equal.
+    """
+    axes = [each for each in space if not each.parent]  # settings that every trial has
+    own = {each.key: _distribution(each) if each.kind == "choice" else FloatDistribution(0, 1) for each in axes}
+    known, found = [trial for trial in trials if trial.values], []
+    evaluator = FanovaImportanceEvaluator(n_trees=32, seed=study.seed)
+    for at, direction in enumerate(_directions(study) if len(known) >= LEAST_TRIALS * len(axes) else ()):
+        entries = []
+        for trial in known:  # log scales as positions, because fANOVA would weight lr itself uniformly
+            params = {x.key: trial.params[x.key] if x.kind == "choice" else find_place(x, trial.params) for x in axes}
+            value = trial.values[min(trial.values)][at]
+            entries.append(create_trial(value=value, params=params, distributions=own))
+        folds = [[each for number, each in enumerate(entries) if number % 5 != fold] for fold in range(6)]
+        if all(len({each.value for each in fold}) > 1 for fold in folds):
+            studies = [optuna.create_study(direction=direction) for _ in folds]
+            for told, fold in zip(studies, folds, strict=True):
+                told.add_trials(fold)
+            *parts, shares = (get_param_importances(told, evaluator=evaluator) for told in studies)  # the last: all
+            errors = {key: 2 * pstdev(float(part[key]) for part in parts) for key in shares}  # sqrt(5 - 1) times
+            found.append({key: (float(share), errors[key]) for key, share in shares.items()})
     return found

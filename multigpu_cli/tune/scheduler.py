@@ -128,17 +128,12 @@ def choose_widening(
     return chosen if chosen and gains[chosen] > cost else None
 
 
-class SlotUse(NamedTuple):
-    """Seconds of slots, while a driver was running."""
+def measure_use(events: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Return the seconds of slots that runs held, and in which these did not train, and all from a driver's start on.
 
-    held: float  # by runs
-    starting: float  # part of `held`: their processes started or ended, and did not train
-    total: float  # of all slots
-
-
-def measure_use(events: Iterable[Mapping[str, Any]]) -> SlotUse:
-    """Return the use of the slots from each driver's first event to its last."""
-    held_seconds = starting = total = 0.0
+    A run does not train while its process starts and ends.
+    """
+    busy = starting = total = 0.0
     slots = held = 0
     for event, after in pairwise(events):
         if (kind := event["event"]) == "open":
@@ -147,8 +142,8 @@ def measure_use(events: Iterable[Mapping[str, Any]]) -> SlotUse:
         held += event.get("slots", 0) * {"start": 1, "end": -1}.get(kind, 0)
         if kind != "close" and after["event"] != "open":
             seconds = after["time"] - event["time"]
-            held_seconds, total = held_seconds + held * seconds, total + slots * seconds
-    return SlotUse(held_seconds, starting, total)
+            busy, total = busy + held * seconds, total + slots * seconds
+    return busy, starting, total
 
 
 def list_front(study: Study, trials: Sequence[Trial]) -> list[Trial]:

@@ -21,6 +21,7 @@ from multigpu_cli.monitor.journal import read_events
 from multigpu_cli.tune import driver
 from multigpu_cli.tune.scheduler import measure_use
 from multigpu_cli.tune.study import summarize
+from multigpu_cli.tune.trials import continue_study, read_study
 from tests.tune.studies import FAKE, find_children, make_driver, make_study, read_trials, wait_until_gone
 
 SMALL: dict[str, Any] = {"trials": 6, "generation": 3, "rungs": [1, 3, 9], "sampler": "random"}
@@ -230,6 +231,22 @@ def test_trial_counts_by_its_best_epoch(tmp_path: Path) -> None:
     top = 1 - 0.001 - 0.002 * 16
     assert trial["values"] == pytest.approx({1: top / 2, 3: top * 3 / 4, 9: top * 3 / 4}, rel=1e-5)
     assert old["values"] == pytest.approx({1: top / 2, 3: top / 3, 9: top / 9}, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "fewer"),
+    [({}, 3), ({"sampler": "tpe"}, 3), ({"rungs": [9]}, 2), ({"rungs": [9], "generation": 4, "sampler": "tpe"}, 5)],
+)
+def test_grown_study_equals_one_of_so_many_trials(given: dict[str, Any], fewer: int, tmp_path: Path) -> None:
+    study = make_study(**SMALL | given)
+    run_study(tmp_path / "grown", **given | {"trials": fewer})
+    continued = continue_study(tmp_path / "grown", *read_study(tmp_path / "grown"), study)
+    own = make_driver(tmp_path / "grown", continued, 2)
+    grown, whole = summarize(own, own.run()), run_study(tmp_path / "whole", **given)
+    assert len(whole["trials"]) == SMALL["trials"]
+    assert grown["best"] == whole["best"]
+    files = [sorted((tmp_path / name).glob("trials/*/trial.json")) for name in ("grown", "whole")]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
 
 
 def test_an_objective_that_no_evaluation_has_is_named(tmp_path: Path) -> None:
