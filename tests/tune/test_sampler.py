@@ -78,7 +78,7 @@ def make_known(count: int, seed: int, noise: float) -> list[Trial]:
 
 
 def test_importance_finds_the_share_of_each_setting() -> None:
-    (shares,) = measure_importance(make_study(), SPACE, make_known(200, 1, 0.0))
+    (shares,) = measure_importance(make_study(), SPACE, make_known(100, 1, 0.0))
     assert list(shares) == ["optimizer", "lr"]
     assert shares["optimizer"][0] == pytest.approx(1 / 1.375, abs=0.1)
     assert sum(share for share, _ in shares.values()) == pytest.approx(1)
