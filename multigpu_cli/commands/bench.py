@@ -30,8 +30,8 @@ from multigpu_cli.monitor.history import load_history
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.monitor.pace import advise_on_data
 from multigpu_cli.monitor.plot_style import STYLE, color_of_run, escape_text, save_png
-from multigpu_cli.planning.plan import Plan
 from multigpu_cli.planning.speedup import ForecastRow, Interconnect
+from multigpu_cli.run.assembly.components import TrainComponents
 
 _STEPS, _SECONDS = 64, 4.0  # the least of a run without --steps
 _KNOBS = {  # share of a step: its name in the advice, and what shortens it
@@ -134,9 +134,7 @@ def run_benchmark(
         "wire": wires[max(workers)].rests_on,
     }
     notes = [f"no DataParallel: {reason}"] if reason else []
-    last = [rung for rung in rungs if rung.strategy != "dp"][-1]
-    advice = _choose_advice(last, config, alone.components.plan, alone.components.loaders.train.data_location)
-    return Benchmark(about, rungs, advice, notes)
+    return Benchmark(about, rungs, _choose_advice(rungs, config, alone.components), notes)
 
 
 def why_no_dp(config: Config) -> str:
@@ -228,8 +226,10 @@ def format_benchmark(benchmark: Benchmark, files: Sequence[Path]) -> Iterator[st
     yield from (f"written: {file}" for file in files)
 
 
-def _choose_advice(rung: BenchResult, config: Config, plan: Plan, location: str) -> str:
-    """Return what would shorten the greatest share of a step, without settings that are used or have no effect."""
+def _choose_advice(rungs: Sequence[BenchResult], config: Config, components: TrainComponents) -> str:
+    """Return what would shorten a step on the most workers, without settings that are used or have no effect."""
+    plan, location = components.plan, components.loaders.train.data_location
+    *_, rung = (each for each in rungs if each.strategy != "dp")
     used = {"--amp": plan.precision != "off", "--compile": config.model.compile != "off"}
     used["--grad-compression bf16"] = config.reproducibility.exact or config.communication.grad_compression != "none"
     used["--reshard step"] = config.device.reshard == "step"

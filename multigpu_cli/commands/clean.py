@@ -119,7 +119,7 @@ def format_checkpoints(run: str, entries: list[CheckpointEntry]) -> Iterator[str
 
 @dataclass(frozen=True)
 class Cleaning:
-    """One run: the checkpoints that can go, or are gone, oldest first; and why it is left alone, "" where it is not."""
+    """The checkpoints of a run that can be, or were, removed, oldest first; otherwise the reason to keep them."""
 
     run: str
     checkpoints: list[Path]
@@ -174,7 +174,7 @@ def format_cleaning(found: Sequence[Cleaning]) -> Iterator[str]:
 
 
 def _find_obstacle(run: Path) -> str:
-    """Why the checkpoints of a run must stay; empty where they may go."""
+    """Return why the checkpoints of a run must stay, "" if they can be removed."""
     if load_summary(run).get("status") != "completed":
         return "not completed: its checkpoints are needed to resume"
     lost = "best.pt is missing or damaged, and its checkpoints may hold the best weights"

@@ -61,12 +61,12 @@ class StepShares(NamedTuple):
     step_ms: float
     ranks: list[str]
     parts: list[tuple[float, float, float, float]]  # of each rank: wait for data, compute, exposed wire, wait for ranks
-    says: str  # which rank is the slowest, and whether it waits for data; "" where there is nothing to say
+    says: str  # which rank is the slowest, and whether it waits for data; "" if neither
     measured: bool  # whether communication was told from compute
 
 
 def divide_step(history: History) -> StepShares | None:
-    """Where the time of a step goes, by the newest `train` line; None without one.
+    """Divide the time of a step by the newest `train` line; return None if there is none.
 
     All ranks take equally long for a step. Their own time is what they don't wait for others; the least wait is the
     exposed communication, and the rest of a rank's wait is due to slower ranks.

@@ -1,4 +1,4 @@
-"""`tune`, `tune report` and `tune clean`: their options. What needs Optuna is imported late."""
+"""The options of `tune`, `tune report` and `tune clean`, which import Optuna late."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -82,7 +82,7 @@ def clean(
 ) -> None:
     """List the checkpoints of trials that won't continue; --yes removes them. The winner keeps its own."""
     from multigpu_cli.commands.clean import format_cleaning
-    from multigpu_cli.tune.clean import clean_study
+    from multigpu_cli.tune.study import clean_study
 
     result = clean_study(Path(study), remove=yes)
     print_result(result, format_cleaning(result), as_json=as_json)

@@ -93,7 +93,6 @@ class Driver:
         self._tries: Counter[tuple[int, int, int]] = Counter()
         self._batches: dict[int, tuple[list[str], int]] = {}  # a trial's settings, and micro-batches of a step
         self._looked = self._beat = 0.0
-        self._exported = False  # False: a trial has changed since, or a driver was killed before it exported
 
     def run(self) -> str:
         """Until all is done ("completed"), the budget is spent ("budget"), or a signal came ("stopped")."""
@@ -108,7 +107,6 @@ class Driver:
                 while self._advance():
                     self._start_waiting()
                     self._widen()
-                    self._export()
                     time.sleep(_POLL)
                     self._collect()
             finally:
@@ -164,13 +162,11 @@ class Driver:
 
     def _write(self, trial: Trial) -> None:
         trial.write(self.path)
-        self._exported = False
+        self._export()
 
     def _export(self) -> None:
-        """Write Optuna's journal if a trial has changed."""
-        if not self._exported:
-            self._exported, events = True, read_events(self.path / JOURNAL)
-            export_journal(self.path / EXPORT, self.study, self.space, self.trials, events)
+        """Write Optuna's journal: after each change of a trial, and at the end, since a driver may have been killed."""
+        export_journal(self.path / EXPORT, self.study, self.space, self.trials, read_events(self.path / JOURNAL))
 
     def _list_waiting(self) -> list[Job]:
         """The runs that are neither at work nor at their rung, in the order of the trials."""

@@ -26,7 +26,6 @@ from multigpu_cli.tune.space import Dimension, Params, find_place, keep_active, 
 from multigpu_cli.tune.trials import Study, Trial
 
 VERSIONS = {"optuna": optuna.__version__, "numpy": numpy.__version__}
-LEAST_TRIALS = 10  # per setting, for an importance
 SAMPLERS = ("tpe", "random", "grid")
 Space = Sequence[Dimension]
 Times = Mapping[int, tuple[float, float]]  # Unix seconds of a trial's first and newest event, by its number
@@ -78,7 +77,7 @@ def _directions(study: Study) -> list[StudyDirection]:
     return [StudyDirection.MAXIMIZE if sign > 0 else StudyDirection.MINIMIZE for _, sign in study.goals]
 
 
-def _add_trials(told: optuna.Study, study: Study, space: Space, trials: Sequence[Trial], times: Times) -> None:
+def _add_trials(optuna_study: optuna.Study, study: Study, space: Space, trials: Sequence[Trial], times: Times) -> None:
     """Add completed trials as COMPLETE, paused and diverged ones as PRUNED with their last finite value, or as FAIL.
 
     Trials without an entry in `times` get the current time, which no sampler reads.
@@ -96,7 +95,7 @@ def _add_trials(told: optuna.Study, study: Study, space: Space, trials: Sequence
         if trial.number in times:
             frozen.datetime_start, end = map(datetime.fromtimestamp, times[trial.number])
             frozen.datetime_complete = end if state.is_finished() else None
-        told.add_trial(frozen)
+        optuna_study.add_trial(frozen)
 
 
 @_quiet()
@@ -107,8 +106,8 @@ def export_journal(path: Path, study: Study, space: Space, trials: Sequence[Tria
         if (number := event.get("trial")) is not None:
             times[number] = times.get(number, (event["time"],))[0], event["time"]
     name, storage = path.parent.resolve().name, JournalStorage(lines)
-    told = optuna.create_study(storage=storage, study_name=name, directions=_directions(study))
-    _add_trials(told, study, space, trials, times)
+    optuna_study = optuna.create_study(storage=storage, study_name=name, directions=_directions(study))
+    _add_trials(optuna_study, study, space, trials, times)
     publish(path, "".join(lines).encode())
 
 
@@ -123,7 +122,7 @@ def measure_importance(study: Study, space: Space, trials: Sequence[Trial]) -> l
     own = {each.key: _distribution(each) if each.kind == "choice" else FloatDistribution(0, 1) for each in axes}
     known, found = [trial for trial in trials if trial.values], []
     evaluator = FanovaImportanceEvaluator(n_trees=32, seed=study.seed)
-    for at, direction in enumerate(_directions(study) if len(known) >= LEAST_TRIALS * len(axes) else ()):
+    for at, direction in enumerate(_directions(study) if len(known) >= 10 * len(axes) else ()):
         entries = []
         for trial in known:  # log scales as positions, because fANOVA would weight lr itself uniformly
             params = {x.key: trial.params[x.key] if x.kind == "choice" else find_place(x, trial.params) for x in axes}
@@ -132,9 +131,9 @@ def measure_importance(study: Study, space: Space, trials: Sequence[Trial]) -> l
         folds = [[each for number, each in enumerate(entries) if number % 5 != fold] for fold in range(6)]
         if all(len({each.value for each in fold}) > 1 for fold in folds):
             studies = [optuna.create_study(direction=direction) for _ in folds]
-            for told, fold in zip(studies, folds, strict=True):
-                told.add_trials(fold)
-            *parts, shares = (get_param_importances(told, evaluator=evaluator) for told in studies)  # the last: all
+            for optuna_study, fold in zip(studies, folds, strict=True):
+                optuna_study.add_trials(fold)
+            *parts, shares = (get_param_importances(each, evaluator=evaluator) for each in studies)  # last: all trials
             errors = {key: 2 * pstdev(float(part[key]) for part in parts) for key in shares}  # sqrt(5 - 1) times
             found.append({key: (float(share), errors[key]) for key, share in shares.items()})
     return found

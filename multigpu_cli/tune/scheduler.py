@@ -64,6 +64,16 @@ def rank_trials(study: Study, trials: Sequence[Trial]) -> list[Trial]:
     return sorted(known, key=lambda each: (-max(each.values), *(-value for value in each.score(study)), each.number))
 
 
+def list_needed(study: Study, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials whose checkpoints the study may still use: the best ones, and those that may continue."""
+    best = rank_trials(study, trials)[: None if len(study.goals) > 1 else 1]
+    # earlier generations are decided for good; without order, a paused trial may continue even if --trials grows later
+    last = max(0, len(trials) - 1) // study.generation * study.generation if study.order == "fixed" else 0
+    is_over = study.order == "fixed" and not any(decide(study, trials, idle=True))
+    states = ["waiting"] if is_over else ["waiting", "paused"]
+    return best + [trial for trial in trials[last:] if trial.state in states]
+
+
 def plan_epochs(study: Study) -> tuple[int, int]:
     """Epochs that the study trains, and starts of runs, where no trial fails."""
     epochs = starts = 0

@@ -1,4 +1,4 @@
-"""From options to a study: its settings, the check of its space, its forecast, one attempt at it, and its winner."""
+"""From options to a study: its settings, the check of its space, its forecast, an attempt, its winner, its disk."""
 
 import json
 import math
@@ -10,12 +10,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from multigpu_cli.checkpoint.files import fail_on_write_error, lock_folder, publish
+from multigpu_cli.commands.clean import Cleaning, clean_folders
 from multigpu_cli.commands.options import print_result, reject_idle_flags
 from multigpu_cli.commands.requests import build_config, parse_option
 from multigpu_cli.config.resume_rules import without_setting
@@ -30,7 +32,7 @@ from multigpu_cli.monitor.format import format_bytes, format_duration
 from multigpu_cli.monitor.journal import dump_json, read_events, read_json
 from multigpu_cli.tune.driver import BASE, FRONT_DOOR, JOURNAL, Driver, Slots, list_sets, parse_budget, read_error
 from multigpu_cli.tune.sampler import SAMPLERS, VERSIONS
-from multigpu_cli.tune.scheduler import list_front, measure_use, plan_epochs, rank_trials
+from multigpu_cli.tune.scheduler import list_front, list_needed, measure_use, plan_epochs, rank_trials
 from multigpu_cli.tune.space import Dimension, list_corners, list_points, parse_search
 from multigpu_cli.tune.trials import STUDY, Study, continue_study, read_study
 
@@ -48,7 +50,7 @@ _LOOK = f"import os; print('node', *(os.environ.get(name, 0) for name in {_NODE}
 
 
 def run_study(given: Mapping[str, Any], values: Mapping[str, Any], environ: Mapping[str, str]) -> int:
-    """Begin a study or go on with it; returns the exit code. RequestError: nothing was written."""
+    """Start or continue a study, and return the exit code. RequestError: nothing was written."""
     config = build_config(reject_idle_flags("tune", {**values, "dry_run": False}), environ)
     space, path = parse_search(given["search"]), Path(config.checkpoint.save_dir or "")
     study, console = build_study(given, config, space), Console("normal", json=bool(values["json"]))
@@ -238,3 +240,17 @@ def evaluate_trial(driver: Driver, number: int) -> dict[str, float] | None:
         found.append(json.loads(printed))
     names = [name for name, value in found[0].items() if isinstance(value, float)]
     return {name: math.fsum(each[name] for each in found) / len(found) for name in names}
+
+
+def clean_study(path: Path, *, remove: bool) -> list[Cleaning]:
+    """List the checkpoints of each trial that can be removed, and remove them if requested.
+
+    RequestError: there is no study, or `remove` is requested while a driver is running.
+    """
+    read_study(path)  # before a lock is written into the folder
+    with lock_folder(path) if remove else nullcontext():
+        study, trials = read_study(path)
+        needed = list_needed(study, trials)
+        trial_of = {study.run_folder(path, each.number, run): each for each in trials for run in range(study.seeds)}
+        runs = [folder for folder in trial_of if (folder / "journal.jsonl").is_file()]
+        return clean_folders(runs, lambda run: "needed" * (trial_of[run] in needed), remove=remove)

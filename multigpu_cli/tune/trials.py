@@ -108,8 +108,8 @@ def read_study(path: Path) -> tuple[Study, list[Trial]]:
 def continue_study(path: Path, stored: Study, trials: Sequence[Trial], wanted: Study) -> Study:
     """Return the study of a folder with the budget and the number of trials that the command asks for.
 
-    RequestError: the command differs otherwise, other versions would propose trials, or a study of so many trials from
-    its start would have come to other decisions.
+    RequestError: something else differs, or another major version would propose the trials, or a study with this number
+    of trials from the start would have promoted different ones.
     """
     for package, version in wanted.versions.items():
         before = stored.versions.get(package, "")
@@ -142,8 +142,8 @@ class RungResult(NamedTuple):
 def read_rung(folder: Path, study: Study, epochs: int) -> RungResult:
     """Return how far a run has come, with the objectives of its best weights if it has reached this many epochs.
 
-    A run whose last evaluation is not finite has diverged: the values are those of this evaluation. RequestError: an
-    objective is no number of the evaluations.
+    A run whose last evaluation is not finite has diverged: the values are those of this evaluation. RequestError:
+    the evaluations do not report an objective.
     """
     if not (folder / "journal.jsonl").is_file():
         return RungResult()
@@ -159,6 +159,6 @@ def read_rung(folder: Path, study: Study, epochs: int) -> RungResult:
             remedy = did_you_mean(f"val_{name}", known) if known else "data with a validation split"
             raise RequestError(f"--objective val_{name}: no evaluation has it", remedy=remedy)
     values = [float(last[name]) for name, _ in study.goals]
-    if study.best and all(map(math.isfinite, values)):  # those of best.pt, which is tested in the end
+    if study.best and all(map(math.isfinite, values)):  # best.pt has these weights, and is tested
         values = [float(summary["best"][name]) for name, _ in study.goals]
     return RungResult(values, done, ended == "completed", summary.get("fingerprint"))

@@ -49,7 +49,7 @@ def end(status: str, code: int, **fields) -> None:
     print(fields.get("error", ""), file=sys.stderr)
     evals = [json.loads(line) for line in journal.read_text().splitlines()]
     finite = [line for line in evals if line["event"] == "eval" and line["accuracy"] != "NaN"]
-    best = max(finite, key=lambda line: line["accuracy"], default={})
+    best: dict = max(finite, key=lambda line: line["accuracy"], default={})
     summary.write_text(json.dumps({"status": status, "best": best} | fields))
     sys.exit(code)
 

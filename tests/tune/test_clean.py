@@ -10,8 +10,7 @@ import pytest
 import main_multi_gpu
 from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.tune import driver
-from multigpu_cli.tune.clean import clean_study
-from multigpu_cli.tune.study import summarize
+from multigpu_cli.tune.study import clean_study, summarize
 from multigpu_cli.tune.trials import Trial, continue_study, read_study
 from tests.tune.studies import FAKE, make_driver, make_study, make_trials, read_trials
 

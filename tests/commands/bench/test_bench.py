@@ -210,9 +210,12 @@ def test_advice_of_bench_has_an_effect(
     share: str, given: dict[str, Any], device: str, location: str, advice: str
 ) -> None:
     names = ("data", "wire", "stragglers", "compute")
-    rung: Any = SimpleNamespace(shares={name: 0.9 if name == share else 0.03 for name in names}, workers=2)
-    plan: Any = SimpleNamespace(device=device, precision=given.get("amp", "off"))
-    assert bench._choose_advice(rung, resolve(given, [], None), plan, location).startswith(advice)
+    shares = {name: 0.9 if name == share else 0.03 for name in names}
+    rung: Any = SimpleNamespace(strategy="ddp", shares=shares, workers=2)
+    plan = SimpleNamespace(device=device, precision=given.get("amp", "off"))
+    loaders = SimpleNamespace(train=SimpleNamespace(data_location=location))
+    components: Any = SimpleNamespace(plan=plan, loaders=loaders)
+    assert bench._choose_advice([rung], resolve(given, [], None), components).startswith(advice)
 
 
 def test_sharded_workers_take_the_place_of_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
