@@ -34,7 +34,7 @@ from multigpu_cli.planning.speedup import ForecastRow, Interconnect
 from multigpu_cli.run.assembly.components import TrainComponents
 
 _STEPS, _SECONDS = 64, 4.0  # the least of a run without --steps
-_KNOBS = {  # share of a step: its name in the advice, and what shortens it
+_KNOBS = {  # by share of a step: its name in the advice, and the remedies
     "wire": ("communication", "a larger --batch-size", "--grad-accum-steps", "--grad-compression bf16", "faster links"),
     "stragglers": ("slow workers", "equal devices", "no other users on them", "even shares (--batch-size)"),
     "compute": ("the device itself", "--amp", "--compile", "a larger --batch-size"),

@@ -90,7 +90,8 @@ def build_study(given: Mapping[str, Any], config: Config, space: Sequence[Dimens
     near = f"val_{other.removeprefix('train_').removeprefix('test_')}"
     limit = next((each for each in LENGTH[1:] if config.get(each) is not None), "")
     by_epochs = rungs or "epochs" in (given["budget"] or "")
-    by_epochs = by_epochs or (config.last_epoch > length and "epochs" not in config.explicit)  # or of unknown length
+    # runs of --env-steps have another number of epochs than the default
+    by_epochs = by_epochs or (config.last_epoch > length and "epochs" not in config.explicit)
     auto_batch = "auto" in (config.batch.size, *(v for each in space if each.key == "batch_size" for v in each.values))
     rules = (
         (config.checkpoint.save_dir is None, "tune needs --save-dir", "--save-dir studies/NAME"),
@@ -253,4 +254,4 @@ def clean_study(path: Path, *, remove: bool) -> list[Cleaning]:
         needed = list_needed(study, trials)
         trial_of = {study.run_folder(path, each.number, run): each for each in trials for run in range(study.seeds)}
         runs = [folder for folder in trial_of if (folder / "journal.jsonl").is_file()]
-        return clean_folders(runs, lambda run: "needed" * (trial_of[run] in needed), remove=remove)
+        return clean_folders(runs, lambda run: "the study may need it" * (trial_of[run] in needed), remove=remove)

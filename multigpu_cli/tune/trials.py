@@ -159,6 +159,7 @@ def read_rung(folder: Path, study: Study, epochs: int) -> RungResult:
             remedy = did_you_mean(f"val_{name}", known) if known else "data with a validation split"
             raise RequestError(f"--objective val_{name}: no evaluation has it", remedy=remedy)
     values = [float(last[name]) for name, _ in study.goals]
-    if study.best and all(map(math.isfinite, values)):  # best.pt has these weights, and is tested
-        values = [float(summary["best"][name]) for name, _ in study.goals]
+    if study.best and all(map(math.isfinite, values)):
+        # best.pt has these weights, and is tested; a run whose --best is always NaN publishes the last ones
+        values = [float((summary.get("best") or last)[name]) for name, _ in study.goals]
     return RungResult(values, done, ended == "completed", summary.get("fingerprint"))

@@ -1,5 +1,6 @@
 """tune.pause_at in this process: a run that pauses at rungs is the run that does not."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.config.yaml_text import dump_config
 from multigpu_cli.monitor.history import load_history
+from multigpu_cli.monitor.journal import read_json
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.run.run import Run
 from multigpu_cli.tune.trials import read_rung
@@ -53,6 +55,9 @@ def test_value_at_a_rung_is_that_of_best_pt(best: str, tmp_path: Path) -> None:
         epochs.append(content["epoch"])
     losses = [event["loss"] for (_, split), event in sorted(load_history(tmp_path).evals.items()) if split == "val"]
     assert epochs[-1] < 6
+    summary = read_json(tmp_path / "summary.json")
+    (tmp_path / "summary.json").write_text(json.dumps(summary | {"best": {}}))  # --best is always NaN
+    assert read_rung(tmp_path, study, 6).values == [summary["final"]["val_loss"]]
     assert best != "val_loss:min" or losses[epochs[-1] - 1] == min(losses)
 
 
