@@ -3,7 +3,7 @@
 import atexit
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -301,11 +301,15 @@ class MultiGPUTrainingManager:
         """As MultiGPUTrainer.finish."""
         return self.trainer.finish()
 
-    def generate_comparison_report(self, results: Mapping[str, Mapping[str, Any]]) -> str:
-        """A Markdown table of measurements: one line for each result of `train_with_multi_gpu`, or summary, by name."""
+    def generate_comparison_report(self, results: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> str:
+        """Return a Markdown table with a line for each result of `train_with_multi_gpu`, or summary.
+
+        The lines have the names of the mapping, or the numbers from 1 of the list.
+        """
         head = ("run", "strategy", "devices", "samples/s", "seconds", "final loss", "peak memory (GiB)", "speedup")
         rows, base = [], None
-        for name, result in results.items():
+        by_name = results if isinstance(results, Mapping) else {str(at): each for at, each in enumerate(results, 1)}
+        for name, result in by_name.items():
             summary = result.get("summary", result)
             rate = summary.get("samples_per_second")
             base = base or rate

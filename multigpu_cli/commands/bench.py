@@ -29,16 +29,23 @@ from multigpu_cli.launch import run_cli
 from multigpu_cli.monitor.format import format_bytes, list_values
 from multigpu_cli.monitor.history import load_history
 from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.monitor.pace import advise_on_data
 from multigpu_cli.monitor.plot_style import STYLE, color_of_run, escape_text, save_png
 from multigpu_cli.planning.speedup import ForecastRow, Interconnect
+from multigpu_cli.run.assembly.components import TrainComponents
 
 _STEPS, _SECONDS = 64, 4.0  # the least of a run without --steps
-_KNOBS = {
-    "data": "data: more --num-workers, a TensorDataset, or --data-on-device on",
-    "wire": "communication: a larger --batch-size, --grad-accum-steps, --grad-compression bf16, or faster links",
-    "stragglers": "slow workers: equal GPUs, no other users on them, and even shares (--batch-size)",
-    "compute": "the device itself: --amp, --compile, a larger --batch-size",
-    "compute and wire": "a larger --batch-size, --reshard step, --amp, or faster links",
+_KNOBS = {  # by share of a step: its name in the advice, and the remedies
+    "wire": ("communication", "a larger --batch-size", "--grad-accum-steps", "--grad-compression bf16", "faster links"),
+    "stragglers": ("slow workers", "equal devices", "no other users on them", "even shares (--batch-size)"),
+    "compute": ("the device itself", "--amp", "--compile", "a larger --batch-size"),
+    "compute and wire": (
+        "device and communication",
+        "a larger --batch-size",
+        "--reshard step",
+        "--amp",
+        "faster links",
+    ),
 }
 
 
@@ -128,7 +135,7 @@ def run_benchmark(
         "wire": wires[max(workers)].rests_on,
     }
     notes = [f"no DataParallel: {reason}"] if reason else []
-    return Benchmark(about, rungs, _choose_advice([rung for rung in rungs if rung.strategy != "dp"][-1]), notes)
+    return Benchmark(about, rungs, _choose_advice(rungs, config, alone.components), notes)
 
 
 def why_no_dp(config: Config) -> str:
@@ -220,12 +227,21 @@ def format_benchmark(benchmark: Benchmark, files: Sequence[Path]) -> Iterator[st
     yield from (f"written: {file}" for file in files)
 
 
-def _choose_advice(rung: BenchResult) -> str:
+def _choose_advice(rungs: Sequence[BenchResult], config: Config, components: TrainComponents) -> str:
+    """Return what would shorten a step on the most workers, without settings that are used or have no effect."""
+    plan, location = components.plan, components.loaders.train.data_location
+    *_, rung = (each for each in rungs if each.strategy != "dp")
+    used = {"--amp": plan.precision != "off", "--compile": config.model.compile != "off"}
+    used["--grad-compression bf16"] = config.reproducibility.exact or config.communication.grad_compression != "none"
+    used["--reshard step"] = config.device.reshard == "step"
+    knobs = _KNOBS | {"data": ("data", advise_on_data(location, plan.device) or "a faster source")}
     *waits, rest = rung.shares
     name = max(waits, key=lambda wait: rung.shares[wait])
     if rung.shares[name] <= 0.1:
         name = rest
-    return f"{_KNOBS[name]} ({rung.shares[name]:.0%} of the time with {pluralize(rung.workers, 'worker')})"
+    label, *remedies = knobs[name]
+    remedy = ", ".join(each for each in remedies if not used.get(each))
+    return f"{label}: {remedy} ({rung.shares[name]:.0%} of the time with {pluralize(rung.workers, 'worker')})"
 
 
 WINDOWS = 8  # of a run, the first of which is warm-up

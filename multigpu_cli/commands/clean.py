@@ -4,7 +4,7 @@ import pickletools
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
@@ -119,7 +119,7 @@ def format_checkpoints(run: str, entries: list[CheckpointEntry]) -> Iterator[str
 
 @dataclass(frozen=True)
 class Cleaning:
-    """One run: the checkpoints that can go, or are gone, oldest first; and why it is left alone, "" where it is not."""
+    """The checkpoints of a run that can be, or were, removed, oldest first; otherwise the reason to keep them."""
 
     run: str
     checkpoints: list[Path]
@@ -129,16 +129,21 @@ class Cleaning:
 
 
 def clean_runs(names: Sequence[str], *, remove: bool) -> list[Cleaning]:
-    """What can go of each run, and its removal where that was asked for."""
-    found = [inspect_run(run) for run in find_runs(names)]
+    """List the checkpoints of each run that can be removed, and remove them if requested."""
+    return clean_folders(find_runs(names), _find_obstacle, remove=remove)
+
+
+def clean_folders(runs: Sequence[Path], find_obstacle: Callable[[Path], str], *, remove: bool) -> list[Cleaning]:
+    """Like `clean_runs`, for run folders; `find_obstacle` returns why the checkpoints of one must stay, or ""."""
+    found = [inspect_run(run, find_obstacle) for run in runs]
     for each in found if remove else ():
         refuse_links(Path(each.run))
-    return [_remove(each) if remove and each.checkpoints else each for each in found]
+    return [_remove(each, find_obstacle) if remove and each.checkpoints else each for each in found]
 
 
-def inspect_run(run: Path) -> Cleaning:
-    """The checkpoints of a run that is over; of any other nothing can go."""
-    if reason := "at work" if is_locked(run) else _find_obstacle(run):
+def inspect_run(run: Path, find_obstacle: Callable[[Path], str]) -> Cleaning:
+    """Return the checkpoints of a run that can be removed: none if it is running, or there is an obstacle."""
+    if reason := "at work" if is_locked(run) else find_obstacle(run):
         return Cleaning(str(run), [], 0, reason)
     folders = [
         path
@@ -169,19 +174,19 @@ def format_cleaning(found: Sequence[Cleaning]) -> Iterator[str]:
 
 
 def _find_obstacle(run: Path) -> str:
-    """Why the checkpoints of a run must stay; empty where they may go."""
+    """Return why the checkpoints of a run must stay, "" if they can be removed."""
     if load_summary(run).get("status") != "completed":
         return "not completed: its checkpoints are needed to resume"
     lost = "best.pt is missing or damaged, and its checkpoints may hold the best weights"
     return lost if _find_fault(run / "best.pt") else ""
 
 
-def _remove(found: Cleaning) -> Cleaning:
-    """Remove them while nobody else can own the folder; a run that began in the meantime is left alone."""
+def _remove(found: Cleaning, find_obstacle: Callable[[Path], str]) -> Cleaning:
+    """Remove the checkpoints while holding the folder's lock; skip a run that has started in the meantime."""
     run = Path(found.run)
     try:
         with lock_folder(run):
-            if reason := _find_obstacle(run):
+            if reason := find_obstacle(run):
                 return Cleaning(found.run, [], 0, reason)
             for folder in found.checkpoints:
                 shutil.rmtree(folder)

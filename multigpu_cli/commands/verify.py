@@ -22,6 +22,8 @@ _SETTINGS_OF_THE_PLAN = (
 _SHOULD_NOT_MATTER = (
     "exact compile grad_checkpointing bucket_cap_mb strategy.param_dtype find_unused_parameters grad_compression"
 )
+_NO_PROMISE = "identical here; without --exact this is not guaranteed on another number of workers"
+_ROUNDING = "without --exact, another number of workers sums in another order: results are equal only to rounding"
 _TRAIN = ("loss", "grad_norm", "lr", "samples")
 _POSITION = {"event", "time", "epoch", "step", "split"}
 
@@ -163,7 +165,7 @@ def _list_notes(a: RunTrace, b: RunTrace, parting: Divergence | None) -> Iterato
     yield from _list_unequal(["device", "threads"], a.start.get("plan", {}), b.start.get("plan", {}))
     sizes = {a.start.get("world_size"), b.start.get("world_size")}
     if len(sizes) > 1 and not (a.settings["exact"] and b.settings["exact"]):
-        yield "without --exact, another number of workers sums in another order: results are equal only to rounding"
+        yield _ROUNDING if parting or a.fingerprint != b.fingerprint else _NO_PROMISE
         if parting and (parting.relative or 0.0) > 1e-5:
             yield "more than 1e-5 is mostly of a bias before BatchNorm (use bias=False), or of BatchNorm's statistics"
 

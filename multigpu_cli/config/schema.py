@@ -170,7 +170,7 @@ class LengthConfig:
     epochs: int = flag(20, integer(1, 10**9), "number of epochs", free=True)
     max_steps: int | None = flag(None, integer(1), "maximum number of optimizer steps", free=True)
     early_stopping_patience: int | None = flag(None, integer(1), "stop after N epochs without improvement")
-    pause_at: int | None = setting("tune.pause_at", None, integer(1), "a trial of tune: stop after this epoch, no test")
+    pause_at: int | None = setting("tune.pause_at", None, integer(1), "set by tune: pause after this epoch, no test")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,7 +184,9 @@ def _suggestion(key: str) -> str:
     close = get_close_matches(
         key.lower().replace("-", "_"), [*SETTINGS, *(f"{part}.{word}" for part, word in PARTS.items())], n=1
     )
-    return f"did you mean {close[0]!r}?" if close else "--help lists the settings (--batch-size is batch_size)"
+    argument = f"; or, for an argument, optimizer.args.{key} or model.args.{key}"
+    suggestion = f"did you mean {close[0]!r}?" if close else "--help lists the settings (--batch-size is batch_size)"
+    return suggestion if inner or (close and "." not in close[0]) else suggestion + argument
 
 
 def _merge_layers(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:

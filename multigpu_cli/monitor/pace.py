@@ -61,12 +61,12 @@ class StepShares(NamedTuple):
     step_ms: float
     ranks: list[str]
     parts: list[tuple[float, float, float, float]]  # of each rank: wait for data, compute, exposed wire, wait for ranks
-    says: str  # which rank is the slowest, and whether it waits for data; "" where there is nothing to say
+    says: str  # which rank is the slowest, and whether it waits for data; "" if neither
     measured: bool  # whether communication was told from compute
 
 
 def divide_step(history: History) -> StepShares | None:
-    """Where the time of a step goes, by the newest `train` line; None without one.
+    """Divide the time of a step by the newest `train` line; return None if there is none.
 
     All ranks take equally long for a step. Their own time is what they don't wait for others; the least wait is the
     exposed communication, and the rest of a rank's wait is due to slower ranks.
@@ -82,15 +82,23 @@ def divide_step(history: History) -> StepShares | None:
     many = isinstance(last.get("own_ms"), dict)
     ranks = ["least", "mean", "greatest"] if many else [f"rank {rank}" for rank in range(len(own))]
     worst = f"rank {last['own_ms']['worst_rank']}" if many else ""
-    return StepShares(step, ranks, parts, _say(own, data, step, worst), last.get("comm_share") is not None)
+    remedy = advise_on_data(history.attempts[-1].start.get("data", ""), history.plan.get("device", ""))
+    return StepShares(step, ranks, parts, _say(own, data, step, worst, remedy), last.get("comm_share") is not None)
 
 
-def _say(own: Sequence[float], data: Sequence[float], step: float, worst: str) -> str:
+def advise_on_data(location: str, device: str) -> str:
+    """Return what shortens the wait for data that are at this location of the journal, "" for no setting."""
+    if location == "in host memory":
+        return "a larger --batch-size" if device == "cpu" else "--data-on-device on"
+    return "more --num-workers, or a TensorDataset" if location.startswith("fetched") else ""
+
+
+def _say(own: Sequence[float], data: Sequence[float], step: float, worst: str, remedy: str) -> str:
     slowest, usual = max(range(len(own)), key=lambda rank: own[rank]), median(own)
     found = []
     if own[slowest] > 1.05 * usual + 0.1:
         work = f"{own[slowest]:.1f} ms of its own work a step, the median is {usual:.1f} ms"
         found.append(f"{worst or f'rank {slowest}'} is the slowest: {work}")
     if (idle := max(data) / step) > _MUCH:
-        found.append(f"idle, waiting for data, {idle:.0%} of the time: more --num-workers, or --data-on-device on")
+        found.append(f"waits for data {idle:.0%} of the time" + (remedy and f": try {remedy}"))
     return "; ".join(found)

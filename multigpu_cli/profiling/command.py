@@ -67,8 +67,9 @@ def format_profile(found: dict[str, Any]) -> Iterator[str]:
     ranks = [{row["name"]: row for row in rank["operators"]} for rank in found["ranks"]]
     clock = "gpu_ms" if any(row["gpu_ms"] for row in ranks[0].values()) else "host_ms"
     total = sum(row[clock] for row in ranks[0].values()) or 1.0
-    seconds = ", ".join(f"{rank['seconds']:.2f} s" for rank in found["ranks"])
-    yield f"{pluralize(found['steps'], 'step')} after step {found['step']:,}, by rank: {seconds}"
+    seconds = ", ".join(f"rank {number} {rank['seconds']:.2f} s" for number, rank in enumerate(found["ranks"]))
+    seconds += "; profilers that started first waited for the others" if found["ranks"][1:] else ""
+    yield f"{pluralize(found['steps'], 'step')} after step {found['step']:,}, from the profiler's start: {seconds}"
     yield f"{clock.replace('_', ' '):>9} {'share':>7} {'calls':>7} {'all ranks':>17}  operator (its own time on rank 0)"
     for name, row in list(ranks[0].items())[:_ROWS]:
         values = [rank[name][clock] for rank in ranks if name in rank]

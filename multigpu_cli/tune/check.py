@@ -1,6 +1,7 @@
-"""The check of a search space before its first trial: what needs torch, in a process of its own."""
+"""The check of a search space before its first trial, in a separate process, because it needs torch."""
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,10 @@ from multigpu_cli.run.request.spec import FromConfig
 
 
 def main(name: str) -> None:
-    """Read check.json in the folder, and write found.json: the error, GPUs and cores, and the forecast."""
+    """Read check.json in the folder, and write found.json: the error, GPUs and cores, and the forecast.
+
+    A trial's start is forecast by that of this process, up to the first batch.
+    """
     folder, sets = Path(name), []
     wanted, base = json.loads((folder / "check.json").read_text()), str(folder / "base.yaml")
     found: dict[str, Any] = {"error": "", "cores": count_cores(), "gpus": []}
@@ -27,13 +31,15 @@ def main(name: str) -> None:
         found["gpus"] = list(usable_gpus(resolve({"gpu_ids": wanted["gpu_ids"]}, [], None).device))
         for goal in wanted["objectives"]:  # which --best takes as well
             _try_corner(resolve({"best": goal}, wanted["corners"][0], base), found["gpus"], wanted["gpus_per_trial"])
+            found.setdefault("start", time.time() - wanted["began"])
         for sets in wanted["corners"]:
             _try_corner(resolve({}, sets, base), found["gpus"], wanted["gpus_per_trial"])
         if wanted["measure"]:
             ends = (wanted["corners"][0], wanted["corners"][-1])
             found["forecast"] = [_forecast(resolve({}, corner, base)) for corner in ends]
     except TrainingError as error:
-        found["error"] = f"{', '.join(sets)}: {error}" if sets else str(error)
+        found["corner"] = sets or wanted["corners"][0]
+        found["error"] = f"{', '.join(sets)}: {error}" if sets else str(error).replace("--best ", "--objective ")
     (folder / "found.json").write_text(json.dumps(found))
 
 
@@ -47,10 +53,9 @@ def _try_corner(config: Config, gpus: Sequence[int], workers: int) -> None:
 
 
 def _forecast(config: Config) -> dict[str, float]:
-    """Seconds of an epoch on one worker, and bytes of a run folder."""
+    """Return seconds per planned epoch on one worker, also of a run that another limit ends, and bytes of a folder."""
     alone = measure_worker(config, [1])
     (row,) = forecast_rows(alone, config, [1], Interconnect(NO_WIRE))
-    schedule, batches = alone.components.plan.schedule, alone.components.plan.batches
     weights = 2 * alone.memory.weights  # each checkpoint has the best ones too
     kept = config.checkpoint.keep * (weights + alone.memory.optimizer) + weights
-    return {"epoch": row.seconds * batches.steps_per_epoch / schedule.total_steps, "bytes": kept}
+    return {"epoch": row.seconds / config.length.epochs, "bytes": kept}

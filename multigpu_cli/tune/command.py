@@ -1,4 +1,4 @@
-"""`tune` and `tune report`: their options; what they do is imported late."""
+"""The options of `tune`, `tune report` and `tune clean`, which import Optuna late."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -20,6 +20,8 @@ from multigpu_cli.commands.requests import parse_option
 from multigpu_cli.config.types import integer
 from multigpu_cli.errors import RequestError
 
+_OBJECTIVE = option("NAME:max|NAME:min", "metric to optimize, e.g. val_accuracy:max; repeat for a Pareto front")
+_BUDGET = option("Nslot-hours|Nepochs", "start no further rung after this amount of compute")
 app = typer.Typer(cls=Group, rich_markup_mode=None)
 
 
@@ -28,18 +30,18 @@ app = typer.Typer(cls=Group, rich_markup_mode=None)
 def tune(
     context: typer.Context,
     *,
-    search: Annotated[list[str], option("KEY=EXPR|FILE", "range, int, log or choice(…); may be repeated")] = [],  # noqa: B006
-    objective: Annotated[list[str], option("NAME:max|NAME:min", "val_accuracy:max, say; of several a front")] = [],  # noqa: B006
-    trials: Annotated[str, option("N", "how many settings are tried")] = "20",
-    rungs: Annotated[str, option("N,N", "epochs after which only the best go on")] = "",
-    generation: Annotated[str, option("N", "trials that are proposed together")] = "8",
-    sampler: Annotated[str, option("tpe|random|grid", "what proposes them")] = "tpe",
-    seeds: Annotated[str, option("N", "runs of each trial, which counts by their mean")] = "1",
-    budget: Annotated[str | None, option("Nslot-hours|Nepochs", "beyond it no rung begins")] = None,
-    slots: Annotated[str | None, option("N", "runs at a time (default: one per GPU or core)")] = None,
-    gpus_per_trial: Annotated[str, option("N", "slots that each run begins with")] = "1",
-    srun: Annotated[bool, typer.Option("--srun", help="slots are those of this SLURM allocation")] = False,
-    order: Annotated[str, option("fixed|async", "async: faster, and not reproducible")] = "fixed",
+    search: Annotated[list[str], option("KEY=EXPR|FILE", "range, int, log or choice(…); repeatable")] = [],  # noqa: B006
+    objective: Annotated[list[str], _OBJECTIVE] = [],  # noqa: B006
+    trials: Annotated[str, option("N", "number of trials; may be raised later")] = "20",
+    rungs: Annotated[str, option("N,N", "epochs after which only the best trials continue")] = "",
+    generation: Annotated[str, option("N", "trials that are proposed and compared together")] = "8",
+    sampler: Annotated[str, option("tpe|random|grid", "how trials are proposed")] = "tpe",
+    seeds: Annotated[str, option("N", "runs per trial, with different seeds; the score is their mean")] = "1",
+    budget: Annotated[str | None, _BUDGET] = None,
+    slots: Annotated[str | None, option("N", "number of concurrent runs (default: one per GPU or core)")] = None,
+    gpus_per_trial: Annotated[str, option("N", "slots per run at its start")] = "1",
+    srun: Annotated[bool, typer.Option("--srun", help="use the slots of this SLURM allocation")] = False,
+    order: Annotated[str, option("fixed|async", "async: decide as slots become free; not reproducible")] = "fixed",
     **values: Any,
 ) -> Any:
     """Search for better settings. Trials are runs that pause, resume, and share the GPUs."""
@@ -62,11 +64,25 @@ def _run_study(*request: Mapping[str, Any]) -> int:
 @app.command(cls=Command)
 def report(
     study: Annotated[str, run_argument("DIR", "the --save-dir of tune")],
-    top: Annotated[str | None, option("N", "only the commands of the best so many trials")] = None,
+    top: Annotated[str | None, option("N", "print only the commands of the N best trials")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
-    """Show a study: its best trials, how it went, and a picture of all of them."""
+    """Show a study: its best trials, the importance of settings, and a plot of all trials."""
     from multigpu_cli.tune.report import format_study, report_study
 
     found = report_study(Path(study), parse_option(integer(1), "--top", top))
     print_result(found, format_study(found), as_json=as_json)
+
+
+@app.command(cls=Command)
+def clean(
+    study: Annotated[str, run_argument("DIR", "the --save-dir of tune")],
+    yes: Annotated[bool, typer.Option("--yes", help="remove them; otherwise they are only listed")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> None:
+    """List the checkpoints of trials that won't continue; --yes removes them. The winner keeps its own."""
+    from multigpu_cli.commands.clean import format_cleaning
+    from multigpu_cli.tune.study import clean_study
+
+    result = clean_study(Path(study), remove=yes)
+    print_result(result, format_cleaning(result), as_json=as_json)

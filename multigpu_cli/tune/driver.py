@@ -96,7 +96,7 @@ class Driver:
 
     def run(self) -> str:
         """Until all is done ("completed"), the budget is spent ("budget"), or a signal came ("stopped")."""
-        publish(self.path / BASE, dump(self.study.settings).encode())
+        publish(self.path / BASE, dump({"best": self.study.best} | self.study.settings).encode())
         old = {each: signal.signal(each, self._hear) for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
         with closing(Journal(self.path / JOURNAL, warn=self.say)) as self._journal:
             self._journal.write("open", slots=len(self.slots.names))
@@ -117,6 +117,7 @@ class Driver:
                 self._journal.write("close")
                 for number, handler in old.items():
                     signal.signal(number, handler)
+        self._export()
         over = not any(decide(self.study, self.trials, idle=True))
         return "stopped" if self._signals else "completed" if over else "budget"
 
@@ -148,17 +149,24 @@ class Driver:
             return not self._signals and any(trial.state == "waiting" for trial in self.trials)
         for trial in decision.promote:
             trial.rung, trial.state = trial.rung + 1, "waiting"
-            trial.write(self.path)
+            self._write(trial)
             self.say(f"trial {trial.number}: goes on to epoch {self.study.rungs[trial.rung]}")
         if decision.ask:
             before = len(self.trials) // self.study.group * self.study.group  # a killed driver wrote some of a group
             count = min(self.study.group, self.study.trials - before)
             for params in propose(self.study, self.space, self.trials[:before], count)[len(self.trials) - before :]:
                 self.trials.append(Trial(len(self.trials), params))
-                self.trials[-1].write(self.path)
+                self._write(self.trials[-1])
                 self.say(f"trial {self.trials[-1].number}: {', '.join(list_sets(params))}")
-        export_journal(self.path / EXPORT, self.study, self.space, self.trials)
         return True
+
+    def _write(self, trial: Trial) -> None:
+        trial.write(self.path)
+        self._export()
+
+    def _export(self) -> None:
+        """Write Optuna's journal: after each change of a trial, and at the end, since a driver may have been killed."""
+        export_journal(self.path / EXPORT, self.study, self.space, self.trials, read_events(self.path / JOURNAL))
 
     def _list_waiting(self) -> list[Job]:
         """The runs that are neither at work nor at their rung, in the order of the trials."""
@@ -197,8 +205,10 @@ class Driver:
         for each in [each for each in self._running.values() if each.process.poll() is not None]:
             del self._running[each.job]
             self._free |= set(each.slots)
-            self._journal.write("end", trial=each.job.trial, run=each.job.run, slots=len(each.slots))
             history, line = self._look(each)
+            trained = (own := history.attempts[-1]).last - own.start["time"] if history else 0.0
+            about = {"trial": each.job.trial, "run": each.job.run, "slots": len(each.slots)}
+            self._journal.write("end", **about, start_seconds=max(0.0, time.time() - each.began - trained))
             if history:
                 self._speeds.starts.append(history.attempts[-1].start["time"] - each.began)
             if line and line["samples_per_second"]:
@@ -255,12 +265,12 @@ class Driver:
         if whole:  # perhaps since it stopped early
             trial.values[self.study.rungs[-1]] = values
             trial.fingerprint = " ".join(str(each.fingerprint) for each in results)
-        trial.write(self.path)
+        self._write(trial)
         self.say(f"trial {trial.number}: {', '.join(f'{value:g}' for value in values)} after epoch {job.epochs}")
 
     def _fail(self, trial: Trial, state: str, error: str) -> None:
         trial.state, trial.error = state, error
-        trial.write(self.path)
+        self._write(trial)
         self.say(f"trial {trial.number}: {state}: {error}")
         self._end(each for each in self._running.values() if each.job.trial == trial.number)
 

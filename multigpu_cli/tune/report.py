@@ -3,7 +3,6 @@
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import log, nan
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from multigpu_cli.monitor.plot_style import STYLE, color_of_run, save_png
 from multigpu_cli.tune.driver import BASE, list_sets, plan_batch
 from multigpu_cli.tune.sampler import measure_importance
 from multigpu_cli.tune.scheduler import rank_trials
-from multigpu_cli.tune.space import Dimension, parse_search
+from multigpu_cli.tune.space import Dimension, find_place, parse_search
 from multigpu_cli.tune.study import SUMMARY
 from multigpu_cli.tune.trials import Study, Trial, read_study
 
@@ -34,8 +33,11 @@ def report_study(path: Path, top: int | None) -> dict[str, Any]:
     summary, picture = read_json(path / SUMMARY), path / "report.png"
     space = parse_search([f"{key}={text}" for key, text in study.search.items()])
     picture.write_bytes(draw_study(study, space, ranked, trials))
-    more = {name: summary.get(name) for name in ("status", "idle_share", "slot_hours", "epochs", "front")}
+    more = {
+        name: summary.get(name) for name in ("status", "idle_share", "start_share", "slot_hours", "epochs", "front")
+    }
     more |= {"test": (summary.get("best") or {}).get("test"), "importance": measure_importance(study, space, trials)}
+    more["importance_trials"] = sum(bool(trial.values) for trial in trials)
     return {"study": path, "best": found, "states": Counter(t.state for t in trials), "picture": picture} | more
 
 
@@ -47,12 +49,14 @@ def format_study(found: dict[str, Any]) -> Iterator[str]:
     states = ", ".join(f"{count} {state}" for state, count in sorted(found["states"].items()))
     yield f"{found['study']}: {found['status'] or 'under way'}; trials: {states}"
     if found["idle_share"] is not None:
-        yield f"{found['slot_hours']:.3g} slot-hours, {found['epochs']} epochs; idle: {found['idle_share']:.1%}"
+        shares = f"idle {found['idle_share']:.1%}, starting runs {found['start_share'] or 0:.1%}"
+        yield f"{found['slot_hours']:.3g} slot-hours, {found['epochs']} epochs; slots: {shares}"
     for each in found["best"]:
         values = ", ".join(f"epoch {epochs}: {value}" for epochs, value in each["values"].items())
         yield f"trial {each['number']}  {values}  {' '.join(list_sets(each['params']))}"
     for shares in found["importance"]:
-        yield "importance (PED-ANOVA): " + ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+        parts = (f"{name} {share:.2f} ± {error:.2f}" for name, (share, error) in shares.items())
+        yield f"importance (fANOVA, {found['importance_trials']} trials, ± standard error): {', '.join(parts)}"
     if len(found["front"] or ()) > 1:
         yield f"front: trials {', '.join(map(str, found['front']))}"
     if found["test"]:
@@ -72,18 +76,9 @@ def draw_study(study: Study, space: Sequence[Dimension], ranked: Sequence[Trial]
             for at, name in enumerate(study.objectives):
                 curves[at].plot(list(trial.values), [each[at] for each in trial.values.values()], **look)
                 curves[at].set(title=name, xlabel="epoch")
-            curves[goals].plot([find_place(each, trial) for each in space], **look)
+            curves[goals].plot([find_place(each, trial.params) for each in space], **look)
             if goals == 2:
                 curves[-1].plot(*trial.values[max(trial.values)], **look)
                 curves[-1].set(xlabel=study.objectives[0], ylabel=study.objectives[1])
         curves[goals].set_xticks(range(len(space)), [f"{each.key}\n{each.text}" for each in space])
         return save_png(figure)
-
-
-def find_place(each: Dimension, trial: Trial) -> float:
-    """Where a trial crosses the axis of a setting, from 0 to 1; NaN where it does not have it."""
-    value = trial.params.get(each.key, nan)
-    if each.kind == "choice":
-        return each.values.index(value) / max(1, len(each.values) - 1) if each.key in trial.params else nan
-    low, high = each.values
-    return log(value / low) / log(high / low) if each.kind == "log" else (value - low) / (high - low)

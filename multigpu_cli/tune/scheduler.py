@@ -64,6 +64,16 @@ def rank_trials(study: Study, trials: Sequence[Trial]) -> list[Trial]:
     return sorted(known, key=lambda each: (-max(each.values), *(-value for value in each.score(study)), each.number))
 
 
+def list_needed(study: Study, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials whose checkpoints the study may still use: the best ones, and those that may continue."""
+    best = rank_trials(study, trials)[: None if len(study.goals) > 1 else 1]
+    # earlier generations are decided for good; without order, a paused trial may continue even if --trials grows later
+    last = max(0, len(trials) - 1) // study.generation * study.generation if study.order == "fixed" else 0
+    is_over = study.order == "fixed" and not any(decide(study, trials, idle=True))
+    states = ["waiting"] if is_over else ["waiting", "paused"]
+    return best + [trial for trial in trials[last:] if trial.state in states]
+
+
 def plan_epochs(study: Study) -> tuple[int, int]:
     """Epochs that the study trains, and starts of runs, where no trial fails."""
     epochs = starts = 0
@@ -128,18 +138,22 @@ def choose_widening(
     return chosen if chosen and gains[chosen] > cost else None
 
 
-def measure_use(events: Iterable[Mapping[str, Any]]) -> tuple[float, float]:
-    """Seconds in which runs held slots, and seconds of all slots, from each driver's first event to its last."""
-    busy = total = 0.0
+def measure_use(events: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
+    """Return the seconds of slots that runs held, and in which these did not train, and all from a driver's start on.
+
+    A run does not train while its process starts and ends.
+    """
+    busy = starting = total = 0.0
     slots = held = 0
     for event, after in pairwise(events):
         if (kind := event["event"]) == "open":
             slots, held = event["slots"], 0
+        starting += event.get("slots", 0) * event.get("start_seconds", 0.0)
         held += event.get("slots", 0) * {"start": 1, "end": -1}.get(kind, 0)
         if kind != "close" and after["event"] != "open":
             seconds = after["time"] - event["time"]
             busy, total = busy + held * seconds, total + slots * seconds
-    return busy, total
+    return busy, starting, total
 
 
 def list_front(study: Study, trials: Sequence[Trial]) -> list[Trial]:

@@ -14,8 +14,9 @@ from multigpu_cli.errors import RequestError, did_you_mean
 
 Params = dict[str, Any]  # one trial's settings by key; those whose condition does not hold are not there
 KINDS = ("range", "int", "log", "choice")
-OWNED = {"save_dir", "resume", "tune.pause_at", "multi_gpu", "nproc_per_node", "gpu_ids", "seed", *LENGTH}
+OWNED = {"save_dir", "resume", "best", "tune.pause_at", "multi_gpu", "nproc_per_node", "gpu_ids", "seed", *LENGTH}
 _FORM = re.compile(r"(\w+)\((.*)\)(?::(\d+))?(?:\s+when\s+([\w.]+)\s*=\s*(.+))?", re.DOTALL)
+_OTHER_NAMES = {"uniform": "range", "float": "range", "loguniform": "log", "randint": "int", "categorical": "choice"}
 _EXAMPLE = "lr=log(1e-4,1e-1), model.args.width=choice(16,32), KEY=range(0,0.5) or KEY=int(1,9)"
 
 
@@ -89,7 +90,8 @@ def _parse_dimension(key: str, text: str) -> Dimension:
     if key in OWNED:
         raise RequestError(f"--search {key}: the study itself decides it", remedy="another setting")
     if not form or form[1] not in KINDS:
-        near = f": {did_you_mean(form[1], KINDS)}" if form else ""
+        near = ": a bracket is missing" if text.count("(") != text.count(")") else ""
+        near = f": {did_you_mean(_OTHER_NAMES.get(form[1], form[1]), KINDS)}" if form else near
         raise RequestError(f"{label}: is no expression{near}", remedy=_EXAMPLE)
     kind, inner, points, parent, wanted = form.groups()
     values = _parse_values(inner, label)
@@ -140,3 +142,12 @@ def list_corners(space: Sequence[Dimension], most: int) -> list[Params]:
         given = {each.parent: each.wanted[0]} if each.parent else {}
         found += [keep_active(space, {**first, **given, each.key: value}) for value in each.values]
     return [params for at, params in enumerate(found) if params not in found[:at]]
+
+
+def find_place(each: Dimension, params: Params) -> float:
+    """Return the position of a trial on the axis of a setting, from 0 to 1; NaN if it does not have the setting."""
+    value = params.get(each.key, math.nan)
+    if each.kind == "choice":
+        return each.values.index(value) / max(1, len(each.values) - 1) if each.key in params else math.nan
+    low, high = each.values
+    return math.log(value / low) / math.log(high / low) if each.kind == "log" else (value - low) / (high - low)

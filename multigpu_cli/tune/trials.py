@@ -1,16 +1,18 @@
 """A study on disk: study.yaml, frozen when it begins, and a trial.json for each trial, renamed into place."""
 
 import json
-from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.checkpoint.files import publish
-from multigpu_cli.config.yaml_text import UnreadableError, compose, dump, parse_typed
+from multigpu_cli.config.yaml_text import UnreadableError, compose, dump, dump_value, parse_typed
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.monitor.history import load_history, load_summary
 from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.monitor.tensorboard import flatten
 from multigpu_cli.tune.space import Params
 
 STUDY, TRIAL = "study.yaml", "trial.json"
@@ -35,6 +37,7 @@ class Study:
     budget: str | None
     versions: dict[str, str]
     settings: dict[str, Any]
+    best: str | None = None  # as --best; None: a study of an earlier version, in which a run's last epoch counts
 
     @property
     def goals(self) -> list[tuple[str, float]]:
@@ -102,18 +105,29 @@ def read_study(path: Path) -> tuple[Study, list[Trial]]:
     return study, trials
 
 
-def check_same_study(path: Path, stored: Study, wanted: Study) -> None:
-    """RequestError: the command asks for another study than the folder holds, or other versions would sample."""
+def continue_study(path: Path, stored: Study, trials: Sequence[Trial], wanted: Study) -> Study:
+    """Return the study of a folder with the budget and the number of trials that the command asks for.
+
+    RequestError: something else differs, or another major version would propose the trials, or a study with this number
+    of trials from the start would have promoted different ones.
+    """
     for package, version in wanted.versions.items():
         before = stored.versions.get(package, "")
         if before.split(".")[0] != version.split(".")[0]:
             problem = f"{path} was begun with {package} {before}, and here is {version}: it would propose other trials"
             raise RequestError(problem, remedy=f"pip install '{package}=={before}', or another --save-dir")
-    old, new = (dump(asdict(each) | {"budget": None, "versions": None}).splitlines() for each in (stored, wanted))
-    for before, now in zip_longest(old, new, fillvalue="nothing"):
-        if before != now:
-            problem = f"the study in {path} was begun with {before.strip()}; this command says {now.strip()}"
-            raise RequestError(problem, remedy="the command that began it, or another --save-dir")
+    free: dict[str, Any] = {"budget": None, "versions": None, "trials": 0} | ({} if stored.best else {"best": None})
+    old, new = ({key: dump_value(value) for key, value in flatten(asdict(each) | free)} for each in (stored, wanted))
+    pairs = [(key, old.get(key, "not set"), new.get(key, "not set")) for key in old | new]
+    if differing := [f"\n    {key}: {was}; this command: {now}" for key, was, now in pairs if was != now]:
+        problem = f"--save-dir {path}: its study was started with different settings:{''.join(differing)}"
+        raise RequestError(problem, remedy="use the command that started it, or another --save-dir")
+    last = trials[stored.trials // stored.group * stored.group :]  # [] if its last generation is full
+    if wanted.trials < stored.trials or (wanted.trials > stored.trials and any(trial.rung for trial in last)):
+        grows = f"only grows, and after a comparison at a rung by whole generations of {stored.generation}"
+        problem = f"--trials {wanted.trials}: the study in {path} has {stored.trials}, and {grows}"
+        raise RequestError(problem, remedy=f"use --trials {stored.trials}, or another --save-dir")
+    return replace(stored, budget=wanted.budget, trials=wanted.trials)
 
 
 class RungResult(NamedTuple):
@@ -126,7 +140,11 @@ class RungResult(NamedTuple):
 
 
 def read_rung(folder: Path, study: Study, epochs: int) -> RungResult:
-    """Whether a run has reached this many epochs, or its end, and what its last evaluation up to there says."""
+    """Return how far a run has come, with the objectives of its best weights if it has reached this many epochs.
+
+    A run whose last evaluation is not finite has diverged: the values are those of this evaluation. RequestError:
+    the evaluations do not report an objective.
+    """
     if not (folder / "journal.jsonl").is_file():
         return RungResult()
     history, summary = load_history(folder), load_summary(folder)
@@ -141,4 +159,7 @@ def read_rung(folder: Path, study: Study, epochs: int) -> RungResult:
             remedy = did_you_mean(f"val_{name}", known) if known else "data with a validation split"
             raise RequestError(f"--objective val_{name}: no evaluation has it", remedy=remedy)
     values = [float(last[name]) for name, _ in study.goals]
+    if study.best and all(map(math.isfinite, values)):
+        # best.pt has these weights, and is tested; a run whose --best is always NaN publishes the last ones
+        values = [float((summary.get("best") or last)[name]) for name, _ in study.goals]
     return RungResult(values, done, ended == "completed", summary.get("fingerprint"))

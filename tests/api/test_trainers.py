@@ -283,4 +283,7 @@ def test_a_comparison_lists_what_was_measured() -> None:
     one = {"strategy": "single", "devices": 1, "samples_per_second": 100.0, "train_seconds": 9.0}
     two = one | {"devices": 2, "strategy": "ddp", "samples_per_second": 180.0, "peak_memory_bytes": [2**30, 3 * 2**30]}
     lines = MultiGPUTrainingManager().generate_comparison_report({"one": one, "two": two}).splitlines()
+    numbered = MultiGPUTrainingManager()._generate_comparison_report([one, two]).splitlines()
+    assert [line.split(" | ", 1)[0] for line in numbered[2:]] == ["| 1", "| 2"]
+    assert [line.split(" | ", 1)[1] for line in numbered] == [line.split(" | ", 1)[1] for line in lines]
     assert lines[2:] == ["| one | single | 1 | 100 | 9 | – | – | 1 |", "| two | ddp | 2 | 180 | 9 | – | 3 | 1.8 |"]

@@ -108,6 +108,15 @@ def test_more_than_rounding_on_other_workers_has_a_usual_cause(
     assert (len(found), "a bias before BatchNorm" in "".join(found)) == (notes, notes == 2)
 
 
+@pytest.mark.parametrize(("digest", "says"), [("a", "identical here"), ("b", "equal only to rounding")])
+def test_verify_promises_nothing_that_it_did_not_see(digest: str, says: str, tmp_path: Path) -> None:
+    """Two workers without --exact, whose logged lines agree: the note does not contradict the verdict."""
+    other = run(tmp_path / "b", LINES, fingerprint=digest * 64, first=start(workers=2))
+    shown = list(format_comparison(compare_runs(run(tmp_path / "a", LINES), other)))
+    notes = [line for line in shown if "--exact" in line]
+    assert (len(notes), says in notes[0]) == (1, True)
+
+
 def test_after_a_resume_only_the_steps_that_count_are_compared(tmp_path: Path) -> None:
     again = [
         {"event": "resume", "step": 2, "from_world_size": 2, "world_size": 1},

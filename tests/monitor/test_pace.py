@@ -45,7 +45,9 @@ def test_the_time_of_a_step_by_rank() -> None:
     assert found
     assert found.parts == [pytest.approx(each) for each in ((30, 30, 10, 30), (30, 20, 10, 40), (30, 60, 10, 0))]
     assert all(sum(each) == pytest.approx(100) for each in found.parts)
-    assert found.says.startswith("rank 2 is the slowest: 90.0 ms of its own work a step, the median is 60.0 ms; idle")
+    assert found.says == (
+        "rank 2 is the slowest: 90.0 ms of its own work a step, the median is 60.0 ms; waits for data 30% of the time"
+    )
     many = measured | {"own_ms": {"min": 50.0, "mean": 60.0, "max": 90.0, "worst_rank": 77}}
     found = divide_step(History().follow([event(0, "start"), *lines(1, 1, 0, **many)]))
     assert found
@@ -55,3 +57,19 @@ def test_the_time_of_a_step_by_rank() -> None:
     assert (alone.says, alone.measured) == ("", False)
     assert sum(alone.parts[0]) == pytest.approx(30)
     assert divide_step(History().follow([event(0, "start")])) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "location", "advice"),
+    [
+        ("cpu", "in host memory", ": try a larger --batch-size"),
+        ("cpu", "fetched by 2 processes", ": try more --num-workers, or a TensorDataset"),
+        ("NVIDIA H200", "in host memory", ": try --data-on-device on"),
+        ("NVIDIA H200", "in GPU memory", ""),
+    ],
+)
+def test_advice_on_data_has_an_effect(device: str, location: str, advice: str) -> None:
+    begin = event(0, "start", plan=PLAN | {"device": device}, data=location)
+    shares = divide_step(History().follow([begin, *lines(1, 1, 0, step_ms=10.0, data_wait_share=0.8)]))
+    assert shares
+    assert shares.says == f"waits for data 80% of the time{advice}"

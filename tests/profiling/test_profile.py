@@ -93,6 +93,10 @@ def test_two_workers_are_profiled_and_train_to_the_same_bits(tmp_path: Path, ste
         assert "aten::addmm" in {event.get("name") for event in json.load(trace)["traceEvents"]}
     assert "c10d::allreduce_" in (text := "\n".join(format_profile(found)))
     assert found["trace"] in text
+    first, second = (f"rank {number} {rank['seconds']:.2f} s" for number, rank in enumerate(found["ranks"]))
+    assert text.startswith(
+        f"{found['steps']} steps after step 3, from the profiler's start: {first}, {second}; profilers"
+    )
     (event,) = [event for event in read_events(run / "journal.jsonl") if event["event"] == "profile"]
     assert (event["step"], event["steps"]) == (3, found["steps"])
     assert not (run / REQUEST).exists()

@@ -5,12 +5,14 @@ import re
 import signal
 import sys
 import time
+from datetime import datetime
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import optuna
 import pytest
 
 from multigpu_cli.checkpoint.files import lock_folder
@@ -19,6 +21,7 @@ from multigpu_cli.monitor.journal import read_events
 from multigpu_cli.tune import driver
 from multigpu_cli.tune.scheduler import measure_use
 from multigpu_cli.tune.study import summarize
+from multigpu_cli.tune.trials import continue_study, read_study
 from tests.tune.studies import FAKE, find_children, make_driver, make_study, read_trials, wait_until_gone
 
 SMALL: dict[str, Any] = {"trials": 6, "generation": 3, "rungs": [1, 3, 9], "sampler": "random"}
@@ -45,15 +48,70 @@ def test_one_two_and_three_slots_give_the_same_trials_and_winner_which_is_tested
     states = [trial["state"] for trial in read_trials(folders[0])]
     assert sorted(states) == ["completed"] * 2 + ["paused"] * 4
     assert all(0 <= each["idle_share"] < 1 for each in found)
+    assert all(0.5 < each["start_share"] + each["idle_share"] <= 1 for each in found)  # trials take no time
     widest = max(event["slots"] for event in read_events(folders[2] / "study.jsonl") if event["event"] == "start")
     assert widest > 1  # the last of a generation has inherited
-    import optuna
 
-    storage = optuna.storages.JournalStorage(
-        optuna.storages.journal.JournalFileBackend(str(folders[0] / "optuna.journal"))
+
+def load_journal(folder: Path) -> optuna.Study:
+    """The study in optuna.journal, which has the name of its folder."""
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "optuna.journal"))
+    return optuna.load_study(study_name=folder.name, storage=optuna.storages.JournalStorage(backend))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"trials": 3},
+        {},
+        {"sampler": "tpe"},
+        {"order": "async"},
+        {"objectives": ["val_loss:min"], "search": {"model.args.width": "choice(16,32,64)"}},
+        {"objectives": ["val_accuracy:max", "val_loss:min"], "rungs": [9]},
+    ],
+    ids=["one generation", "several", "tpe", "async", "minimized", "two objectives"],
+)
+def test_optuna_journal_has_all_results_and_times(given: dict[str, Any], tmp_path: Path) -> None:
+    summary, began = run_study(tmp_path, slots=2, **given), datetime.now()
+    exported = load_journal(tmp_path)
+    assert [(trial.number, trial.params) for trial in exported.trials] == [
+        (trial["number"], trial["params"]) for trial in summary["trials"]
+    ]
+    if summary["front"][1:]:
+        assert sorted(trial.number for trial in exported.best_trials) == sorted(summary["front"])
+    best = exported.trials[summary["best"]["number"]]
+    assert best in exported.best_trials
+    assert best.values == (
+        summary["best"]["value"] if "objectives" in given and given["objectives"][1:] else [summary["best"]["value"]]
     )
-    (name,) = optuna.study.get_all_study_names(storage)
-    assert len(optuna.load_study(study_name=name, storage=storage).trials) == 6
+    times = [event["time"] for event in read_events(tmp_path / "study.jsonl") if event.get("trial") == best.number]
+    assert best.datetime_start is not None
+    assert best.datetime_start.timestamp() == pytest.approx(times[0], abs=1e-3)
+    assert best.datetime_complete is not None
+    assert best.datetime_complete.timestamp() == pytest.approx(times[-1], abs=1e-3)
+    assert best.datetime_start < best.datetime_complete < began
+
+
+def test_optuna_journal_is_repaired_by_the_same_command(tmp_path: Path) -> None:
+    run_study(tmp_path)
+    (tmp_path / "optuna.journal").write_text("")
+    summary = run_study(tmp_path)
+    assert load_journal(tmp_path).best_trial.number == summary["best"]["number"]
+
+
+def test_optuna_journal_has_each_value_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that is killed after a value of its only generation has exported this value."""
+    known: list[int] = []
+
+    def look(own: driver.Driver) -> None:
+        widen(own)
+        if (tmp_path / "optuna.journal").exists():
+            known.append(sum(bool(trial.intermediate_values) for trial in load_journal(tmp_path).trials))
+
+    widen = driver.Driver._widen
+    monkeypatch.setattr(driver.Driver, "_widen", look)
+    run_study(tmp_path, trials=3, rungs=[1, 9])
+    assert {1, 2} <= set(known)
 
 
 COMPLETED, STOPPED = 0, 3
@@ -92,6 +150,7 @@ def test_a_study_that_is_killed_at_random_ends_as_undisturbed(tmp_path: Path) ->
     process.join()
     assert process.exitcode == COMPLETED
     assert kills == 3
+    assert load_journal(folder).best_trial.number == load_journal(tmp_path / "calm").best_trial.number
     assert read_trials(folder) == read_trials(tmp_path / "calm")
 
 
@@ -162,6 +221,32 @@ def test_several_seeds_count_by_their_mean(tmp_path: Path) -> None:
         "trial.json",
     ]
     assert len(set(trial["fingerprint"].split())) == 3
+
+
+def test_trial_counts_by_its_best_epoch(tmp_path: Path) -> None:
+    """best.pt has the weights of that epoch, and is tested. In studies of earlier versions the last epoch counts."""
+    given: dict[str, Any] = {"trials": 1, "search": {"label_smoothing": "choice(0.5)"}}
+    (trial,) = run_study(tmp_path / "new", **given)["trials"]
+    (old,) = run_study(tmp_path / "old", **given, best=None)["trials"]
+    top = 1 - 0.001 - 0.002 * 16
+    assert trial["values"] == pytest.approx({1: top / 2, 3: top * 3 / 4, 9: top * 3 / 4}, rel=1e-5)
+    assert old["values"] == pytest.approx({1: top / 2, 3: top / 3, 9: top / 9}, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "fewer"),
+    [({"sampler": "tpe"}, 3), ({"rungs": [9]}, 2), ({"rungs": [9], "generation": 4, "sampler": "tpe"}, 5)],
+)
+def test_grown_study_equals_one_of_so_many_trials(given: dict[str, Any], fewer: int, tmp_path: Path) -> None:
+    study = make_study(**SMALL | given)
+    run_study(tmp_path / "grown", **given | {"trials": fewer})
+    continued = continue_study(tmp_path / "grown", *read_study(tmp_path / "grown"), study)
+    own = make_driver(tmp_path / "grown", continued, 2)
+    grown, whole = summarize(own, own.run()), run_study(tmp_path / "whole", **given)
+    assert len(whole["trials"]) == SMALL["trials"]
+    assert grown["best"] == whole["best"]
+    files = [sorted((tmp_path / name).glob("trials/*/trial.json")) for name in ("grown", "whole")]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
 
 
 def test_an_objective_that_no_evaluation_has_is_named(tmp_path: Path) -> None:

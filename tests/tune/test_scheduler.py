@@ -137,12 +137,12 @@ def test_use_counts_the_time_of_drivers_alone() -> None:
         {"time": 20, "event": "beat"},  # killed
         {"time": 100, "event": "open", "slots": 2},
         {"time": 100, "event": "start", "slots": 2},
-        {"time": 110, "event": "end", "slots": 2},
+        {"time": 110, "event": "end", "slots": 2, "start_seconds": 4},
         {"time": 115, "event": "close"},
         {"time": 200, "event": "open", "slots": 3},
     ]
-    assert measure_use(events) == (10 + 20 + 20, 40 + 30)
-    assert measure_use([]) == (0, 0)
+    assert measure_use(events) == (10 + 20 + 20, 2 * 4, 40 + 30)
+    assert measure_use([]) == (0, 0, 0)
 
 
 def test_the_front_is_what_nothing_beats_in_both_and_first_what_adds_most() -> None:

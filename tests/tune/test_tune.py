@@ -14,6 +14,8 @@ import main_multi_gpu
 from multigpu_cli.monitor.journal import read_events
 from tests.tune.studies import GOAL, SEARCH, kill_at_random, read_trials, tune
 
+MOMENTUM = "optimizer.args.momentum=range(0,0.9)"
+PPO = ("--config", "ppo_cartpole", "--objective", "val_reward:max", "--save-dir", "a")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -22,7 +24,21 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         ((*SEARCH, *GOAL), "needs --save-dir"),
         ((*SEARCH, "--save-dir", "a"), "needs --objective"),
-        ((*SEARCH, "--save-dir", "a", "--objective", "train_loss:min"), "needs --objective"),
+        ((*SEARCH, "--save-dir", "a", "--objective", "train_loss:min"), "did you mean val_loss:min?"),
+        ((*SEARCH, "--save-dir", "a", "--objective", "loss:min"), "did you mean val_loss:min?"),
+        ((*SEARCH, "--save-dir", "a", "--objective", "test_f1:max"), "did you mean val_f1:max?"),
+        ((*SEARCH, *GOAL, "--save-dir", "a", "--rungs", "1", "--max-steps", "30"), "max_steps: may end a run within"),
+        ((*SEARCH, *GOAL, "--save-dir", "a", "--budget", "9epochs", "--max-steps", "30"), "max_steps: may end a run"),
+        ((*SEARCH, *PPO, "--set", "env_steps=null", "--episodes", "9", "--rungs", "1"), "episodes: may end a run"),
+        ((*SEARCH, *PPO), "env_steps: may end a run"),
+        ((*SEARCH, *PPO, "--epochs", "9", "--rungs", "1"), "env_steps: may end a run"),
+        (("--search", "best=choice(a,b)", *GOAL, "--save-dir", "a"), "--search best: the study itself decides"),
+        (("--search", "momentum=range(0,1)", *GOAL, "--save-dir", "a"), "optimizer.args.momentum"),
+        (("--search", "dropout=range(0,1)", *GOAL, "--save-dir", "a"), "model.args.dropout"),
+        (
+            ("--search", "optimizer=choice(adamw,sgd)", "--search", MOMENTUM, *GOAL, "--save-dir", "a"),
+            "--search 'optimizer.args.momentum=range(0,0.9) when optimizer=sgd'",
+        ),
         ((*GOAL, "--save-dir", "a"), "tune needs --search"),
         ((*SEARCH, *GOAL, "--save-dir", "a", "--rungs", "3,1"), "--rungs must ascend"),
         ((*SEARCH, *GOAL, "--save-dir", "a", "--rungs", "30"), "--rungs must ascend"),
@@ -33,8 +49,8 @@ ROOT = Path(__file__).resolve().parents[2]
             ("--search", "seed2=int(1,2000)", *GOAL, "--save-dir", "a", "--sampler", "grid"),
             "seed2 has no number of points",
         ),
-        ((*SEARCH, *GOAL, *GOAL, "--save-dir", "a"), "each of another number"),
-        ((*SEARCH, *GOAL, "--objective", "val_accuracy:min", "--save-dir", "a"), "each of another number"),
+        ((*SEARCH, *GOAL, *GOAL, "--save-dir", "a"), "a number is named twice"),
+        ((*SEARCH, *GOAL, "--objective", "val_accuracy:min", "--save-dir", "a"), "a number is named twice"),
         ((*SEARCH, *GOAL, "--save-dir", "a", "--budget", "3h"), "--budget must be so many slot-hours or epochs"),
         ((*SEARCH, *GOAL, "--save-dir", "a", "--budget", "1.2.3epochs"), "--budget must be so many slot-hours"),
         ((*SEARCH, *GOAL, "--save-dir", "a", "--trials", "0"), "--trials must be a whole number"),
@@ -48,6 +64,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ((*SEARCH, *GOAL, "--save-dir", "full"), "holds something else"),
         (("--lr", "3", "report", "a"), "--lr stands before the command 'report'"),
         (("report", "a"), "a: holds no study"),
+        (("clean", "a", "--yes"), "a: holds no study"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_is_written(

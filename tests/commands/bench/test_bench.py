@@ -6,6 +6,7 @@ import os
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +187,37 @@ def test_what_is_made_of_the_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         write_files(found, tmp_path / "gone")
 
 
+@pytest.mark.parametrize(
+    ("share", "given", "device", "location", "advice"),
+    [
+        ("data", {}, "cpu", "in host memory", "data: a larger --batch-size (90%"),
+        ("data", {}, "cpu", "fetched by 2 processes", "data: more --num-workers, or a TensorDataset (90%"),
+        ("data", {}, "GPU", "in host memory", "data: --data-on-device on (90%"),
+        ("data", {}, "GPU", "in GPU memory", "data: a faster source (90%"),
+        (
+            "wire",
+            {"grad_compression": "bf16"},
+            "cpu",
+            "",
+            "communication: a larger --batch-size, --grad-accum-steps, f",
+        ),
+        ("wire", {"exact": True}, "cpu", "", "communication: a larger --batch-size, --grad-accum-steps, faster links"),
+        ("compute", {}, "cpu", "", "the device itself: --amp, --compile, a larger --batch-size (90%"),
+        ("compute", {"compile": "default", "amp": "bf16"}, "cpu", "", "the device itself: a larger --batch-size (90%"),
+    ],
+)
+def test_advice_of_bench_has_an_effect(
+    share: str, given: dict[str, Any], device: str, location: str, advice: str
+) -> None:
+    names = ("data", "wire", "stragglers", "compute")
+    shares = {name: 0.9 if name == share else 0.03 for name in names}
+    rung: Any = SimpleNamespace(strategy="ddp", shares=shares, workers=2)
+    plan = SimpleNamespace(device=device, precision=given.get("amp", "off"))
+    loaders = SimpleNamespace(train=SimpleNamespace(data_location=location))
+    components: Any = SimpleNamespace(plan=plan, loaders=loaders)
+    assert bench._choose_advice([rung], resolve(given, [], None), components).startswith(advice)
+
+
 def test_sharded_workers_take_the_place_of_ddp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its wire is not measured: what is no waiting for data is compute and wire, in table, plot and advice."""
     order: list[str] = []
@@ -207,7 +239,7 @@ def test_sharded_workers_take_the_place_of_ddp(monkeypatch: pytest.MonkeyPatch, 
     files = write_files(found, bench.make_output_dir(str(tmp_path / "out")))
     assert files[1].read_bytes().startswith(b"\x89PNG")
     assert "95% compute and wire; devices busy" in "\n".join(format_benchmark(found, files))
-    assert found.knob.startswith("a larger --batch-size, --reshard step")
+    assert found.knob.startswith("device and communication: a larger --batch-size, --reshard step, --amp, faster links")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
