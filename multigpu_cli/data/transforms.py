@@ -1,12 +1,13 @@
 """Images and whole batches: decoded, normalized per channel (--mode), augmented, and mixed as the settings ask for."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.runtime.factories import find_factory, import_extra
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 MODES = ("flatten", "average", "first")
 
@@ -144,6 +148,7 @@ def _flip(images: Tensor, drawn: Tensor) -> Tensor:
     return found.bitwise_xor_(eights).bitwise_and_(-mirror.long()).bitwise_xor_(eights).view(images.dtype)
 
 
+_BITS, _PHOTOMETRIC = 258, 262  # tags of TIFF
 IMAGENET = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)  # mean and deviation of ImageNet's pixels, red green blue
 
 
@@ -160,18 +165,68 @@ def choose_shorter_side(size: int, resize: int | None) -> int:
 
 
 def decode_image(file: Path | bytes, shorter: int, where: str) -> np.ndarray:
-    """(height, width, 3) bytes, turned the way it was taken, its shorter side resized; messages name it by `where`."""
-    from PIL import Image, ImageOps  # an extra, and not for those who bring no images
+    """Return the pixels (height, width, 3) uint8, upright, the shorter side resized; messages name the image `where`.
+
+    Raises RequestError if the image is damaged, or if its black and white are unknown.
+    """
+    with open_image(file, where) as opened:
+        opened.draft("RGB", (shorter, shorter))  # a JPEG is then decoded at a fraction of its size
+        return resize_pixels(read_colors(opened, where), shorter)
+
+
+@contextmanager
+def open_image(file: Path | bytes, where: str) -> "Iterator[Image.Image]":
+    """Open an image lazily; an error of Pillow, also inside the block, becomes a RequestError that names `where`."""
+    from PIL import Image  # an extra, and not for those who bring no images
 
     try:
         with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as opened:
-            opened.draft("RGB", (shorter, shorter))  # a JPEG is then decoded at a fraction of its size
-            image = ImageOps.exif_transpose(opened).convert("RGB")
+            yield opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise RequestError(f"{where} is not a readable image ({error})", remedy="repair or remove it") from error
+
+
+def read_colors(opened: "Image.Image", where: str) -> "Image.Image":
+    """Return an upright RGB image of 8 bits a channel: the first frame, and colors as if nothing were transparent."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(opened)
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        # Pillow's own conversion clips these at 255, so that 16 bits become white, and floats up to 1 black
+        if (pixels := _scale_to_bytes(np.asarray(image), image.mode, getattr(opened, "tag_v2", {}))) is None:
+            low, high = image.getextrema()
+            raise RequestError(
+                f"{where} has values from {low} to {high} of 32 bits (Pillow's mode {image.mode}): which of them are "
+                "black and white is unknown",
+                remedy="save it with 8 or 16 bits a channel, or with floats from 0 (black) to 1 (white)",
+            )
+        image = Image.fromarray(pixels)
+    return image.convert("RGB")
+
+
+def _scale_to_bytes(values: np.ndarray, mode: str, tags: Mapping[int, Any]) -> np.ndarray | None:
+    """Scale the gray values (h, w) of a mode with more than 8 bits to uint8; return None if their range is unknown.
+
+    Integers lose their low bits, as those of Pillow's 16-bit RGB do. `tags` are those of a TIFF.
+    """
+    low, high = values.min(), values.max()
+    if mode == "F":
+        return (values * 255).round().astype(np.uint8) if low >= 0 and high <= 1 else None
+    bits = 16 if mode == "I" else tags.get(_BITS, (16,))[0]
+    # a TIFF of 32 bits whose values fit into 8 would turn black if it were taken for one of 16; PGM in mode I has 16
+    if low < 0 or high >= 2**bits or (mode == "I" and tags and 0 < high < 256):
+        return None
+    if tags.get(_PHOTOMETRIC) == 0:  # white is zero: Pillow inverts only 8 bits
+        values = 2**bits - 1 - values
+    scaled: np.ndarray = (values >> (bits - 8)).astype(np.uint8)
+    return scaled
+
+
+def resize_pixels(image: "Image.Image", shorter: int) -> np.ndarray:
+    """Return the pixels (height, width, …), the shorter side resized; bilinear, but class numbers (mode I) nearest."""
     scale = shorter / min(image.size)
     width, height = (max(shorter, round(side * scale)) for side in image.size)
-    return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+    return np.asarray(image.resize((width, height), 0 if image.mode == "I" else 2))
 
 
 def cut_square(pixels: np.ndarray, size: int, *, augment: bool) -> Tensor:
