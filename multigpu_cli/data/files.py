@@ -53,7 +53,7 @@ def find_part_files(
     if place.is_file():
         return {"train": [place]}
     list_all = list_files or (
-        lambda folder: sorted(one for one in folder.iterdir() if one.name.lower().endswith(endings) and one.is_file())
+        lambda folder: sorted(at for at in folder.glob("[!.]*") if at.name.lower().endswith(endings) and at.is_file())
     )
     folders = {part: [place / each for each in names if (place / each).is_dir()] for part, names in _SPLITS.items()}
     found = {part: files for part, each in folders.items() if each and (files := list_all(each[0]))}
@@ -94,14 +94,14 @@ def locate_other_file(name: str, place: Path, file: str) -> Path:
     folder = place if place.is_dir() else place.parent
     found = [path for path in (folder / Path(file).expanduser(), Path(file)) if path.exists()]
     if not found:
-        names = sorted(path.name for path in folder.glob("*") if path.is_file())
+        names = sorted(path.name for path in folder.glob("[!.]*") if path.is_file())
         remedy = did_you_mean(Path(file).name, names) if names else "another folder"
         raise RequestError(f"--data {name}: {folder / file}: there is no such file", remedy=remedy)
     return found[0]
 
 
 def _locate_only_file(name: str, folder: Path, layout: str) -> Path:
-    fits = ([path for path in folder.glob("*") if path.name.lower().endswith(suffix)] for suffix in FILES[name])
+    fits = ([path for path in folder.glob("[!.]*") if path.name.lower().endswith(suffix)] for suffix in FILES[name])
     paths = sorted(next(filter(None, fits), []))  # table.csv is preferred to a table.csv.gz beside it
     if len(paths) != 1:
         found = ", ".join(path.name for path in paths[:5]) or "none at all"

@@ -12,7 +12,7 @@ from typing import Annotated
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.config.paths import IMAGES
+from multigpu_cli.config.paths import IMAGES, is_hidden
 from multigpu_cli.config.types import integer
 from multigpu_cli.data.files import locate_other_file
 from multigpu_cli.data.order import split_by_sample
@@ -117,7 +117,7 @@ def _splits(root: Path, seed: int) -> tuple[list[str], list[Entry], list[Entry],
 def _classes(folder: Path, known: list[str] | None = None) -> tuple[list[str], list[Entry]]:
     """The names of the folders that hold images, sorted, and all images with their class."""
     found: dict[str, list[Path]] = {}
-    for place in sorted(path for path in folder.glob("*") if path.is_dir() and not path.name.startswith(".")):
+    for place in sorted(path for path in folder.glob("*") if path.is_dir() and not is_hidden(path.name)):
         if files := _images_in(place):
             found[place.name] = files
     names = known or list(found)
@@ -135,9 +135,12 @@ def _classes(folder: Path, known: list[str] | None = None) -> tuple[list[str], l
 
 
 def _images_in(folder: Path) -> list[Path]:
-    paths = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
+    files: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not is_hidden(name)]  # os.walk enters those that are left
+        files += [Path(place, name) for name in names if not is_hidden(name)]
     return sorted(
-        (path for path in paths if path.suffix.lower() in IMAGES and path.is_file()), key=lambda path: path.parts
+        (file for file in files if file.suffix.lower() in IMAGES and file.is_file()), key=lambda file: file.parts
     )
 
 
