@@ -27,6 +27,7 @@ class SampleForm:
     needs_target: bool = True
     keeps_mappings: bool = False  # a mapping stays whole, with its targets in it
     ignored: int | None = None  # targets are a class for each pixel, but for this number; None: they are not
+    classes: int | None = None  # number of classes (0: no classes) that a run counted in these samples; None: unknown
 
 
 PAIR = SampleForm()

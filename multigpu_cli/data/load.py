@@ -169,6 +169,7 @@ def load_data_source(
     offered: dict[str, Any] = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
     if config.name in DATASETS:
         offered |= {"model_dir": model_dir, "max_length": config.max_length, "packing": config.packing}
+        offered |= {"form": form, "moved": moved}
     if config.name == "mixture":
         offered |= {"shuffle_block": config.shuffle_block, "shuffle_window": config.shuffle_window}
         alone = partial(load_data_source, seed=seed, form=form, model_dir=model_dir, moved=moved)

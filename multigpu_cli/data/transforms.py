@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.runtime.factories import find_factory, import_extra
-
-if TYPE_CHECKING:
-    from PIL import Image
 
 MODES = ("flatten", "average", "first")
 
@@ -169,13 +166,11 @@ def decode_image(file: Path | bytes, shorter: int, where: str) -> np.ndarray:
 
     Raises RequestError if the image is damaged, or if its black and white are unknown.
     """
-    with open_image(file, where) as opened:
-        opened.draft("RGB", (shorter, shorter))  # a JPEG is then decoded at a fraction of its size
-        return resize_pixels(read_colors(opened, where), shorter)
+    return resize_pixels(read_colors(file, where, shorter), shorter)
 
 
 @contextmanager
-def open_image(file: Path | bytes, where: str) -> "Iterator[Image.Image]":
+def open_image(file: Path | bytes, where: str) -> Iterator[Any]:  # an Image of Pillow
     """Open an image lazily; an error of Pillow, also inside the block, becomes a RequestError that names `where`."""
     from PIL import Image  # an extra, and not for those who bring no images
 
@@ -186,43 +181,46 @@ def open_image(file: Path | bytes, where: str) -> "Iterator[Image.Image]":
         raise RequestError(f"{where} is not a readable image ({error})", remedy="repair or remove it") from error
 
 
-def read_colors(opened: "Image.Image", where: str) -> "Image.Image":
-    """Return an upright RGB image of 8 bits a channel: the first frame, and colors as if nothing were transparent."""
+def read_colors(file: Path | bytes, where: str, shorter: int = 0) -> Any:
+    """Return an upright RGB image of Pillow, 8 bits a channel: the first frame, colors as if nothing were transparent.
+
+    A JPEG is decoded at a fraction of its size if its shorter side keeps `shorter` pixels; 0: at its size.
+    """
     from PIL import Image, ImageOps
 
-    image = ImageOps.exif_transpose(opened)
-    if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        # Pillow's own conversion clips these at 255, so that 16 bits become white, and floats up to 1 black
-        if (pixels := _scale_to_bytes(np.asarray(image), image.mode, getattr(opened, "tag_v2", {}))) is None:
-            low, high = image.getextrema()
-            raise RequestError(
-                f"{where} has values from {low} to {high} of 32 bits (Pillow's mode {image.mode}): which of them are "
-                "black and white is unknown",
-                remedy="save it with 8 or 16 bits a channel, or with floats from 0 (black) to 1 (white)",
+    with open_image(file, where) as opened:
+        if shorter:
+            opened.draft("RGB", (shorter, shorter))
+        image = ImageOps.exif_transpose(opened)
+        if image.mode in ("I", "F") or image.mode.startswith("I;"):
+            # Pillow's own conversion clips these at 255, so that 16 bits become white, and floats up to 1 black
+            image = Image.fromarray(
+                _scale_to_bytes(np.asarray(image), image.mode, getattr(opened, "tag_v2", {}), where)
             )
-        image = Image.fromarray(pixels)
-    return image.convert("RGB")
+        return image.convert("RGB")
 
 
-def _scale_to_bytes(values: np.ndarray, mode: str, tags: Mapping[int, Any]) -> np.ndarray | None:
-    """Scale the gray values (h, w) of a mode with more than 8 bits to uint8; return None if their range is unknown.
+def _scale_to_bytes(values: np.ndarray, mode: str, tags: Mapping[int, Any], where: str) -> np.ndarray:
+    """Scale the gray values (h, w) of a mode with more than 8 bits to uint8; RequestError if their range is unknown.
 
     Integers lose their low bits, as those of Pillow's 16-bit RGB do. `tags` are those of a TIFF.
     """
-    low, high = values.min(), values.max()
-    if mode == "F":
-        return (values * 255).round().astype(np.uint8) if low >= 0 and high <= 1 else None
-    bits = 16 if mode == "I" else tags.get(_BITS, (16,))[0]
+    low, high, bits = values.min(), values.max(), 16 if mode == "I" else tags.get(_BITS, (16,))[0]
     # a TIFF of 32 bits whose values fit into 8 would turn black if it were taken for one of 16; PGM in mode I has 16
-    if low < 0 or high >= 2**bits or (mode == "I" and tags and 0 < high < 256):
-        return None
-    if tags.get(_PHOTOMETRIC) == 0:  # white is zero: Pillow inverts only 8 bits
-        values = 2**bits - 1 - values
-    scaled: np.ndarray = (values >> (bits - 8)).astype(np.uint8)
-    return scaled
+    known = high < 2**bits and not (mode == "I" and tags and 0 < high < 256)
+    if not (low >= 0 and (high <= 1 if mode == "F" else known)):
+        problem = (
+            f"{where} has values from {low} to {high} (mode {mode} of Pillow): which are black and white is unknown"
+        )
+        raise RequestError(problem, remedy="save it with 8 or 16 bits a channel, or with floats from 0 to 1 for white")
+    if mode == "F":
+        scaled = (values * 255).round()
+    else:  # TIFF's photometric 0 means that white is zero: Pillow inverts only 8 bits
+        scaled = (2**bits - 1 - values if tags.get(_PHOTOMETRIC) == 0 else values) >> (bits - 8)
+    return scaled.astype(np.uint8)
 
 
-def resize_pixels(image: "Image.Image", shorter: int) -> np.ndarray:
+def resize_pixels(image: Any, shorter: int) -> np.ndarray:
     """Return the pixels (height, width, …), the shorter side resized; bilinear, but class numbers (mode I) nearest."""
     scale = shorter / min(image.size)
     width, height = (max(shorter, round(side * scale)) for side in image.size)

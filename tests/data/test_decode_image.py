@@ -86,7 +86,9 @@ def test_an_integer_of_unknown_range_is_refused(odd: int) -> None:
     values = np.zeros((3, 4), "int32")
     assert not decode(make_tiff(values)).any(), "black in any range"
     values[1, 2] = odd
-    with pytest.raises(RequestError, match=f"^it has values from .*{odd}.* black and white is unknown\n  try: save it"):
+    with pytest.raises(
+        RequestError, match=f"^it has values from .*{odd}.* which are black and white is unknown\n  try: save it"
+    ):
         decode(make_tiff(values))
 
 
@@ -94,7 +96,7 @@ def test_an_integer_of_unknown_range_is_refused(odd: int) -> None:
 def test_a_float_beyond_0_to_1_is_refused(odd: float) -> None:
     values = np.full((3, 4), 0.5, "float32")
     values[1, 2] = odd
-    with pytest.raises(RequestError, match=r"mode F\): which of them are black and white is unknown"):
+    with pytest.raises(RequestError, match=r"mode F of Pillow\): which are black and white is unknown"):
         decode(make_tiff(values))
 
 

@@ -7,16 +7,22 @@ from itertools import chain
 import numpy as np
 
 
-def make_png(values: np.ndarray) -> bytes:
-    """A PNG of 16 bits: values (h, w) gray, or (h, w, 2 to 4) gray with alpha, RGB or RGBA."""
+def make_png(values: np.ndarray, *, bits: int = 16) -> bytes:
+    """A PNG of 16 bits: values (h, w) gray, or (h, w, 2 to 4) gray with alpha, RGB or RGBA; or gray of 1 to 4 bits."""
     height, width, channels = *values.shape[:2], values.shape[2] if values.ndim > 2 else 1
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    header = struct.pack(">IIBBBBB", width, height, 16, {1: 0, 2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    rows = b"".join(b"\0" + (row.astype(">u2").tobytes() if bits == 16 else _pack(row, bits)) for row in values)
+    header = struct.pack(">IIBBBBB", width, height, bits, {1: 0, 2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     packed = (
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+
+
+def _pack(row: np.ndarray, bits: int) -> bytes:
+    """Several values in each byte, the first in its high bits."""
+    single = np.unpackbits(row.astype("uint8")[:, None], axis=1)[:, 8 - bits :]
+    return np.packbits(single.ravel()).tobytes()
 
 
 def make_tiff(values: np.ndarray, *, bits: int = 0, photometric: int = 1, orientation: int = 1) -> bytes:
