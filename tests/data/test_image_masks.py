@@ -223,6 +223,12 @@ def test_two_values_are_classes_once_they_are_listed(tmp_path: Path) -> None:
         read_all(open_masks(tmp_path, values=[7, 8]))
 
 
+@pytest.mark.parametrize("values", ["0,255", 2, [0, "255"], [0.5, 1]])
+def test_values_must_be_whole_numbers(tmp_path: Path, values: Any) -> None:
+    with pytest.raises(RequestError, match=r"data\.args\.values: .*\n  try: list the value of each class"):
+        open_masks(write_tree(tmp_path), values=values)
+
+
 def test_sparse_values_are_not_taken_for_class_numbers(tmp_path: Path) -> None:
     write_tree(tmp_path, values=(0, 60, 120))
     with pytest.raises(RequestError, match=r"\[0, 60, 120\]"):

@@ -17,28 +17,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from multigpu_cli.config.types import integer
+from multigpu_cli.data import files, transforms
 from multigpu_cli.data.collate import PAIR, SampleForm
-from multigpu_cli.data.files import (
-    find_split_folders,
-    list_images,
-    list_visible_folders,
-    locate_data,
-    locate_other_file,
-)
 from multigpu_cli.data.images.masks import Entry, count_classes, read_mask, read_pairs, refuse_masks
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import SPLITS, DataSource
-from multigpu_cli.data.transforms import (
-    IMAGENET,
-    Standardised,
-    check_pillow,
-    choose_shorter_side,
-    cut_square,
-    decode_image,
-    model_input_shape,
-    read_colors,
-    resize_pixels,
-)
 from multigpu_cli.errors import RequestError
 
 _LAYOUT = "a folder for each class: DATA_DIR/cat/…, DATA_DIR/dog/…, or the same within train/, val/ and test/"
@@ -75,13 +58,14 @@ class Images(Dataset[tuple[Tensor, Tensor | int]]):
         path, target = self.entries[index]
         where = f"--data image-folder: {path}"
         if isinstance(target, int):
-            return cut_square(decode_image(path, self.resize, where), self.size, augment=self.augment), target
-        image, mask = read_colors(path, where), self.open_mask(target)
+            pixels = transforms.decode_image(path, self.resize, where)
+            return transforms.cut_square(pixels, self.size, augment=self.augment), target
+        image, mask = transforms.read_colors(path, where), self.open_mask(target)
         if image.size != mask.size:
             problem = "{}: {}×{} pixels, and its mask {}×{}".format(where, *image.size, *mask.size)
             raise RequestError(problem, remedy="save each mask in the size of its image")
-        both = np.dstack([resize_pixels(layer, self.resize) for layer in (image, mask)])
-        cut = cut_square(both, self.size, augment=self.augment)
+        both = np.dstack([transforms.resize_pixels(layer, self.resize) for layer in (image, mask)])
+        cut = transforms.cut_square(both, self.size, augment=self.augment)
         return cut[:3].byte(), cut[3].long()
 
 
@@ -98,35 +82,33 @@ def load(
     values: Sequence[int] = (),  # of masks: the pixel values of class 0, 1, …, where they are not the class numbers
 ) -> DataSource:
     """The images of a folder, with their classes, or for --task segmentation with their masks."""
-    larger = choose_shorter_side(size, resize)
-    check_pillow("image-folder")
-    root = locate_data("image-folder", data_dir, _LAYOUT)
+    larger = transforms.choose_shorter_side(size, resize)
+    transforms.check_pillow("image-folder")
+    root = files.locate_data("image-folder", data_dir, _LAYOUT)
     names: list[str] = []
     if (ignored := form.ignored) is None:
         names, parts = _read_classes(root)
         num_classes = len(names)
     else:
+        if not isinstance(values, list | tuple) or not all(type(value) is int for value in values):
+            raise RequestError(f"data.args.values: {values!r}", remedy="list the value of each class, as [0, 255]")
         parts = read_pairs(root)
         masks = (mask for pairs in parts.values() for _, mask in pairs if isinstance(mask, Path))
         num_classes = len(values) or form.classes or count_classes(masks, ignored, moved)
     parts = _divide(parts, seed)
     if new:
-        parts["new"] = [(path, 0) for path in _list_new(locate_other_file("image-folder", root, new))]
-    open_mask = partial(read_mask, values=values, ignored=ignored)
-    splits = {
-        name: Images(entries, size, larger, open_mask, augment=augment and name == "train")
-        for name, entries in parts.items()
-        if entries
-    }
+        parts["new"] = [(path, 0) for path in _list_new(files.locate_other_file("image-folder", root, new))]
+    cut = partial(Images, size=size, resize=larger, open_mask=partial(read_mask, values=values, ignored=ignored))
+    splits = {name: cut(parts[name], augment=augment and name == "train") for name in parts if parts[name]}
     return DataSource(
         train=splits["train"],
         val=splits.get("val"),
         test=splits.get("test"),
         new=splits.get("new"),
-        input_shape=model_input_shape((3, size, size), mode),
+        input_shape=transforms.model_input_shape((3, size, size), mode),
         num_classes=num_classes,
         class_names=tuple(names),
-        prepare=Standardised(*IMAGENET, mode),
+        prepare=transforms.Standardised(*transforms.IMAGENET, mode),
         model="resnet18" if names else "torchvision/lraspp_mobilenet_v3_large",
     )
 
@@ -142,13 +124,15 @@ def _divide(parts: dict[str, list[Entry]], seed: int) -> dict[str, list[Entry]]:
 
 def _read_classes(root: Path) -> tuple[list[str], dict[str, list[Entry]]]:
     """Return the names of the classes, and all images with their class number by split, or under "" if undivided."""
-    folders = find_split_folders(root)
+    folders = files.find_split_folders(root)
     folders = folders if "train" in folders else {"": root}
     numbers: dict[str, int] = {}
     parts: dict[str, list[Entry]] = {}
     for split, folder in folders.items():
         refuse_masks(folder)
-        images = {path.name: files for path in list_visible_folders(folder) if (files := list_images(path))}
+        images = {
+            path.name: listed for path in files.list_visible_folders(folder) if (listed := files.list_images(path))
+        }
         numbers = numbers or {name: number for number, name in enumerate(images)}  # of train, the first split
         if unknown := [name for name in images if name not in numbers]:
             raise RequestError(
@@ -158,11 +142,11 @@ def _read_classes(root: Path) -> tuple[list[str], dict[str, list[Entry]]]:
         if not images or len(numbers) < 2:
             holds = f"holds images of {'a single' if images else 'no'} class"
             raise RequestError(f"--data image-folder: {folder} {holds}", remedy=_LAYOUT)
-        parts[split] = [(path, numbers[name]) for name, files in images.items() for path in files]
+        parts[split] = [(path, numbers[name]) for name, listed in images.items() for path in listed]
     return [*numbers], parts
 
 
 def _list_new(folder: Path) -> list[Path]:
-    if files := list_images(folder):
-        return files
+    if images := files.list_images(folder):
+        return images
     raise RequestError(f"data.args.new: {folder} holds no images", remedy="a folder within --data-dir, or a whole path")
