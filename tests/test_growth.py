@@ -9,7 +9,7 @@ import tarfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from hashlib import sha256
-from pathlib import Path, PurePath
+from pathlib import Path, PosixPath, PurePath
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -171,17 +171,26 @@ def test_classes_of_images_are_not_searched_for_each_file(tmp_path: Path, monkey
 
         __hash__ = str.__hash__
 
+    class Place(PosixPath):
+        @property
+        def name(self) -> Name:
+            return Name(super().name)
+
     for at in range(60):
-        place = tmp_path / f"{at:02}"
-        place.mkdir()
-        for name in ("b.PNG", "a.jpg", "text.txt"):
-            (place / name).touch()
-    (tmp_path / "07/within").mkdir()
-    (tmp_path / "07/within/c.jpg").touch()
-    (tmp_path / "07/d.jpg").symlink_to("nowhere")
-    names, entries = folder._classes(tmp_path, [Name(f"{at:02}") for at in range(60)])
-    assert len(names) == 60
-    assert [(str(path.relative_to(tmp_path / "07")), label) for path, label in entries if label == 7] == [
+        for split in ("train", "val"):
+            (tmp_path / split / f"{at:02}").mkdir(parents=True)
+            for name in ("b.PNG", "a.jpg", "text.txt"):
+                (tmp_path / split / f"{at:02}" / name).touch()
+    seventh = tmp_path / "train/07"
+    (seventh / "within").mkdir()
+    (seventh / "within/c.jpg").touch()
+    (seventh / "d.jpg").symlink_to("nowhere")
+    monkeypatch.setattr(
+        folder.files, "list_visible_folders", lambda root: [Place(each) for each in sorted(root.iterdir())]
+    )
+    names, parts = folder._read_classes(tmp_path)
+    assert (len(names), len(parts["val"])) == (60, 120)
+    assert [(str(Path(path).relative_to(seventh)), label) for path, label in parts["train"] if label == 7] == [
         ("a.jpg", 7),
         ("b.PNG", 7),
         ("within/c.jpg", 7),

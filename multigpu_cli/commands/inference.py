@@ -58,7 +58,7 @@ def load_run(
     config, command = _merge_config(weights, request.changes), _make_command_config(request)
     with _explain_objects(weights.origin):
         check_code(config, command, str(weights.origin), parts)
-        source = open_data(config)
+        source = open_data(config, classes=_find_counted_classes(weights, config, request.changes))
         if checks_base:
             check_base(weights.settings.get("base", {}), config, source.codec.record, str(weights.origin))
         before = weights.settings.get("learned")
@@ -143,6 +143,15 @@ def _merge_config(weights: TrainedWeights, changes: Mapping[str, Any]) -> Config
     config = replace_settings(Config(), known | dict(changes) | args)
     plain = replace(config.model, sync_bn=False, grad_checkpointing=False, freeze=(), init_from=None)
     return replace(config, model=plain, data=replace(config.data, num_workers=0))
+
+
+def _find_counted_classes(weights: TrainedWeights, config: Config, changes: Mapping[str, Any]) -> int | None:
+    """Return the number of classes that the run counted; None if the changes may name other samples than the run's."""
+    before = {key: weights.settings.get(key) for key in changes if key.startswith(("data", "task"))}
+    now = {key: config.get(key) for key in before}
+    for settings in (before, now):  # new samples have no classes
+        settings["data.args"] = {name: arg for name, arg in settings.get("data.args", {}).items() if name != "new"}
+    return weights.settings.get("built_for", {}).get("num_classes") if before == now else None
 
 
 Result = TypeVar("Result")

@@ -151,6 +151,11 @@ _SUPPORTED = (
 )
 
 
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder is no data: dot files, and what macOS (in archives) and Synology add."""
+    return (name.startswith(".") and name not in (".", "..")) or name in ("__MACOSX", "@eaDir")
+
+
 def is_path(data: str) -> bool:
     """Whether --data is a path, as table.csv or ./photos; the name of a dataset has neither dot nor slash."""
     return ":" not in data and ("/" in data or "." in data)
@@ -175,7 +180,8 @@ def find_datasets(place: Path) -> dict[str, str]:
         endings = {ending: name for name, kinds in FILES.items() for ending in kinds}
         fits = [ending for ending in endings if place.name.lower().endswith(ending)]
         return {endings[fits[0]]: f"{place.name} is a {fits[0]} file"} if fits else {}
-    names = [each for each in sorted(_list_names(place)) if not each.endswith(".json") or each in _LISTS]
+    visible = sorted(name for name in _list_names(place) if not is_hidden(name))
+    names = [name for name in visible if not name.endswith(".json") or name in _LISTS]
     found = {name: [each for each in names if each.lower().endswith(kinds)] for name, kinds in FILES.items()}
     if len(found["text"]) > 1 or found["csv"] or found["npz"]:
         found["text"] = []  # a README.txt or license
@@ -234,8 +240,9 @@ def _recognize(place: Path, label: str) -> str:
 def _holds_images(place: Path) -> bool:
     """Whether a folder within this one, or within its train/, holds an image."""
     root = place / "train" if (place / "train").is_dir() else place
-    classes = [root / name for name in _list_names(root, _MAX_FOLDERS) if not name.startswith(".")]
-    return any(name.lower().endswith(IMAGES) for folder in classes for name in _list_names(folder, _MAX_FILES))
+    folders = [root / name for name in _list_names(root, _MAX_FOLDERS) if not is_hidden(name)]
+    names = (name for folder in folders for name in _list_names(folder, _MAX_FILES) if not is_hidden(name))
+    return any(name.lower().endswith(IMAGES) for name in names)
 
 
 def _list_names(folder: Path, most: int | None = None) -> list[str]:

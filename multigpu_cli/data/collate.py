@@ -27,6 +27,7 @@ class SampleForm:
     needs_target: bool = True
     keeps_mappings: bool = False  # a mapping stays whole, with its targets in it
     ignored: int | None = None  # targets are a class for each pixel, but for this number; None: they are not
+    classes: int | None = None  # number of classes, if known before the samples are read; 0: targets are no classes
 
 
 PAIR = SampleForm()
@@ -173,7 +174,7 @@ class Collate:
 
     def __init__(self, dataset: Dataset[Any], form: SampleForm = PAIR) -> None:
         self.own: Callable[[list[Any]], Any] | None = getattr(unwrap_dataset(dataset), "collate_fn", None)
-        self._classes, self._form = count_declared_classes(dataset), form
+        self._classes, self._form = count_declared_classes(dataset) or form.classes, form
 
     def __call__(self, numbered: Sequence[tuple[int, Any]]) -> Collated:
         if self.own is not None:

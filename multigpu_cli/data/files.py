@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from multigpu_cli.capabilities import FILES
+from multigpu_cli.config.paths import IMAGES, is_hidden
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.runtime.factories import import_extra
 
@@ -36,6 +37,27 @@ def locate_data(name: str, data_dir: str | None, layout: str) -> Path:
     return place
 
 
+def find_split_folders(folder: Path) -> dict[str, Path]:
+    """Return the folders within this one that are splits, by the names train, val and test."""
+    paths = {split: [path for name in names if (path := folder / name).is_dir()] for split, names in _SPLITS.items()}
+    return {split: listed[0] for split, listed in paths.items() if listed}
+
+
+def list_visible_folders(folder: Path) -> list[Path]:
+    """Return the folders directly within this one that are not hidden, sorted."""
+    return sorted(path for path in folder.glob("*") if path.is_dir() and not is_hidden(path.name))
+
+
+def list_images(folder: Path) -> list[Path]:
+    """Return the images at any depth within a folder, sorted; hidden files and folders are left out."""
+    files: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not is_hidden(name)]  # os.walk enters those that are left
+        files += [Path(place, name) for name in names if not is_hidden(name)]
+    images = (file for file in files if file.suffix.lower() in IMAGES and file.is_file())
+    return sorted(images, key=lambda file: file.parts)
+
+
 def find_part_files(
     name: str,
     data_dir: str | None,
@@ -53,11 +75,11 @@ def find_part_files(
     if place.is_file():
         return {"train": [place]}
     list_all = list_files or (
-        lambda folder: sorted(one for one in folder.iterdir() if one.name.lower().endswith(endings) and one.is_file())
+        lambda folder: sorted(at for at in folder.glob("[!.]*") if at.name.lower().endswith(endings) and at.is_file())
     )
-    folders = {part: [place / each for each in names if (place / each).is_dir()] for part, names in _SPLITS.items()}
-    found = {part: files for part, each in folders.items() if each and (files := list_all(each[0]))}
-    if not any(folders.values()):
+    folders = find_split_folders(place)
+    found = {part: files for part, folder in folders.items() if (files := list_all(folder))}
+    if not folders:
         if not (files := list_all(place)):
             raise RequestError(f"--data {name}: {place} holds no {' or '.join(endings)} file", remedy=layout)
         for file in files:
@@ -94,14 +116,14 @@ def locate_other_file(name: str, place: Path, file: str) -> Path:
     folder = place if place.is_dir() else place.parent
     found = [path for path in (folder / Path(file).expanduser(), Path(file)) if path.exists()]
     if not found:
-        names = sorted(path.name for path in folder.glob("*") if path.is_file())
+        names = sorted(path.name for path in folder.glob("[!.]*") if path.is_file())
         remedy = did_you_mean(Path(file).name, names) if names else "another folder"
         raise RequestError(f"--data {name}: {folder / file}: there is no such file", remedy=remedy)
     return found[0]
 
 
 def _locate_only_file(name: str, folder: Path, layout: str) -> Path:
-    fits = ([path for path in folder.glob("*") if path.name.lower().endswith(suffix)] for suffix in FILES[name])
+    fits = ([path for path in folder.glob("[!.]*") if path.name.lower().endswith(suffix)] for suffix in FILES[name])
     paths = sorted(next(filter(None, fits), []))  # table.csv is preferred to a table.csv.gz beside it
     if len(paths) != 1:
         found = ", ".join(path.name for path in paths[:5]) or "none at all"

@@ -102,6 +102,8 @@ def _count_classes(samples: "SeededDataset", form: SampleForm, moved: Moved) -> 
     few = {index * (count - 1) // 15 for index in range(16)}
     if listed is not None and all(needed(index) == _count_needed(None, listed[index]) for index in few):
         return 0 if listed.double().frac().any() else _count_needed(None, listed.max())
+    if form.classes is not None:
+        return form.classes
     if count > _MOST_SCANNED:
         raise RequestError(
             f"--data: {count} samples are too many to infer the number of classes from",
@@ -169,9 +171,10 @@ def load_data_source(
     offered: dict[str, Any] = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
     if config.name in DATASETS:
         offered |= {"model_dir": model_dir, "max_length": config.max_length, "packing": config.packing}
+        offered |= {"form": form, "moved": moved}
     if config.name == "mixture":
         offered |= {"shuffle_block": config.shuffle_block, "shuffle_window": config.shuffle_window}
-        alone = partial(load_data_source, seed=seed, form=form, model_dir=model_dir, moved=moved)
+        alone = partial(load_data_source, seed=seed, form=replace(form, classes=None), model_dir=model_dir, moved=moved)
         offered["mix"] = [_load_mixed(config, entry, alone) for entry in config.mix]
     parameters, args, new = inspect.signature(factory).parameters, dict(config.args), None
     if "new" not in parameters:
@@ -334,13 +337,19 @@ def choose_form(inputs: int | None, task: str | None, args: Mapping[str, Any] = 
     return SampleForm(inputs, needs_target=not own and not whole, keeps_mappings=whole, ignored=ignored)
 
 
-def open_data(config: Config, moved: Moved = lambda: None) -> DataSource:
-    """Load the dataset, or probe the environments, that --data names; `moved` is called as samples are read."""
+def open_data(config: Config, moved: Moved = lambda: None, classes: int | None = None) -> DataSource:
+    """Load the dataset, or probe the environments, that --data names; `moved` is called as samples are read.
+
+    `classes` is their number as an earlier command counted it in these samples, which are not counted again then.
+    """
     if not uses_environments(config):
-        form = choose_form(config.data.inputs, config.task.name, config.task.args)
-        return load_data_source(config.data, config.reproducibility.seed, form, model_dir=config.model.dir, moved=moved)
-    source: DataSource = load(next(iter(ACTORS.values())))(config)
-    return source
+        form = replace(choose_form(config.data.inputs, config.task.name, config.task.args), classes=classes)
+        seed, model_dir = config.reproducibility.seed, config.model.dir
+        source = load_data_source(config.data, seed, form, model_dir=model_dir, moved=moved)
+        has_labels = (config.task.name or source.task) == "classification"  # which are checked as they are read
+        return replace(source, form=replace(source.form, classes=source.num_classes if has_labels else None))
+    probed: DataSource = load(next(iter(ACTORS.values())))(config)
+    return probed
 
 
 def check_has_samples(config: Config, what: str) -> None:

@@ -1,7 +1,8 @@
 """Images and whole batches: decoded, normalized per channel (--mode), augmented, and mixed as the settings ask for."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from io import BytesIO
@@ -144,6 +145,7 @@ def _flip(images: Tensor, drawn: Tensor) -> Tensor:
     return found.bitwise_xor_(eights).bitwise_and_(-mirror.long()).bitwise_xor_(eights).view(images.dtype)
 
 
+_BITS, _PHOTOMETRIC = 258, 262  # tags of TIFF
 IMAGENET = (123.7, 116.3, 103.5), (58.4, 57.1, 57.4)  # mean and deviation of ImageNet's pixels, red green blue
 
 
@@ -160,18 +162,69 @@ def choose_shorter_side(size: int, resize: int | None) -> int:
 
 
 def decode_image(file: Path | bytes, shorter: int, where: str) -> np.ndarray:
-    """(height, width, 3) bytes, turned the way it was taken, its shorter side resized; messages name it by `where`."""
-    from PIL import Image, ImageOps  # an extra, and not for those who bring no images
+    """Return the pixels (height, width, 3) uint8, upright, the shorter side resized; messages name the image `where`.
+
+    Raises RequestError if the image is damaged, or if its black and white are unknown.
+    """
+    return resize_pixels(read_colors(file, where, shorter), shorter)
+
+
+@contextmanager
+def open_image(file: Path | bytes, where: str) -> Iterator[Any]:  # an Image of Pillow
+    """Open an image lazily; an error of Pillow, also inside the block, becomes a RequestError that names `where`."""
+    from PIL import Image  # an extra, and not for those who bring no images
 
     try:
         with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as opened:
-            opened.draft("RGB", (shorter, shorter))  # a JPEG is then decoded at a fraction of its size
-            image = ImageOps.exif_transpose(opened).convert("RGB")
+            yield opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise RequestError(f"{where} is not a readable image ({error})", remedy="repair or remove it") from error
+
+
+def read_colors(file: Path | bytes, where: str, shorter: int = 0) -> Any:
+    """Return an upright RGB image of Pillow, 8 bits a channel: the first frame, colors as if nothing were transparent.
+
+    A JPEG is decoded at a fraction of its size if its shorter side keeps `shorter` pixels; 0: at its size.
+    """
+    from PIL import Image, ImageOps
+
+    with open_image(file, where) as opened:
+        if shorter:
+            opened.draft("RGB", (shorter, shorter))
+        image = ImageOps.exif_transpose(opened)
+        if image.mode in ("I", "F") or image.mode.startswith("I;"):
+            # Pillow's own conversion clips these at 255, so that 16 bits become white, and floats up to 1 black
+            image = Image.fromarray(
+                _scale_to_bytes(np.asarray(image), image.mode, getattr(opened, "tag_v2", {}), where)
+            )
+        return image.convert("RGB")
+
+
+def _scale_to_bytes(values: np.ndarray, mode: str, tags: Mapping[int, Any], where: str) -> np.ndarray:
+    """Scale the gray values (h, w) of a mode with more than 8 bits to uint8; RequestError if their range is unknown.
+
+    Integers lose their low bits, as those of Pillow's 16-bit RGB do. `tags` are those of a TIFF.
+    """
+    low, high, bits = values.min(), values.max(), 16 if mode == "I" else tags.get(_BITS, (16,))[0]
+    # a TIFF of 32 bits whose values fit into 8 would turn black if it were taken for one of 16; PGM in mode I has 16
+    known = high < 2**bits and not (mode == "I" and tags and 0 < high < 256)
+    if not (low >= 0 and (high <= 1 if mode == "F" else known)):
+        problem = (
+            f"{where} has values from {low} to {high} (mode {mode} of Pillow): which are black and white is unknown"
+        )
+        raise RequestError(problem, remedy="save it with 8 or 16 bits a channel, or with floats from 0 to 1 for white")
+    if mode == "F":
+        scaled = (values * 255).round()
+    else:  # TIFF's photometric 0 means that white is zero: Pillow inverts only 8 bits
+        scaled = (2**bits - 1 - values if tags.get(_PHOTOMETRIC) == 0 else values) >> (bits - 8)
+    return scaled.astype(np.uint8)
+
+
+def resize_pixels(image: Any, shorter: int) -> np.ndarray:
+    """Return the pixels (height, width, …), the shorter side resized; bilinear, but class numbers (mode I) nearest."""
     scale = shorter / min(image.size)
     width, height = (max(shorter, round(side * scale)) for side in image.size)
-    return np.asarray(image.resize((width, height), Image.Resampling.BILINEAR))
+    return np.asarray(image.resize((width, height), 0 if image.mode == "I" else 2))
 
 
 def cut_square(pixels: np.ndarray, size: int, *, augment: bool) -> Tensor:

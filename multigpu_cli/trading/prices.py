@@ -70,7 +70,7 @@ def read_prices(data_dir: str, symbols: Sequence[str] = (), *, adjusted: bool = 
 def _files(folder: Path, symbols: Sequence[str]) -> list[Path]:
     if not folder.is_dir():
         raise RequestError(f"--data-dir {folder} is not a folder", remedy=_LAYOUT)
-    there = {path.stem: path for path in sorted(folder.glob("*.csv"))}
+    there = {path.stem: path for path in sorted(folder.glob("[!.]*.csv"))}
     if not there:
         raise RequestError(f"--data trading: {folder} contains no .csv file", remedy=_LAYOUT)
     chosen = [symbols] if isinstance(symbols, str) else [str(symbol) for symbol in symbols]

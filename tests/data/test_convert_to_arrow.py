@@ -31,6 +31,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
     (tmp_path / "many").mkdir()
     parquet.write_table(table[:20], tmp_path / "many" / "0.parquet")
     parquet.write_table(table[20:], tmp_path / "many" / "1.parquet")
+    (tmp_path / "many" / "._0.parquet").write_bytes(b"macOS")
     sources = [tmp_path / "many", write_csv(tmp_path / "a.csv"), write_jsonl(tmp_path / "a.jsonl")]
     for number, source in enumerate(sources):
         found = convert_to_arrow(source, tmp_path / "to" / str(number))

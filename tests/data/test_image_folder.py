@@ -1,3 +1,4 @@
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,22 @@ def test_folders_are_classes_and_all_images_are_divided(tmp_path: Path) -> None:
             assert (pixels.dtype, pixels.shape, target) == (torch.uint8, (3, 16, 16), label)
             middle = pixels[:, 8, 8].tolist()
             assert middle == pytest.approx(COLOURS[source.class_names[label]], abs=12), path
+
+
+@pytest.mark.parametrize("split", ["", "train"])
+@pytest.mark.parametrize("hidden", [".ipynb_checkpoints", "deeper/.cache/more", "__MACOSX", "deeper/@eaDir/0.png"])
+def test_images_in_hidden_folders_do_not_count(tmp_path: Path, hidden: str, split: str) -> None:
+    root, later = write_images(tmp_path / "data" / split), tmp_path / "later"
+    for folder in (root / "red" / hidden, root / hidden, later / hidden, later):
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / "red" / "1.JPG", folder / "1-checkpoint.JPG")
+    (root / "red" / "._1.JPG").write_bytes(b"\0\5\26\7Mac OS X")
+    if hidden.startswith("deeper"):
+        shutil.rmtree(root / "deeper")  # a class of its own otherwise
+    source = open_images(tmp_path / "data", new=str(later))
+    assert sum(map(len, filter(None, (source.train, source.val, source.test)))) == 30  # type: ignore[arg-type]
+    assert source.class_names == ("blue", "green", "red")
+    assert len(source.new) == 1  # type: ignore[arg-type]
 
 
 def test_splits_that_lie_there_are_taken(tmp_path: Path) -> None:

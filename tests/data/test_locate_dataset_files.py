@@ -3,7 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from multigpu_cli.data.files import DatasetFiles
+from multigpu_cli.data.files import DatasetFiles, find_part_files, locate_single_file
+from multigpu_cli.data.rows.arrow import find_arrow_files
 from multigpu_cli.errors import RequestError
 
 SHELLS = DatasetFiles(name="shells", address="https://sea.example", folders=(".", "inner"), layout="    shells.bin")
@@ -49,3 +50,12 @@ def test_labels_are_counted_from_zero_and_the_wrong_one_is_named():
     assert SHELLS.check_labels(Path("y"), np.array([1, 3, 2]), 1, 3).tolist() == [0, 2, 1]
     with pytest.raises(RequestError, match="y: label 0 of sample 2 is not one of 1 … 3"):
         SHELLS.check_labels(Path("y"), np.array([1, 0]), 1, 3)
+
+
+def test_hidden_files_are_none_of_a_dataset(tmp_path):
+    for name in ("rows.csv", "._rows.csv", "train.arrow", "._val.arrow", ".ipynb_checkpoints"):
+        (tmp_path / name).touch()
+    assert locate_single_file("csv", str(tmp_path), None, "a table") == tmp_path / "rows.csv"
+    parts = find_part_files("arrow", str(tmp_path), (".arrow",), "rows")
+    assert parts == {"train": [tmp_path / "train.arrow"]}
+    assert find_arrow_files(str(tmp_path)) == {"train": [tmp_path / "train.arrow"]}

@@ -14,6 +14,7 @@ from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.loader import Loader
 from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import plan_batches
+from tests.support.image_files import make_png
 from tests.support.row_files import ROWS, encode_image, make_samples, write_arrow, write_jsonl, write_tar
 
 
@@ -134,6 +135,18 @@ def test_shards_of_images(tmp_path: Path) -> None:
     for at in range(16):
         inputs, target = source.train[at]
         assert int(inputs[0, 0, 0]) // 10 % 3 == int(target)
+
+
+def test_images_of_16_bits_keep_their_values_in_rows(tmp_path: Path) -> None:
+    pictures = [make_png(np.full((8, 9), 3000 * n, "uint16")) for n in range(20)]
+    arrow = write_arrow(tmp_path / "arrow", [{"pic": each, "label": n % 2} for n, each in enumerate(pictures)])
+    tar = write_tar(tmp_path / "tar", [{"png": each, "cls": b"%d" % (n % 2)} for n, each in enumerate(pictures)])
+    for name, place in (("arrow", arrow), ("tar", tar)):
+        source = load(name, place, size=8, resize=8, augment=False)
+        shades = {
+            int(split[at][0].max()) for split in (source.train, source.val, source.test) for at in range(len(split))
+        }
+        assert shades == {3000 * n >> 8 for n in range(20)}, name
 
 
 @pytest.mark.parametrize(

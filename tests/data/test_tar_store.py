@@ -1,4 +1,5 @@
 import os
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_columns_and_values(tmp_path: Path) -> None:
     assert store.read("npy", [3, 1]).tolist() == [[0.75, 3.0], [0.25, 1.0]]
     assert store.read("json.kind", [1]) == ["dog"]
     assert store.list_values("cls") == [0, 1]
+
+
+def test_members_in_hidden_folders_are_left_out(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        for folder in ("__MACOSX/", "./.ipynb_checkpoints/", "./", "../a/", "b/.git/", ""):
+            archive.addfile(tarfile.TarInfo(f"{folder}._0001.jpg"))
+            archive.addfile(tarfile.TarInfo(f"{folder}0001.jpg"))
+    assert len(open_shards(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tests.trading.csv_files import HEAD, lines, write
 
 def test_symbols_stand_in_the_order_of_their_names_or_as_asked_for(tmp_path):
     folder = write(tmp_path, B=lines(price=20), A=lines())
+    (tmp_path / "._A.csv").write_bytes(b"macOS")
     found = read_prices(folder)
     assert found.symbols == ("A", "B")
     assert found.dates[0] == date(2020, 1, 6)

@@ -1,147 +1,152 @@
-"""Images in one folder for each class, decoded as they are needed, by loader processes.
+"""Images in one folder for each class, or with a mask each, decoded as they are needed, by loader processes.
 
 DATA_DIR/cat/a.jpg  DATA_DIR/dog/b.png              divided by seed, 80/10/10
 DATA_DIR/train/cat/…  DATA_DIR/val/…  DATA_DIR/test/…   as they are; without val, 10 % of train
+
+With --task segmentation there are images/ and masks/ in place of the classes; or images/train/, masks/train/, …
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from multigpu_cli.config.paths import IMAGES
 from multigpu_cli.config.types import integer
-from multigpu_cli.data.files import locate_other_file
+from multigpu_cli.data import files, transforms
+from multigpu_cli.data.collate import PAIR, SampleForm
+from multigpu_cli.data.images.masks import Entry, count_classes, read_mask, read_pairs, refuse_masks
 from multigpu_cli.data.order import split_by_sample
-from multigpu_cli.data.source import DataSource
-from multigpu_cli.data.transforms import (
-    IMAGENET,
-    Standardised,
-    check_pillow,
-    choose_shorter_side,
-    cut_square,
-    decode_image,
-    model_input_shape,
-)
+from multigpu_cli.data.source import SPLITS, DataSource
 from multigpu_cli.errors import RequestError
 
-_VALIDATION = ("val", "valid", "validation")
 _LAYOUT = "a folder for each class: DATA_DIR/cat/…, DATA_DIR/dog/…, or the same within train/, val/ and test/"
 
-Entry = tuple[Path, int]
 
-
-class Images(Dataset[tuple[Tensor, int]]):
-    """Bytes (3, size, size) and the class number; a broken file is named when it is met.
+class Images(Dataset[tuple[Tensor, Tensor | int]]):
+    """Bytes (3, size, size), and the class number, or that of each pixel, (size, size) int64.
 
     The shorter side becomes `resize`, then a square of `size` is cut out: from the middle, or in training with
-    augmentation from anywhere, half of the time mirrored, as the seed of (seed, epoch, sample) decides.
+    augmentation from anywhere, half of the time mirrored, as the seed of (seed, epoch, sample) decides. `open_mask`
+    opens the masks, which are cut as their images are. A broken file is named when it is met.
     """
 
-    def __init__(self, entries: Sequence[Entry], size: int, resize: int, *, augment: bool) -> None:
+    def __init__(
+        self, entries: Sequence[Entry], size: int, resize: int, open_mask: Callable[[Path], Any], *, augment: bool
+    ) -> None:
         self.entries, self.size, self.resize, self.augment = entries, size, resize, augment
+        self.open_mask = open_mask
 
     def __len__(self) -> int:
         return len(self.entries)
 
     @property
-    def targets(self) -> list[int]:
-        """The class number of each image."""
-        return [label for _, label in self.entries]
+    def targets(self) -> list[int | Path]:
+        """The class number of each image, or the file of its mask."""
+        return [target for _, target in self.entries]
 
     @property
     def names(self) -> list[str]:
         """The files, from where the program was started."""
         return [os.path.normpath(path) for path, _ in self.entries]
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, label = self.entries[index]
-        pixels = decode_image(path, self.resize, f"--data image-folder: {path}")
-        return cut_square(pixels, self.size, augment=self.augment), label
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor | int]:
+        path, target = self.entries[index]
+        where = f"--data image-folder: {path}"
+        if isinstance(target, int):
+            pixels = transforms.decode_image(path, self.resize, where)
+            return transforms.cut_square(pixels, self.size, augment=self.augment), target
+        image, mask = transforms.read_colors(path, where), self.open_mask(target)
+        if image.size != mask.size:
+            problem = "{}: {}×{} pixels, and its mask {}×{}".format(where, *image.size, *mask.size)
+            raise RequestError(problem, remedy="save each mask in the size of its image")
+        both = np.dstack([transforms.resize_pixels(layer, self.resize) for layer in (image, mask)])
+        cut = transforms.cut_square(both, self.size, augment=self.augment)
+        return cut[:3].byte(), cut[3].long()
 
 
 def load(
     data_dir: str | None,
     mode: str,
     seed: int,
+    form: SampleForm = PAIR,
+    moved: Callable[[], None] = lambda: None,
     size: Annotated[int, integer(1)] = 64,  # the square that the model sees, in pixels
     resize: Annotated[int | None, integer(1)] = None,  # what the shorter side becomes first (default: a seventh more)
     augment: bool = True,
     new: str | None = None,  # a folder of images whose classes nobody knows, for predictions
+    values: Sequence[int] = (),  # of masks: the pixel values of class 0, 1, …, where they are not the class numbers
 ) -> DataSource:
-    """The images of a folder."""
-    larger = choose_shorter_side(size, resize)
-    check_pillow("image-folder")
-    if data_dir is None:
-        raise RequestError("--data image-folder needs --data-dir", remedy=_LAYOUT)
-    root = Path(data_dir).expanduser()
-    names, train, val, test = _splits(root, seed)
-
-    def images(entries: list[Entry], *, training: bool = False) -> Images | None:
-        return Images(entries, size, larger, augment=augment and training) if entries else None
-
-    learnt = images(train, training=True)
-    assert learnt is not None
-    return DataSource(
-        train=learnt,
-        val=images(val),
-        test=images(test),
-        new=images([(path, 0) for path in _images_of(locate_other_file("image-folder", root, new))]) if new else None,
-        input_shape=model_input_shape((3, size, size), mode),
-        num_classes=len(names),
-        class_names=tuple(names),
-        prepare=Standardised(*IMAGENET, mode),
-        model="resnet18",
-    )
-
-
-def _splits(root: Path, seed: int) -> tuple[list[str], list[Entry], list[Entry], list[Entry]]:
-    """Class names, and the images for training, validation and test."""
-    if not (root / "train").is_dir():
-        names, entries = _classes(root)
-        parts = [[entries[at] for at in part.tolist()] for part in split_by_sample(len(entries), (0.1, 0.1), seed)]
-        return names, parts[0], parts[1], parts[2]
-    names, train = _classes(root / "train")
-    given = next((root / name for name in _VALIDATION if (root / name).is_dir()), None)
-    if given is None:
-        kept, held = split_by_sample(len(train), (0.1,), seed)
-        train, val = [train[at] for at in kept.tolist()], [train[at] for at in held.tolist()]
+    """The images of a folder, with their classes, or for --task segmentation with their masks."""
+    larger = transforms.choose_shorter_side(size, resize)
+    transforms.check_pillow("image-folder")
+    root = files.locate_data("image-folder", data_dir, _LAYOUT)
+    names: list[str] = []
+    if (ignored := form.ignored) is None:
+        names, parts = _read_classes(root)
+        num_classes = len(names)
     else:
-        val = _classes(given, names)[1]
-    return names, train, val, _classes(root / "test", names)[1] if (root / "test").is_dir() else []
-
-
-def _classes(folder: Path, known: list[str] | None = None) -> tuple[list[str], list[Entry]]:
-    """The names of the folders that hold images, sorted, and all images with their class."""
-    found: dict[str, list[Path]] = {}
-    for place in sorted(path for path in folder.glob("*") if path.is_dir() and not path.name.startswith(".")):
-        if files := _images_in(place):
-            found[place.name] = files
-    names = known or list(found)
-    numbers = {name: number for number, name in enumerate(names)}
-    if unknown := [name for name in found if name not in numbers]:
-        raise RequestError(
-            f"--data image-folder: {folder / unknown[0]} is a class that train/ does not have",
-            remedy=f"the classes are {', '.join(names[:10])}",
-        )
-    if not found or len(names) < 2:
-        raise RequestError(
-            f"--data image-folder: {folder} holds images of {'a single' if found else 'no'} class", remedy=_LAYOUT
-        )
-    return names, [(path, numbers[name]) for name, paths in found.items() for path in paths]
-
-
-def _images_in(folder: Path) -> list[Path]:
-    paths = (Path(place, name) for place, _, names in os.walk(folder) for name in names)
-    return sorted(
-        (path for path in paths if path.suffix.lower() in IMAGES and path.is_file()), key=lambda path: path.parts
+        if not isinstance(values, list | tuple) or not all(type(value) is int for value in values):
+            raise RequestError(f"data.args.values: {values!r}", remedy="list the value of each class, as [0, 255]")
+        parts = read_pairs(root)
+        masks = (mask for pairs in parts.values() for _, mask in pairs if isinstance(mask, Path))
+        num_classes = len(values) or form.classes or count_classes(masks, ignored, moved)
+    parts = _divide(parts, seed)
+    if new:
+        parts["new"] = [(path, 0) for path in _list_new(files.locate_other_file("image-folder", root, new))]
+    cut = partial(Images, size=size, resize=larger, open_mask=partial(read_mask, values=values, ignored=ignored))
+    splits = {name: cut(parts[name], augment=augment and name == "train") for name in parts if parts[name]}
+    return DataSource(
+        train=splits["train"],
+        val=splits.get("val"),
+        test=splits.get("test"),
+        new=splits.get("new"),
+        input_shape=transforms.model_input_shape((3, size, size), mode),
+        num_classes=num_classes,
+        class_names=tuple(names),
+        prepare=transforms.Standardised(*transforms.IMAGENET, mode),
+        model="resnet18" if names else "torchvision/lraspp_mobilenet_v3_large",
     )
 
 
-def _images_of(folder: Path) -> list[Path]:
-    if files := _images_in(folder):
-        return files
+def _divide(parts: dict[str, list[Entry]], seed: int) -> dict[str, list[Entry]]:
+    """Return the parts with a tenth of train as val, if there is none; undivided ones ("") also get a tenth as test."""
+    if "val" in parts:
+        return parts
+    entries, shares = (parts["train"], (0.1,)) if "train" in parts else (parts[""], (0.1, 0.1))
+    divided = zip(SPLITS, split_by_sample(len(entries), shares, seed), strict=False)
+    return parts | {split: [entries[at] for at in numbers.tolist()] for split, numbers in divided}
+
+
+def _read_classes(root: Path) -> tuple[list[str], dict[str, list[Entry]]]:
+    """Return the names of the classes, and all images with their class number by split, or under "" if undivided."""
+    folders = files.find_split_folders(root)
+    folders = folders if "train" in folders else {"": root}
+    numbers: dict[str, int] = {}
+    parts: dict[str, list[Entry]] = {}
+    for split, folder in folders.items():
+        refuse_masks(folder)
+        images = {
+            path.name: listed for path in files.list_visible_folders(folder) if (listed := files.list_images(path))
+        }
+        numbers = numbers or {name: number for number, name in enumerate(images)}  # of train, the first split
+        if unknown := [name for name in images if name not in numbers]:
+            raise RequestError(
+                f"--data image-folder: {folder / unknown[0]} is a class that train/ does not have",
+                remedy=f"the classes are {', '.join([*numbers][:10])}",
+            )
+        if not images or len(numbers) < 2:
+            holds = f"holds images of {'a single' if images else 'no'} class"
+            raise RequestError(f"--data image-folder: {folder} {holds}", remedy=_LAYOUT)
+        parts[split] = [(path, numbers[name]) for name, listed in images.items() for path in listed]
+    return [*numbers], parts
+
+
+def _list_new(folder: Path) -> list[Path]:
+    if images := files.list_images(folder):
+        return images
     raise RequestError(f"data.args.new: {folder} holds no images", remedy="a folder within --data-dir, or a whole path")

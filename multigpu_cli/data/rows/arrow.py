@@ -239,7 +239,7 @@ def _list_files(folder: Path) -> list[Path]:
     """The files in order, as state.json names them."""
     state = folder / "state.json"
     if not state.is_file():
-        if files := sorted(folder.glob("*.arrow")):
+        if files := sorted(folder.glob("[!.]*.arrow")):
             return files
         raise RequestError(f"--data arrow: {folder} holds no .arrow file", remedy=LAYOUT)
     try:

@@ -61,7 +61,7 @@ def convert_to_arrow(source: Path, target: Path) -> dict[str, Any]:
 def _find_files(source: Path) -> list[Path]:
     if not source.exists():
         raise RequestError(f"{source}: there is no such file or folder", remedy=_SUPPORTED)
-    files = sorted(each for each in source.iterdir() if each.is_file()) if source.is_dir() else [source]
+    files = sorted(each for each in source.glob("[!.]*") if each.is_file()) if source.is_dir() else [source]
     files = [file for file in files if _find_kind(file)]
     kinds = {_find_kind(file) for file in files}
     if len(kinds) != 1:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from multigpu_cli.config.paths import IMAGES
+from multigpu_cli.config.paths import IMAGES, is_hidden
 from multigpu_cli.data.files import OpenFiles
 from multigpu_cli.data.rows.store import Column, RowStore, open_index
 from multigpu_cli.errors import RequestError
@@ -47,7 +47,7 @@ class TarStore(RowStore):
             _check_uncompressed(file)
         self._endings, self._open = _read_endings(self.files), OpenFiles(self.files)
         width = 1 + 2 * len(self._endings)  # the shard, then place and size of each kind of member
-        index = open_index("tar", self.files, width, self._index, "tar 1")
+        index = open_index("tar", self.files, width, self._index, "tar 2")
         self._rows = index.rows
         self._values: dict[str, list[int] | None] = index.facts["values"]
         gaps = dict(zip(self._endings, index.facts["gaps"], strict=True))
@@ -177,7 +177,7 @@ def _group_members(file: Path) -> Iterator[list[_Member]]:
                     continue
                 folder, _, name = info.name.rpartition("/")
                 base, _, ending = name.partition(".")
-                if not base or not ending:
+                if not base or not ending or any(map(is_hidden, folder.split("/"))):
                     continue
                 key = f"{folder}/{base}"
                 if waiting and waiting[0].key != key:

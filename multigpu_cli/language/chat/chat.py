@@ -217,8 +217,8 @@ def find_files(data_dir: str | None, file: str | None) -> dict[str, Records]:
     place = locate_data("chat", data_dir, _LAYOUT)
     paths = {"train": [place]}
     if place.is_dir():
-        ending = next((each for each in FILES["chat"] if any(place.glob(f"*{each}"))), FILES["chat"][0])
-        names = sorted(path.name for path in place.glob(f"*{ending}"))
+        ending = next((each for each in FILES["chat"] if any(place.glob(f"[!.]*{each}"))), FILES["chat"][0])
+        names = sorted(path.name for path in place.glob(f"[!.]*{ending}"))
         if file is None and ending == ".parquet":
             paths = find_part_files("chat", data_dir, (ending,), _LAYOUT)
         elif file is None and f"train{ending}" in names:

@@ -93,6 +93,10 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
             f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
             remedy="leave out --early-stopping-patience, or use data with a validation split (val)",
         )
+    moved = [key for key in ("data.random_resized_crop", "data.rand_augment") if config.get(key) is not None]
+    if moved and spec.source.form.ignored is not None and not start.manifest:  # older versions began such runs
+        problem = f"{moved[0]}: it would change the place of pixels in images, and not in their masks"
+        yield RequestError(problem, remedy="leave it out, and augment images and masks together in your own dataset")
     unread = [] if start.manifest else list(spec.factories.find_unread(config, spec.task))  # a resumed run passed
     yield from unread or _check_class_settings(spec)
     pinned = start.manifest["pins"].get("machine", {}) if start.manifest else {}

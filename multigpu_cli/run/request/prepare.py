@@ -223,7 +223,8 @@ def prepare_spec(
     origin = str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
     user_config, config = _adopt_pins(command, start, origin)
     check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
-    source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved))
+    classes = manifest["settings"].get("built_for", {}).get("num_classes") if manifest else None
+    source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved, classes))
     if manifest and (base := manifest["settings"].get("base")):
         for check in load_given(CHECK_BASE, config):
             run_on_main_rank(world, partial(check, base, config, source.codec.record, origin))
@@ -248,11 +249,13 @@ def prepare_spec(
     return spec
 
 
-def _open_source(config: Config, placement: Placement, world: World, factories: FromConfig, moved: Moved) -> DataSource:
+def _open_source(
+    config: Config, placement: Placement, world: World, factories: FromConfig, moved: Moved, classes: int | None
+) -> DataSource:
     """The dataset; errors of the dataset and of the device are raised together."""
     errors = list(check_device(config, placement, world))
     try:
-        source = factories.source or open_data(config, moved)
+        source = factories.source or open_data(config, moved, classes)
     except RequestError as error:
         raise combine_errors([*errors, error]) from error
     raise_all(errors)
