@@ -41,7 +41,8 @@ class CompiledModel(nn.Module):
         compiled = partial(torch.compile, mode=mode, backend=backend, dynamic=False)
         self._is_full = False
         for module in model.modules():
-            if isinstance(name := getattr(module, "uncompiled", None), str):
+            names = getattr(module, "uncompiled", ())  # a user's network may have another attribute of that name
+            for name in names if isinstance(names, tuple) else ():
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
         if blocks:  # at most one graph for each and size, of one function for all blocks of a class
             limit = torch._dynamo.config.recompile_limit
