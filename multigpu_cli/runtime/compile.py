@@ -116,7 +116,27 @@ def compile_model(
             "--compile reduce-overhead with --exact: CUDA graphs overwrite gradients that --exact has yet to reduce",
             remedy="use --compile default, or leave out --exact",
         )
+    blocks = _choose_blocks(model, blocks)
+    if blocks and wanted == "reduce-overhead":  # FSDP has refused it before
+        raise RequestError(
+            "--compile reduce-overhead with --grad-checkpointing: blocks with buffers, as BatchNorm has, are compiled "
+            "one by one and run again in the backward pass, where CUDA graphs would overwrite their results",
+            remedy="use --compile default, or leave out --grad-checkpointing",
+        )
     return CompiledModel(model, None if wanted == "default" else wanted, blocks=blocks)
+
+
+def _choose_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules to compile one by one, given those that a strategy requires; none for the whole model.
+
+    If the second pass of a checkpointed block restores its buffers, torch can't trace the checkpoint, so these blocks
+    are compiled inside of it. Before torch 2.13 DDP can't split a graph with any checkpoint in it (pytorch#104674).
+    """
+    passes = {each: each.forward for each in model.modules() if isinstance(each.forward, partial)}
+    settings = {each: run.keywords for each, run in passes.items() if run.func is checkpoint}
+    apart = [each for each in settings if "context_fn" in settings[each] or torch.__version__ < "2.13"]
+    outer = [each for each in blocks or settings if each in apart or not set(apart) & set(each.modules())]
+    return list(dict.fromkeys([*outer, *apart])) if apart else list(blocks)
 
 
 def _replace_forward(block: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -28,8 +28,8 @@ CPU = torch.device("cpu")
 
 def attend(query: Tensor, key: Tensor, value: Tensor, causal: bool = False, **_: Any) -> Tensor:
     """Stand in for flash_attn_func: (n, t, heads, width) each."""
-    rows = [part.transpose(1, 2) for part in (query, key, value)]
-    return scaled_dot_product_attention(*rows, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True).transpose(1, 2)
 
 
 def attend_by_text(

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from multigpu_cli.config.sources import resolve
 from multigpu_cli.models import token_losses
 from multigpu_cli.models.build import checkpoint_activations
 from multigpu_cli.models.networks.gpt import GPT as build_gpt
 from multigpu_cli.models.token_losses import TokenTargets
-from multigpu_cli.runtime.compile import CompiledModel
+from multigpu_cli.runtime.compile import CompiledModel, compile_model
 
 
 class Broken(nn.Module):
@@ -90,6 +91,28 @@ def test_blocks_of_one_kind_share_a_graph_that_only_full_micro_batches_in_traini
         torch.testing.assert_close(one.grad, other.grad)
     assert graphs() == len(kinds) + 1
     assert list(network.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, unless it is an error
+def test_blocks_with_buffers_are_compiled_inside_a_strategys_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with FSDP, where strategy.wrap may name modules around the checkpointed ones."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, **how | {"backend": "aot_eager"}))
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    inner = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()) for _ in range(2)]
+    network = nn.ModuleDict({"outer": nn.Sequential(*inner), "last": nn.Linear(3, 3)})
+    network.forward = lambda inputs: network["last"](network["outer"](inputs))
+    plain, inputs = deepcopy(network["outer"]), torch.randn(4, 3, requires_grad=True)
+    checkpoint_activations(network["outer"])
+    settings = resolve({"compile": "default"}, [], None)
+    compiled = compile_model(network, settings, torch.device("cpu"), list(network.values()))
+    compiled.full_batch_size = lambda: 4  # type: ignore[assignment]
+    for result in (compiled(inputs), network["last"](plain(inputs))):
+        result.sum().backward()
+    for parameter, expected in zip(network["outer"].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    torch.testing.assert_close(list(network["outer"].buffers()), list(plain.buffers()))
+    assert graphs() == 2, "one graph for both blocks, and one for the last layer"
 
 
 def test_its_parameters_are_the_networks() -> None:
