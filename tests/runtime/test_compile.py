@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
@@ -54,6 +55,46 @@ def test_another_full_size_is_compiled_for_itself() -> None:
     compiled(torch.randn(2, 3))
     compiled(torch.randn(2, 3))
     assert graphs() == 2
+
+
+@pytest.mark.parametrize(
+    ("network", "shapes", "most"),
+    [
+        (lambda: nn.Linear(3, 2), [(4, length, 3) for length in (*range(5, 17), 5, 6)], 2),
+        (lambda: nn.Conv2d(3, 2, 3), [(4, 3, 16 + k % 5, 16 + k % 7) for k in range(14)], 3),
+    ],
+    ids=["texts", "images"],
+)
+def test_batches_of_many_shapes_take_few_graphs(
+    network: Callable[[], nn.Module], shapes: list[tuple[int, ...]], most: int
+) -> None:
+    plain = network()
+    compiled = CompiledModel(plain, None, backend="aot_eager")
+    compiled.full_batch_size = lambda: 4
+    for shape in shapes:
+        inputs = torch.randn(shape)
+        torch.testing.assert_close(compiled(inputs), plain(inputs))
+    assert 1 < graphs() <= most, "more than eight would run uncompiled from then on"
+
+
+def test_compile_warns_once_at_the_second_recompilation() -> None:
+    compiled, warnings = CompiledModel(nn.Tanh(), None, backend="eager"), []
+    compiled.full_batch_size = lambda: 4
+    for axes in range(1, 6):  # another number of dimensions takes another graph
+        compiled(torch.ones(4, *[2] * axes))
+        warnings.append(compiled.take_warning())
+    assert [bool(warning) for warning in warnings] == [False, False, True, False, False]
+    assert warnings[2].startswith("--compile: ")
+    assert "collate_fn" in warnings[2]
+
+
+def test_compile_counts_recompilations_of_each_full_size_for_itself() -> None:
+    compiled = CompiledModel(nn.Tanh(), None, backend="eager")
+    for size in range(2, 8):
+        compiled.full_batch_size = partial(int, size)
+        for _ in range(2):
+            compiled(torch.ones(size, 2))
+    assert (graphs(), compiled.take_warning()) == (6, "")
 
 
 def test_samples_may_come_by_name_or_in_a_mapping() -> None:
