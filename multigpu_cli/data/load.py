@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from multigpu_cli.capabilities import ACTORS, DATASETS, load
 from multigpu_cli.config.code_names import names_environments
-from multigpu_cli.config.schema import Config, DataConfig
+from multigpu_cli.config.schema import Config, DataConfig, ModelConfig
 from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.data.class_weights import read_labels
 from multigpu_cli.data.collate import (
@@ -153,28 +153,30 @@ def _infer_vocabulary_size(pairs: Sequence[Sequence[Any]], axes: int) -> int:
 
 
 Infer = Callable[..., DataSource]  # of train, val and test
+_MODEL = ModelConfig()  # for datasets that do not depend on the model
 
 
 def load_data_source(
-    config: DataConfig, seed: int, form: SampleForm = PAIR, *, model_dir: str | None = None, moved: Moved = lambda: None
+    config: DataConfig, seed: int, form: SampleForm = PAIR, *, model: ModelConfig = _MODEL, moved: Moved = lambda: None
 ) -> DataSource:
     """Load the dataset that --data names: a built-in one, or the user's own.
 
     A user's factory is called once per split with those arguments that it names among `split` (train, val, test),
     `data_dir`, `mode`, `seed` and the data.args; it returns a map-style Dataset or None. A factory without a `split`
     parameter, or with `split` among the data.args, returns a single dataset, which is divided by seed, 80/10/10. Arrays
-    (X, y) count as a dataset. `data.args.new` are the arguments for the samples to predict. `moved` is called as
-    samples are read to count the classes.
+    (X, y) count as a dataset. `data.args.new` are the arguments for the samples to predict. Of the model's settings
+    conversations depend on its folder and on whether it is compiled. `moved` is called as samples are read to count the
+    classes.
     """
     factory = factories.find_factory(config.name, DATASETS, flag="--data")
     call = partial(factories.call_factory, factory, where="data")
     offered: dict[str, Any] = {"data_dir": config.dir, "mode": config.mode, "seed": seed}
     if config.name in DATASETS:
-        offered |= {"model_dir": model_dir, "max_length": config.max_length, "packing": config.packing}
-        offered |= {"form": form, "moved": moved}
+        offered |= {"model_dir": model.dir, "max_length": config.max_length, "packing": config.packing}
+        offered |= {"compiled": model.compile != "off", "form": form, "moved": moved}
     if config.name == "mixture":
         offered |= {"shuffle_block": config.shuffle_block, "shuffle_window": config.shuffle_window}
-        alone = partial(load_data_source, seed=seed, form=replace(form, classes=None), model_dir=model_dir, moved=moved)
+        alone = partial(load_data_source, seed=seed, form=replace(form, classes=None), model=model, moved=moved)
         offered["mix"] = [_load_mixed(config, entry, alone) for entry in config.mix]
     parameters, args, new = inspect.signature(factory).parameters, dict(config.args), None
     if "new" not in parameters:
@@ -344,8 +346,7 @@ def open_data(config: Config, moved: Moved = lambda: None, classes: int | None =
     """
     if not uses_environments(config):
         form = replace(choose_form(config.data.inputs, config.task.name, config.task.args), classes=classes)
-        seed, model_dir = config.reproducibility.seed, config.model.dir
-        source = load_data_source(config.data, seed, form, model_dir=model_dir, moved=moved)
+        source = load_data_source(config.data, config.reproducibility.seed, form, model=config.model, moved=moved)
         has_labels = (config.task.name or source.task) == "classification"  # which are checked as they are read
         return replace(source, form=replace(source.form, classes=source.num_classes if has_labels else None))
     probed: DataSource = load(next(iter(ACTORS.values())))(config)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from multigpu_cli.config.types import choice
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
@@ -28,7 +29,12 @@ _LENGTHS = ("n_positions", "max_position_embeddings")  # how configurations call
 
 
 class NamedInputs(nn.Module):
-    """Stands between a transformers network and a task: named or unnamed inputs in, its output object out."""
+    """Stands between a transformers network and a task: named or unnamed inputs in, its output object out.
+
+    `uncompiled` names methods that torch.compile leaves alone: how many values they handle differs between batches.
+    """
+
+    uncompiled: tuple[str, ...] = ("find_bounds",)
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -37,6 +43,7 @@ class NamedInputs(nn.Module):
         inner: Any = getattr(network, "get_base_model", lambda: network)()  # that of peft
         names = ModelCall.of(network).names + ModelCall.of(inner).names
         self._call = replace(ModelCall.of(network), names=names, takes_any=False)
+        self._takes_bounds = ModelCall.of(inner).takes_any  # and hands them on to its attention; see check_packing
 
     @property
     def callees(self) -> tuple[nn.Module, ...]:
@@ -53,7 +60,22 @@ class NamedInputs(nn.Module):
         if "position_ids" not in self._call.names:  # a state-space model: place follows place; see check_packing
             named.pop("position_ids", None)
         self._call.check_names(named)  # its **kwargs would pass over them in silence
+        flash = str(getattr(self.network.config, "_attn_implementation", "")).startswith("flash")
+        places = named.get("position_ids") if named.keys() <= {self._input, "position_ids", "labels"} else None
+        if flash and self._takes_bounds and places is not None and places.shape == named[self._input].shape:
+            named |= self.find_bounds(places)
         return callee(**named)
+
+    def find_bounds(self, positions: Tensor) -> dict[str, Any]:
+        """Return where texts begin in rows of position ids (n, t), as the arguments of flash attention's kernels.
+
+        These take no mask. Without the arguments transformers looks for texts in a lone row only, again in each layer,
+        and lets those of several rows see each other. A text begins with a row, or at a jump of the positions.
+        """
+        begins = positions.diff(dim=1, prepend=positions[:, :1]) != 1
+        bounds = pad(begins.flatten().nonzero().flatten().int(), (0, 1), value=positions.numel())  # (texts + 1,) int32
+        longest = positions.shape[1]  # a bound will do for the kernels, and the exact value would cost a second wait
+        return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
     def make_cache(self) -> dict[str, Any]:
         """An empty cache of keys and values, as the input that a pass fills, by its name; {} where there is no use."""
@@ -69,11 +91,10 @@ class NamedInputs(nn.Module):
 class Logits(NamedInputs, ComputesTokenLosses):
     """The same with `.logits` out; or, called with `TokenTargets`, the losses of tokens.
 
-    The network's own `.loss` is a mean over its micro-batch, so it is of no use where several share a step.
-    `uncompiled` names a method that torch.compile leaves alone: the number of tokens differs from batch to batch.
+    The network's own `.loss` is a mean over its micro-batch, so it is of no use if several share a step.
     """
 
-    uncompiled = "compute_losses"
+    uncompiled = (*NamedInputs.uncompiled, "compute_losses")
 
     def forward(self, inputs: Tensor | Mapping[str, Tensor] | Labelled | TokenTargets) -> Any:
         if isinstance(inputs, TokenTargets):

@@ -134,8 +134,9 @@ def checkpoint_activations(model: nn.Module) -> None:
     rows = _find_rows(model, sys.maxsize if hasattr(model, "callees") else 1)
     for block in [block for row in rows for block in row.children()] or list(model.children()):
         if any(p.requires_grad for p in block.parameters()):
-            again = partial(_contexts, block)
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=again)
+            # only if there is something to restore: torch.compile can't trace a checkpoint with contexts
+            contexts: dict[str, Any] = {"context_fn": partial(_contexts, block)} if list(block.buffers()) else {}
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
 
 
 def _find_rows(module: nn.Module, levels: int) -> Iterator[nn.Module]:

@@ -152,7 +152,10 @@ def _try_shortest_micro_batch(components: TrainComponents) -> None:
 
 
 def _find_largest_micro_batch(components: TrainComponents) -> None:
-    """--batch-size auto: double until something does not fit, or a micro-batch is a worker's whole share."""
+    """--batch-size auto: double until something does not fit, or a micro-batch is a worker's whole share.
+
+    With --compile the search continues compiled from the size that fits uncompiled: each size takes a compilation.
+    """
     batches = components.plan.batches
     share = components.config.batch.global_size or components.loaders.train.size
     limit = min(-(-share // batches.workers), components.spec.resume_point.micro_batch_after_oom or share)
@@ -165,12 +168,23 @@ def _find_largest_micro_batch(components: TrainComponents) -> None:
         size = 2
     while size <= limit and _fits_in_memory(components, size):
         size, best = size * 2, size
+    if components.compiled and best:
+        best = next(
+            filter(partial(_fits_compiled, components), (best >> times for times in range(best.bit_length()))), 0
+        )
+        while best and (size := 2 * best) <= limit and _fits_compiled(components, size):
+            best = size
     if not best:
         refuse_single_samples(components.spec)
         raise TrainingError("--batch-size auto: out of memory with a single sample", remedy=REMEDY)
     reason = f"measured: {size} does not fit" if size <= limit else "the largest that is of use here"
     components.spec = with_measured_batch(components.spec, best, components.world, reason)
     _try_shortest_micro_batch(components)
+
+
+def _fits_compiled(components: TrainComponents, size: int) -> bool:
+    components.spec = with_micro_batch(components.spec, size)  # only the plan's micro-batch runs compiled
+    return _fits_in_memory(components, size)
 
 
 def _fits_in_memory(components: TrainComponents, size: int) -> bool:
@@ -214,6 +228,8 @@ def _fits_on_all_ranks(components: TrainComponents, work: Work, rest: Work | Non
     try:
         components.strategy.probe_memory(work_beside_the_state, **probing)
     except OutOfMemory:
+        if components.compiled:
+            components.compiled.reset()
         return False
     finally:
         free_memory(components.world.device)

@@ -262,7 +262,7 @@ def _count_flops(components: TrainComponents) -> float | None:
     known = peak_flops(components.plan.device, components.state.precision.name) is not None
     if not all_reduce_max(components.world, [known])[0]:  # all ranks count or none, since the passes may communicate
         return None
-    return count_flops_per_sample(components, components.plan.batches.micro_batch)
+    return count_flops_per_sample(components)
 
 
 def _open_files(

@@ -82,10 +82,16 @@ def profile_micro_batch(components: TrainComponents, size: int) -> MicroBatchPro
     return MicroBatchProfile(len(batch.sample_indices), flops, sum(activations.values()))
 
 
-def count_flops_per_sample(components: TrainComponents, size: int) -> float:
-    """As `MicroBatchProfile.flops_per_sample`, also of a sharded model, whose ranks call it together."""
-    batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
-    return _count_flops(components, batch) / len(batch.sample_indices)
+def count_flops_per_sample(components: TrainComponents) -> float:
+    """Count as `MicroBatchProfile.flops_per_sample` does, also of a sharded model, whose ranks call it together.
+
+    Two samples stand for a micro-batch, which may fit into memory only compiled, and counting runs uncompiled. If
+    samples are texts of several lengths, FLOPs count as proportional to the tokens of the first micro-batch.
+    """
+    size, replicas = components.plan.batches.micro_batch, components.strategy.replicas_per_process
+    two, all_samples = (first_batch(components.loaders.train, each * replicas) for each in (min(2, size), size))
+    tokens = [batch.tokens.places if batch.tokens else len(batch) for batch in (two, all_samples)]
+    return _count_flops(components, two) / tokens[0] * tokens[1] / len(all_samples)
 
 
 def _count_flops(components: TrainComponents, batch: Batch) -> int:

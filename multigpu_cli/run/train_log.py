@@ -53,6 +53,8 @@ def log_step(run: Run, outcome: StepResult) -> None:
         finish_pending_checkpoint(run)
     report_skipped_steps(run)
     _warn_of_retries(run, of_ranks.get("allocator_retries", []))
+    if run.compiled and (warning := run.compiled.take_warning()):
+        run.log_fault("compile", warning)
 
 
 def _warn_of_retries(run: Run, retries: Sequence[int]) -> None:

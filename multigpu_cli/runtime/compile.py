@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from math import inf
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ class CompiledModel(nn.Module):
     An epoch's last micro-batch may be short. Compiling it as well would take many seconds, or make all micro-batches
     slower through dynamic shapes; since it occurs once per epoch, running it uncompiled is faster.
 
+    Batches of one shape have one graph. Once there is another shape, torch compiles for any size of the dimensions that
+    differ, so lengths of texts take two graphs, and sizes of images two or three. Another size of a full micro-batch,
+    as after running out of memory, starts again.
+
     The mode is of torch.compile; with reduce-overhead a pass runs as CUDA graphs, whose memory the next pass reuses.
     The blocks are compiled each by itself, in place, rather than the whole: for weights that are gathered block by
     block, by hooks around `forward`.
@@ -38,14 +43,17 @@ class CompiledModel(nn.Module):
         self.model = model
         self.full_batch_size: Callable[[], int] = lambda: 0  # the samples of a full micro-batch
         self.seconds: float | None = None  # of the compilation, after the first full micro-batch
-        compiled = partial(torch.compile, mode=mode, backend=backend, dynamic=False)
+        self._samples = self._compilations = 0  # of the current full micro-batch; passes that compiled for it
+        self._most_compilations: float = 2  # without a warning: for the first shape, and for all others
+        compiled = partial(torch.compile, mode=mode, backend=backend)
         self._is_full = False
         for module in model.modules():
-            if isinstance(name := getattr(module, "uncompiled", None), str):
+            names = getattr(module, "uncompiled", ())  # a user's network may have another attribute of that name
+            for name in names if isinstance(names, tuple) else ():
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
         if blocks:  # at most one graph for each and size, of one function for all blocks of a class
-            limit = torch._dynamo.config.recompile_limit
-            torch._dynamo.config.recompile_limit = max(limit, 2 * len(blocks))
+            settings = torch._dynamo.config
+            settings.recompile_limit = max(settings.recompile_limit, 2 * len(blocks))
         for block in blocks:
             _replace_forward(block, lambda forward: self._run_full_ones(compiled(forward), forward))
         # in a tuple, so that the same parameters are not registered under a second name
@@ -61,10 +69,28 @@ class CompiledModel(nn.Module):
             return self.model(*inputs, **named)
         if self._in_graphs:
             self._keep_gradients()
-        began = time.perf_counter()
+        if self._samples != self.full_batch_size():
+            self.reset()
+        began, graphs = time.perf_counter(), _count_graphs()
         result = self._fast[0](*inputs, **named)
         self.seconds = self.seconds or time.perf_counter() - began
+        self._compilations += _count_graphs() > graphs
         return result
+
+    def reset(self) -> None:
+        """Forget all graphs, those of other micro-batches, and free the memory that CUDA graphs keep."""
+        torch._dynamo.reset()
+        self._samples, self._compilations = self.full_batch_size(), 0
+
+    def take_warning(self) -> str:
+        """Return a warning, once, after the second recompilation; otherwise ""."""
+        if self._compilations <= self._most_compilations:
+            return ""
+        self._most_compilations = inf
+        return (
+            "--compile: the model was recompiled twice, for batches of other shapes; if that goes on, torch runs it "
+            "uncompiled. Pad batches to few shapes, for example in a collate_fn, or use --compile off"
+        )
 
     def _run_full_ones(self, compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward pass: compiled in full micro-batches, also where it is run again in their backward pass."""
@@ -91,9 +117,7 @@ class CompiledModel(nn.Module):
         """`seconds`, and `graph_breaks` with one line per reason; {} before the first full micro-batch."""
         if self.seconds is None:
             return {}
-        from torch._dynamo.utils import counters
-
-        reasons = [str(reason).splitlines()[0] for reason in counters["graph_break"]]
+        reasons = [str(reason).splitlines()[0] for reason in torch._dynamo.utils.counters["graph_break"]]
         return {"seconds": self.seconds, "graph_breaks": sorted(set(reasons))}
 
 
@@ -115,7 +139,27 @@ def compile_model(
             "--compile reduce-overhead with --exact: CUDA graphs overwrite gradients that --exact has yet to reduce",
             remedy="use --compile default, or leave out --exact",
         )
+    blocks = _choose_blocks(model, blocks)
+    if blocks and wanted == "reduce-overhead":  # FSDP has refused it before
+        raise RequestError(
+            "--compile reduce-overhead with --grad-checkpointing: blocks with buffers, as BatchNorm has, are compiled "
+            "one by one and run again in the backward pass, where CUDA graphs would overwrite their results",
+            remedy="use --compile default, or leave out --grad-checkpointing",
+        )
     return CompiledModel(model, None if wanted == "default" else wanted, blocks=blocks)
+
+
+def _choose_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules to compile one by one, given those that a strategy requires; none for the whole model.
+
+    If the second pass of a checkpointed block restores its buffers, torch can't trace the checkpoint, so these blocks
+    are compiled inside of it. Before torch 2.13 DDP can't split a graph with any checkpoint in it (pytorch#104674).
+    """
+    passes = {each: each.forward for each in model.modules() if isinstance(each.forward, partial)}
+    settings = {each: run.keywords for each, run in passes.items() if run.func is checkpoint}
+    apart = [each for each in settings if "context_fn" in settings[each] or torch.__version__ < "2.13"]
+    outer = [each for each in blocks or settings if each in apart or not set(apart) & set(each.modules())]
+    return list(dict.fromkeys([*outer, *apart])) if apart else list(blocks)
 
 
 def _replace_forward(block: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -128,6 +172,10 @@ def _replace_forward(block: nn.Module, wrap: Callable[[Callable[..., Any]], Call
         block.forward = partial(checkpoint, wrap(outer.args[0]), *outer.args[1:], **outer.keywords)
     else:
         block.forward = wrap(outer)
+
+
+def _count_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _length(inputs: tuple[Any, ...]) -> int:

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.config.schema import DataConfig, ModelConfig
 from multigpu_cli.data.collate import to_pair
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language.chat import chat
 from multigpu_cli.language.chat.samples import PackedDataset, SFTDataset, pad_samples
 from multigpu_cli.language.model_folder import describe_tokenizer, load_text_model
 from multigpu_cli.language.prompts import PromptReader
@@ -40,10 +41,27 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
 
 
 def open_chat(
-    place: Path, model_dir: Path, max_length: int | None = None, packing: str = "on", **args: Any
+    place: Path, model_dir: Path, max_length: int | None = None, packing: str = "on", compile: str = "off", **args: Any
 ) -> DataSource:
     config = DataConfig(name="chat", dir=str(place), max_length=max_length, packing=packing, args=args)
-    return load_data_source(config, 42, model_dir=str(model_dir))
+    return load_data_source(config, 42, model=ModelConfig(dir=str(model_dir), compile=compile))
+
+
+@pytest.mark.parametrize("limit", [45, 64])
+@pytest.mark.parametrize(("compile", "packing"), [("off", "on"), ("off", "off"), ("default", "on"), ("default", "off")])
+def test_compiled_training_batches_are_filled_up(
+    compile: str, packing: str, limit: int, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packs to --max-length, other samples to a multiple of a length; evaluations, which run uncompiled, are not."""
+    monkeypatch.setattr(chat, "_FILL", 50)
+    source = open_chat(write(tmp_path / "a.jsonl", TALKS), model_dir, limit, packing, compile, val=0.5)
+    for name, split in {"train": source.train, "val": source.val}.items():
+        samples = [split[0], split[1]]  # type: ignore[index]
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        filled = limit if packing == "on" else min(limit, -(-longest // 50) * 50)
+        batch = split.collate_fn(samples)  # type: ignore[union-attr]
+        width = filled if (compile, name) == ("default", "train") else longest
+        assert {values.shape[1] for values in batch.values()} == {width}
 
 
 def test_labels_stand_at_learned_tokens_only(tmp_path: Path, model_dir: Path) -> None:

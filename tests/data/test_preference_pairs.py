@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.config.schema import DataConfig, ModelConfig
 from multigpu_cli.data.collate import to_pair
 from multigpu_cli.data.load import load_data_source
 from multigpu_cli.data.source import DataSource
@@ -43,7 +43,7 @@ def open_pairs(
 ) -> DataSource:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     config = DataConfig(name="chat", dir=str(path), max_length=length, packing=packing, args={"val": 0} | a)
-    return load_data_source(config, 42, model_dir=str(model_dir))
+    return load_data_source(config, 42, model=ModelConfig(dir=str(model_dir)))
 
 
 def decode_learned(sample: dict[str, torch.Tensor]) -> str:

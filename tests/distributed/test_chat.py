@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from multigpu_cli.checkpoint.weights import read_weights
+from multigpu_cli.language.chat import chat
 from multigpu_cli.models import token_losses
 from multigpu_cli.monitor.journal import read_events
 from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
@@ -149,6 +150,39 @@ def test_the_gradient_is_that_of_the_full_batch_in_float64(
             moved = before[name] - after[f"network.{name}"]
             difference = float((moved / RATE - gradient).norm() / gradient.norm())
             assert difference < close, f"{workers} workers, {name}: {difference}"
+
+
+def trace() -> None:
+    """Have torch trace and differentiate as always, and note each graph in a file; no code is generated."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        with Path("graphs").open("a") as file:
+            file.write("one\n")
+        return aot_eager(graph, inputs)
+
+    real = torch.compile
+    torch.compile = lambda model, **options: real(model, **options | {"backend": compile_graph})  # type: ignore[assignment]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, unless it is an error
+@pytest.mark.parametrize(("packing", "most"), [("on", 1), ("off", 2)])
+def test_compile_takes_few_graphs_and_padding_changes_nothing(
+    packing: str, most: int, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of few lengths: the same training as uncompiled, to rounding."""
+    monkeypatch.setattr(chat, "_FILL", 8)
+    make_model_folder(here / "model", "llama", places=256)
+    sizes = {"max_length": 150, "batch_size": 2, "global_batch_size": 2, "epochs": 4, "lr": 0.1, "packing": packing}
+    for name, flags in {"plain": {}, "compiled": {"compile": "default", "prepare": trace}}.items():
+        ended = run_training(1, **STEP | sizes, **flags, sets=["data.val=0"], save_dir=name)  # type: ignore[arg-type]
+        assert not ended.error, ended.error
+    lines = [line for line in read_events(Path("compiled/journal.jsonl")) if line["event"] in ("fault", "start")]
+    assert [line["event"] for line in lines] == ["start"], lines
+    assert "compile" in lines[0]
+    assert Path("graphs").read_text().count("one") == most
+    plain, compiled = (read_weights(Path(name, "last.pt")) for name in ("plain", "compiled"))
+    torch.testing.assert_close(compiled, plain)
 
 
 @pytest.mark.parametrize(

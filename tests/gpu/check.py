@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.gpu.machine import ROOT, describe_machine
 from tests.gpu.registry import CHECKS, carry_out
-from tests.gpu.results import FAILED, PASSED, Results
+from tests.gpu.results import FAILED, PASSED, UNVERIFIED, Results
 from tests.gpu.runner import about, run_all
 
 _NO_DEVICE = 2
@@ -73,6 +73,8 @@ def _child(function: str, told: Path) -> int:
             facts = carry_out(function, Path(folder))
         except AssertionError as error:
             verdict, said = FAILED, str(error) or traceback.format_exc(limit=-1)
+        except ModuleNotFoundError as error:  # of an optional package: nothing is known without it
+            verdict, said = UNVERIFIED, str(error)
         except Exception:  # whatever a device or a library raises is what was found
             verdict, said = FAILED, traceback.format_exc(limit=-6)
     told.write_text(json.dumps({"verdict": verdict, "said": said, "facts": facts}))

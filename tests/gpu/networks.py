@@ -8,6 +8,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset
 
 
@@ -41,6 +42,41 @@ def tokens(split: str, seed: int, vocabulary: int = 64, length: int = 128) -> Te
     starts = torch.randint(0, vocabulary, ({"train": 512, "val": 32}[split], 1), generator=generator)
     drawn = (starts + torch.arange(length + 1)) % vocabulary
     return TensorDataset(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+
+
+class Texts(Dataset[tuple[Tensor, Tensor]]):
+    """The same sequences, cut to 65 to 128 tokens; each batch is filled up to its longest."""
+
+    num_classes = 64
+
+    def __init__(self, sequences: TensorDataset) -> None:
+        self._inputs, self._targets = sequences.tensors
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        length = 65 + index * 37 % 64
+        return self._inputs[index, :length], self._targets[index, :length]
+
+    def collate_fn(self, samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        inputs, targets = ([sample[side] for sample in samples] for side in (0, 1))
+        return pad_sequence(inputs, batch_first=True), pad_sequence(targets, batch_first=True, padding_value=-100)
+
+
+def texts(split: str, seed: int) -> Texts | None:
+    sequences = tokens(split, seed)
+    return None if sequences is None else Texts(sequences)
+
+
+def checkpointed(input_shape: tuple[int, ...], num_classes: int, norm: type[nn.Module] = nn.LayerNorm) -> nn.Module:
+    """Blocks that --grad-checkpointing runs twice."""
+    blocks = [nn.Sequential(nn.Linear(256, 256), norm(256), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(nn.Flatten(), nn.Linear(prod(input_shape), 256), *blocks, nn.Linear(256, num_classes))
+
+
+def checkpointed_with_batchnorm(input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    return checkpointed(input_shape, num_classes, nn.BatchNorm1d)
 
 
 class Wide(nn.Module):

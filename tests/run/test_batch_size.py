@@ -15,6 +15,7 @@ from multigpu_cli.data.loader import first_batch
 from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 from multigpu_cli.run import batch_size
 from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.request.spec import with_micro_batch
 from tests.run.test_profile_micro_batch import components
 
 CUDA = torch.device("cuda")
@@ -136,7 +137,7 @@ def test_auto_doubles_up_to_a_workers_share(
     share: int, workers: int, after_oom: int | None, device: str, fits: int, found: int, because: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    made = Mock(world=Mock(device=torch.device(device)))
+    made = Mock(world=Mock(device=torch.device(device)), compiled=None)
     made.plan.batches.workers, made.spec.resume_point.micro_batch_after_oom = workers, after_oom
     noted = note_calls(monkeypatch, "with_measured_batch", "_try_shortest_micro_batch")
     monkeypatch.setattr(batch_size, "_fits_in_memory", lambda _, size: size <= fits)
@@ -147,6 +148,53 @@ def test_auto_doubles_up_to_a_workers_share(
         chosen = call.with_measured_batch(spec, found, made.world, because)
         assert noted.mock_calls == [chosen, call._try_shortest_micro_batch(made)]
         noted.reset_mock()
+
+
+@pytest.mark.parametrize(
+    ("fits", "fits_compiled", "tried", "best"),
+    [
+        (4, 16, [4, 8, 16, 32], 16),
+        (16, 16, [16, 32], 16),
+        (8, 2, [8, 4, 2, 4], 2),
+        (64, 64, [32], 32),
+        (8, 0, [8, 4, 2, 1], 0),
+    ],
+)
+def test_auto_continues_compiled_from_what_fits_uncompiled(
+    fits: int, fits_compiled: int, tried: list[int], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are 60 samples, so 32 is the most that is of use."""
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    made, sizes = components(tmp_path, PLAIN, batch_size="auto", compile="default"), list[int]()
+    made.spec = with_micro_batch(made.spec, 50)  # none of those that are tried uncompiled
+
+    def run(_: Any, size: int) -> None:
+        compiled = made.plan.batches.micro_batch == size
+        sizes.extend([size] * compiled)
+        if size > (fits_compiled if compiled else fits):
+            raise OutOfMemory("played")
+        made.state.model(torch.ones(1, 6)).sum().backward()
+
+    monkeypatch.setattr(batch_size, "_run_micro_batch", run)
+    monkeypatch.setattr(batch_size, "_try_shortest_micro_batch", lambda _: None)
+    if best:
+        batch_size._find_largest_micro_batch(made)
+        assert made.plan.batches.micro_batch == best
+    else:
+        with pytest.raises(TrainingError, match="out of memory with a single sample"):
+            batch_size._find_largest_micro_batch(made)
+    assert sizes == tried
+
+
+def test_a_compiled_model_forgets_its_graphs_out_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs of a micro-batch that did not fit would keep their memory."""
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    made, resets = components(tmp_path, PLAIN, batch_size="8", compile="default"), Mock()
+    monkeypatch.setattr(made.compiled, "reset", resets)
+    for error, expected in ((None, 0), (OutOfMemory("played"), 1)):
+        monkeypatch.setattr(batch_size, "_run_micro_batch", Mock(side_effect=error))
+        assert batch_size._fits_in_memory(made, 8) is not bool(expected)
+        assert len(resets.mock_calls) == expected
 
 
 def test_an_evaluation_tries_the_first_and_the_last_batch_of_each_split(

@@ -1,6 +1,7 @@
 """FLOPs and kept activations of networks that can be counted by hand."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -8,16 +9,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.data import Dataset
 
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.data.loader import first_batch
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World
+from multigpu_cli.language.chat.samples import pad_samples
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
-from multigpu_cli.run.step import forward_backward, profile_micro_batch
+from multigpu_cli.run.step import count_flops_per_sample, forward_backward, profile_micro_batch
 from tests.support.world import CPU
 
 
@@ -91,6 +95,52 @@ def test_mfu_needs_a_known_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert assemble_run._count_flops(made) is None
     monkeypatch.setattr(assemble_run, "peak_flops", lambda device, precision: 1e12)
     assert assemble_run._count_flops(made) == 2 * 2 * 6 * 16 + 3 * 2 * 16 * 3
+
+
+def in_rows(split: str) -> Dataset[Any]:
+    """Texts of 2 to 7 tokens, each batch filled up to its longest."""
+
+    class Texts(Dataset[dict[str, torch.Tensor]]):
+        num_classes = 9
+        collate_fn = staticmethod(partial(pad_samples, padding=0))
+
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            ids = torch.arange(2 + index % 6)
+            return {"input_ids": ids, "position_ids": ids, "labels": ids}
+
+    return Texts()
+
+
+class Tokenwise(nn.Module):
+    """(n, t) tokens → (n, t, 9), by a product for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 5), nn.Linear(5, 9, bias=False)
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(inputs["input_ids"]))
+        return logits
+
+
+def test_flops_are_counted_on_two_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A micro-batch may fit into memory compiled only; of texts, the tokens of its longest count for each."""
+    sizes: list[int] = []
+    hook = register_module_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    try:
+        for model, flags, tokens, product in (
+            (f"{__name__}:plain", {}, 1, 2 * 2 * 6 * 16 + 3 * 2 * 16 * 3),
+            (f"{__name__}:Tokenwise", {"data": f"{__name__}:in_rows", "task": "language-model"}, 7, 3 * 2 * 5 * 9),
+        ):
+            made = components(tmp_path, model, batch_size="12", **flags)
+            sizes.clear()
+            assert count_flops_per_sample(made) == pytest.approx(tokens * product)
+            assert max(sizes) <= 2
+    finally:
+        hook.remove()
 
 
 def test_a_compiled_network_is_counted_uncompiled_and_stays_compiled(

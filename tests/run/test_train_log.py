@@ -1,8 +1,10 @@
 """What a train line says of time: against sleeps that were planted."""
 
+import io
 import json
 import math
 import resource
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +122,23 @@ def test_each_new_retry_of_an_allocator_is_told_once() -> None:
             train_log._warn_of_retries(run, retries)
             counts.append(len(told))
         assert counts == ([0, 0, 1, 1, 2] if exact else [2] * 5)
+
+
+def test_log_step_journals_a_warning_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    out = io.StringIO()
+    with prepare_run(tmp_path, out, compile="default") as run:
+        assert run.compiled is not None
+        monkeypatch.setattr(run.compiled, "take_warning", Mock(side_effect=["", "--compile: too many shapes"]))
+        for step in (1, 2):
+            run.complete_step()
+            run.observer.loss.add(step, 1, {0: torch.tensor(15.0)}, 10)
+            train_log.log_step(run, StepResult(1, {}, torch.tensor(2.0), torch.zeros(())))
+    events = map(json.loads, next(tmp_path.rglob("journal.jsonl")).read_text().splitlines())
+    faults = [(event["kind"], event["action"]) for event in events if event["event"] == "fault"]
+    assert faults == [("compile", "--compile: too many shapes")]
+    assert "--compile: too many shapes" in out.getvalue()
 
 
 def test_what_was_compiled_is_told_with_its_breaks() -> None:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
@@ -8,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from multigpu_cli.config.sources import resolve
 from multigpu_cli.models import token_losses
 from multigpu_cli.models.build import checkpoint_activations
 from multigpu_cli.models.networks.gpt import GPT as build_gpt
 from multigpu_cli.models.token_losses import TokenTargets
-from multigpu_cli.runtime.compile import CompiledModel
+from multigpu_cli.runtime.compile import CompiledModel, compile_model
 
 
 class Broken(nn.Module):
@@ -55,6 +57,46 @@ def test_another_full_size_is_compiled_for_itself() -> None:
     assert graphs() == 2
 
 
+@pytest.mark.parametrize(
+    ("network", "shapes", "most"),
+    [
+        (lambda: nn.Linear(3, 2), [(4, length, 3) for length in (*range(5, 17), 5, 6)], 2),
+        (lambda: nn.Conv2d(3, 2, 3), [(4, 3, 16 + k % 5, 16 + k % 7) for k in range(14)], 3),
+    ],
+    ids=["texts", "images"],
+)
+def test_batches_of_many_shapes_take_few_graphs(
+    network: Callable[[], nn.Module], shapes: list[tuple[int, ...]], most: int
+) -> None:
+    plain = network()
+    compiled = CompiledModel(plain, None, backend="aot_eager")
+    compiled.full_batch_size = lambda: 4
+    for shape in shapes:
+        inputs = torch.randn(shape)
+        torch.testing.assert_close(compiled(inputs), plain(inputs))
+    assert 1 < graphs() <= most, "more than eight would run uncompiled from then on"
+
+
+def test_compile_warns_once_at_the_second_recompilation() -> None:
+    compiled, warnings = CompiledModel(nn.Tanh(), None, backend="eager"), []
+    compiled.full_batch_size = lambda: 4
+    for axes in range(1, 6):  # another number of dimensions takes another graph
+        compiled(torch.ones(4, *[2] * axes))
+        warnings.append(compiled.take_warning())
+    assert [bool(warning) for warning in warnings] == [False, False, True, False, False]
+    assert warnings[2].startswith("--compile: ")
+    assert "collate_fn" in warnings[2]
+
+
+def test_compile_counts_recompilations_of_each_full_size_for_itself() -> None:
+    compiled = CompiledModel(nn.Tanh(), None, backend="eager")
+    for size in range(2, 8):
+        compiled.full_batch_size = partial(int, size)
+        for _ in range(2):
+            compiled(torch.ones(size, 2))
+    assert (graphs(), compiled.take_warning()) == (6, "")
+
+
 def test_samples_may_come_by_name_or_in_a_mapping() -> None:
     class Mapped(nn.Module):
         def forward(self, batch: dict[str, Tensor]) -> Tensor:
@@ -90,6 +132,28 @@ def test_blocks_of_one_kind_share_a_graph_that_only_full_micro_batches_in_traini
         torch.testing.assert_close(one.grad, other.grad)
     assert graphs() == len(kinds) + 1
     assert list(network.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, unless it is an error
+def test_blocks_with_buffers_are_compiled_inside_a_strategys_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with FSDP, where strategy.wrap may name modules around the checkpointed ones."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **how: real(model, **how | {"backend": "aot_eager"}))
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    inner = [nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()) for _ in range(2)]
+    network = nn.ModuleDict({"outer": nn.Sequential(*inner), "last": nn.Linear(3, 3)})
+    network.forward = lambda inputs: network["last"](network["outer"](inputs))
+    plain, inputs = deepcopy(network["outer"]), torch.randn(4, 3, requires_grad=True)
+    checkpoint_activations(network["outer"])
+    settings = resolve({"compile": "default"}, [], None)
+    compiled = compile_model(network, settings, torch.device("cpu"), list(network.values()))
+    compiled.full_batch_size = lambda: 4  # type: ignore[assignment]
+    for result in (compiled(inputs), network["last"](plain(inputs))):
+        result.sum().backward()
+    for parameter, expected in zip(network["outer"].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    torch.testing.assert_close(list(network["outer"].buffers()), list(plain.buffers()))
+    assert graphs() == 2, "one graph for both blocks, and one for the last layer"
 
 
 def test_its_parameters_are_the_networks() -> None:

@@ -49,7 +49,7 @@ ARGUMENTS_OF = {
 }
 """Where else the arguments of a built-in dataset, environment or task are declared and explained."""
 
-OFFERED = {"data_dir", "mode", "seed", "model_dir", "max_length", "packing", "mix", "form", "moved"}
+OFFERED = {"data_dir", "mode", "seed", "model_dir", "max_length", "packing", "compiled", "mix", "form", "moved"}
 """What the program gives a factory by itself, from settings of their own."""
 
 

@@ -28,6 +28,7 @@ from multigpu_cli.language.chat.samples import (
     SFTDataset,
     check_differences,
     encode_pair,
+    pad_samples,
 )
 from multigpu_cli.language.model_folder import (
     TextModel,
@@ -40,6 +41,7 @@ from multigpu_cli.language.text import Subwords
 from multigpu_cli.runtime.model_call import IGNORED
 
 _PROBED = 8  # records
+_FILL = 128  # tokens, to a multiple of which compiled code gets samples; masks then suit the kernels of attention
 _UNLIMITED = 10**9  # what tokenizers say that know no longest text is above
 
 
@@ -49,6 +51,7 @@ def load(
     model_dir: str | None = None,
     max_length: int | None = None,
     packing: str = "on",
+    compiled: bool = False,
     format: Annotated[str, choice("auto", *FORMS)] = "auto",
     chat_template: str | None = None,
     template_args: dict[str, Any] | None = None,
@@ -64,6 +67,7 @@ def load(
         model_dir: the model, whose tokenizer and chat template are used.
         max_length: tokens of a sample or pack (default: as many as the model knows places for).
         packing: on or off: several samples in a row, in training alone; pairs of preferences never share one.
+        compiled: fill up training batches to few lengths: packs to max_length, other samples to multiples of 128.
         format: preference, messages, sharegpt, alpaca, completion, text, or auto: by the fields of the first record.
         chat_template: file of a template in place of the model's own.
         template_args: what the chat template is given beside the messages, such as {enable_thinking: false}.
@@ -79,6 +83,9 @@ def load(
     tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, text.ends, identity))
     splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(text))
     notes = [check_samples(name, part, overlong, learns, text) for name, part in splits.items()]
+    if compiled:  # torch compiles for a length, and gives up after eight of them
+        fill = limit if packing == "on" and not paired else _FILL
+        splits["train"].collate_fn = partial(pad_samples, padding=padding, multiple=fill, limit=limit)
     packs = PackedDataset(splits["train"], seed) if packing == "on" and not paired else None
     pairs = {name: PreferenceDataset(part) for name, part in splits.items() if isinstance(part, AnswerDataset)}
     samples = splits | pairs

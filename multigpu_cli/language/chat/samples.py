@@ -111,9 +111,15 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         }
 
 
-def pad_samples(samples: Sequence[dict[str, Tensor]], *, padding: int) -> dict[str, Tensor]:
-    """(n, t) each: samples filled up to the longest. Padding is a text of its own, of which nothing is learned."""
+def pad_samples(
+    samples: Sequence[dict[str, Tensor]], *, padding: int, multiple: int = 1, limit: int = 0
+) -> dict[str, Tensor]:
+    """Fill samples up to the longest one, or to a multiple of a length that a limit cuts; returns (n, t) each.
+
+    Padding is a text of its own, of which nothing is learned.
+    """
     longest = max(1, *(len(sample["input_ids"]) for sample in samples))
+    longest = max(longest, min(limit, -(-longest // multiple) * multiple))
     fill = {"input_ids": torch.full((longest,), padding), "labels": torch.full((longest,), IGNORED)}
     fill["position_ids"] = torch.arange(longest)
     return {

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from multigpu_cli import engine
 from tests.gpu.checks.attention import LENGTH, SIZE, TOKENS
+from tests.gpu.checks.memory import little_memory
 from tests.gpu.front_door import ALONE, command, figures, losses, run, run_command, sets, words
 from tests.gpu.in_process import ONE, train
 
@@ -97,3 +98,45 @@ def _compare_losses(folder: Path, mode: str, *flags: str) -> dict[str, Any]:
     assert 0 < furthest < _NEAR, f"losses differ by up to {furthest:.1%}: {one} and {other}"  # 0: it was not used
     assert one[_STEPS] < 0.9 * one[1], f"nothing was learned: {one}"
     return figures(compiled) | {"largest_difference": furthest, "compile": found}
+
+
+def checkpointing(folder: Path) -> dict[str, Any]:
+    """Both flags together, for blocks without buffers, which are compiled as a whole, and for those with BatchNorm."""
+    flags = (*ALONE, "--amp", "off", "--max-steps", str(_STEPS), *_SAID)
+    found = {}
+    for model in ("checkpointed", "checkpointed_with_batchnorm"):
+        network = ("--model", f"tests.gpu.networks:{model}")
+        plain = losses(run(folder / model / "off", *flags, *network))
+        both = run(folder / model / "both", *flags, *network, "--compile", "default", "--grad-checkpointing")
+        compiled = losses(both)
+        furthest = max(abs(plain[step] - compiled[step]) / plain[step] for step in plain)
+        assert 0 < furthest < _NEAR, f"{model}: losses differ by up to {furthest:.1%}"  # 0: it was not used
+        found[model] = figures(both) | {"largest_difference": furthest}
+    return found
+
+
+def texts_of_many_lengths(folder: Path) -> dict[str, Any]:
+    """A second graph serves all lengths, also as CUDA graphs, and nothing is warned of."""
+    flags = TOKENS | LENGTH | {"data": "tests.gpu.networks:texts", "amp": "bf16"}
+    plain, found = losses(run(folder / "off", *ALONE, *words(flags), *sets(*SIZE))), {}
+    for mode in ("default", "reduce-overhead"):
+        done = run(folder / mode, *ALONE, *words(flags), *sets(*SIZE), "--compile", mode)
+        assert not done.of("fault"), done.of("fault")
+        compiled = losses(done)
+        furthest = max(abs(plain[step] - compiled[step]) / plain[step] for step in range(1, 11))
+        assert 0 < furthest < _NEAR, f"{mode}: losses differ by up to {furthest:.1%}"
+        found[mode] = figures(done) | {"largest_difference": furthest}
+    return found
+
+
+def measured_batch(folder: Path) -> dict[str, Any]:
+    """--batch-size auto tries the compiled network, also with CUDA graphs, and the run goes well with it."""
+    found = {}
+    for mode in ("default", "reduce-overhead"):
+        with little_memory():
+            flags = ("--model", "tests.gpu.networks:wide", "--amp", "off", "--max-steps", "5", "--batch-size", "auto")
+            done = run(folder / mode, *ALONE, *flags, "--compile", mode)
+        assert done.summary["status"] == "completed", done.summary
+        assert not done.summary["faults"], done.summary["faults"]
+        found[mode] = figures(done) | {"batch_size": done.of("start")[-1]["plan"]["batch_size"]}
+    return found

@@ -1,13 +1,15 @@
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from multigpu_cli.language.chat import samples
-from multigpu_cli.language.chat.samples import Packs, pack_first_fit, pack_windows
+from multigpu_cli.language.chat.samples import Packs, pack_first_fit, pack_windows, pad_samples
+from multigpu_cli.runtime.model_call import IGNORED
 
-CAPACITY = 20
+CAPACITY, PAD = 20, 3
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60)
 
 
@@ -51,3 +53,27 @@ def test_each_window_of_an_order_is_packed_by_itself(
         packs = list_packs(pack_windows(np.array(order), np.array(lengths), CAPACITY, window))
     windows = [order[first : first + window] for first in range(0, len(order), window)]
     assert packs == [pack for each in windows for pack in pack_by_definition(each, lengths)]
+
+
+@given(LENGTHS, st.integers(1, 30), st.integers(CAPACITY, 40))
+def test_padding_is_a_text_of_its_own_up_to_a_multiple(lengths: list[int], multiple: int, limit: int) -> None:
+    samples = [{name: torch.full((k,), k) for name in ("input_ids", "position_ids", "labels")} for k in lengths]
+    batch = pad_samples(samples, padding=PAD, multiple=multiple, limit=limit)
+    width = batch["input_ids"].shape[1]
+    assert width >= max(lengths)
+    assert width % multiple == 0 or width == limit
+    assert width - max(lengths) < multiple
+    for row, length in enumerate(lengths):
+        for name, values in batch.items():
+            assert values[row, :length].tolist() == [length] * length
+            rest = values[row, length:].tolist()
+            fill = {"input_ids": [PAD] * len(rest), "labels": [IGNORED] * len(rest)}
+            assert rest == fill.get(name, list(range(len(rest))))
+
+
+@given(LENGTHS)
+def test_rows_are_as_long_as_the_longest_by_default(lengths: list[int]) -> None:
+    samples = [
+        {name: torch.zeros(k, dtype=torch.int64) for name in ("input_ids", "position_ids", "labels")} for k in lengths
+    ]
+    assert {values.shape for values in pad_samples(samples, padding=PAD).values()} == {(len(lengths), max(lengths))}
