@@ -353,7 +353,7 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 220,  # 220
+    "files": 221,  # 221
     "code lines": 32_437,  # 31,400 without what this round's features add
     "files to read": 30,
     "code lines to read": 5_200,  # 5,200

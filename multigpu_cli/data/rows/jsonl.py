@@ -22,7 +22,7 @@ class JsonStore(RowStore):
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__(files)
-        index = open_index("jsonl", self.files, 3, self._index, "jsonl 1")
+        index = open_index("jsonl", self.files, 3, self._index, "jsonl 2")
         self._rows, self._open = index.rows, OpenFiles(self.files)
         fields = index.facts["fields"]
         self.columns = {

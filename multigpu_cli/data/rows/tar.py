@@ -47,7 +47,7 @@ class TarStore(RowStore):
             _check_uncompressed(file)
         self._endings, self._open = _read_endings(self.files), OpenFiles(self.files)
         width = 1 + 2 * len(self._endings)  # the shard, then place and size of each kind of member
-        index = open_index("tar", self.files, width, self._index, "tar 1")
+        index = open_index("tar", self.files, width, self._index, "tar 2")
         self._rows = index.rows
         self._values: dict[str, list[int] | None] = index.facts["values"]
         gaps = dict(zip(self._endings, index.facts["gaps"], strict=True))
