@@ -41,7 +41,7 @@ from multigpu_cli.distributed.launch_env import (
     write_error,
 )
 from multigpu_cli.distributed.processes import die_with_parent
-from multigpu_cli.errors import FAILED, GRACE, STOPPED, WRONG_REQUEST, RequestError, TrainingError
+from multigpu_cli.errors import FAILED, GRACE, STOPPED, WRONG_REQUEST, RequestError, TrainingError, make_printable
 from multigpu_cli.faults.explain import describe_error, describe_usage_error, is_peer_failure, shorten_message
 
 _INTERRUPTED = 130
@@ -171,7 +171,7 @@ def _report_error(code: int, message: str, error: BaseException, argv: Sequence[
     shared = getattr(error, "shared", False)  # rank 0 reports it for all
     if rank == 0 or (not shared and (not before_torch or os.environ.get("LOCAL_RANK") == "0")):
         columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-        text = whole + message if "--debug" in argv else shorten_message(message, columns)
+        text = make_printable(whole + message if "--debug" in argv else shorten_message(message, columns))
         print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
     return code, message
 

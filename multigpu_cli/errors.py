@@ -66,6 +66,16 @@ def pluralize(count: int | float, noun: str) -> str:
     return f"{count:,} {noun}{ending}" if isinstance(count, int) else f"{count:.4g} {noun}{ending}"
 
 
+def make_printable(text: str) -> str:
+    r"""Return a text in which control characters stand as their escapes, such as \x1b, except line ends and tabs.
+
+    A terminal would obey them, and names and messages may come from a stranger's file. Joiners of letters stay.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t\u200c\u200d" else repr(letter)[1:-1] for letter in text
+    )
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Name the closest known word, or list them if none is close: 'did you mean …?' or 'one of: …'."""
     known = sorted(known)

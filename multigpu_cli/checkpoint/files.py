@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.config.regular_files import open_new, open_regular, read_small
 from multigpu_cli.errors import RequestError, TrainingError
 
 PIECE = 32 * 2**20  # bytes per read or write; each one counts as progress for the hang watchdog
@@ -28,15 +30,17 @@ def publish(path: Path, content: bytes, moved: Moved = ignore_progress) -> None:
 
 
 def publish_stream(
-    path: Path, write: Callable[["DraftFile"], object], size: int, moved: Moved = ignore_progress
+    path: Path, write: Callable[["DraftFile"], object], size: int, moved: Moved = ignore_progress, mode: int = 0o666
 ) -> dict[str, Any]:
-    """Like `publish`, for content that is written in chunks; so much space is reserved before the first of them.
+    """Publish content that is written in chunks; `size` bytes are reserved on the disk before the first chunk.
 
-    Returns size and SHA-256, as a manifest lists them. OSError: a write failed, whatever the writer made of that.
+    `mode` holds the permissions of the file, less the process's umask. Returns size and SHA-256, as a manifest lists
+    them. Raises OSError if a write failed, whatever the writer made of that.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")  # several ranks may write the same file
+    # a name that nobody can guess: several ranks may write the same file, and others may plant links in the folder
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.draft")
     try:
-        with open(draft, "wb") as file:
+        with open_new(draft, mode) as file:
             if size:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails before the first byte is written
             written = DraftFile(file, moved)
@@ -120,7 +124,7 @@ def is_locked(folder: Path) -> bool:
     RequestError: the file system does not support locks.
     """
     try:
-        with open(folder / ".lock") as file:
+        with open_regular(folder / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -199,7 +203,7 @@ def _signature() -> str:
 def read_owner(folder: Path) -> str:
     """The id of the process that holds the lock, or did last, as this machine sees it; "" where there is none."""
     try:
-        return (folder / ".lock").read_text()
+        return read_small(folder / ".lock").decode(errors="replace")
     except OSError:
         return ""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.files import Moved, compute_sha256, ignore_progress
+from multigpu_cli.config.regular_files import read_small
 
 MANIFEST = "manifest.json"
 BEST = "best_weights.pt"  # the best weights so far, in a checkpoint's folder; the manifest names their sum under "best"
@@ -30,7 +31,7 @@ def list_checkpoint_folders(home: Path) -> list[Path]:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, not verified."""
-    return dict(json.loads((folder / MANIFEST).read_text()))
+    return dict(json.loads(read_small(folder / MANIFEST)))
 
 
 def sign_manifest(manifest: dict[str, Any]) -> bytes:

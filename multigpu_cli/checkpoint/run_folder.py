@@ -22,6 +22,7 @@ from multigpu_cli.checkpoint.manifest import (
 )
 from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.config.paths import BEGAN, read_rewind_checkpoint, refuse_links
+from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.resume_rules import is_same_run
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, pluralize
@@ -229,7 +230,7 @@ def write_note(folder: Path, settings: dict[str, Any]) -> None:
 def read_note(folder: Path) -> dict[str, Any]:
     """The settings that an earlier attempt stored, or an empty dict."""
     try:
-        return dict(json.loads((folder / _NOTE).read_text()))
+        return dict(json.loads(read_small(folder / _NOTE)))
     except FileNotFoundError:
         return {}
 

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, TensorDataset
 from multigpu_cli.checkpoint.weights import TrainedWeights, describe_code, load_trained_weights, name_changes
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.config.code_names import NAMING, check_code
+from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config, DeviceConfig
 from multigpu_cli.data.load import open_data
@@ -121,8 +122,8 @@ def _explain_objects(origin: Path) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        configs = [file.read_text() for folder in origin.parents[:3] for file in folder.glob("config.yaml")]
-        if not any(text.startswith("# with live objects") for text in configs):
+        configs = [read_small(file) for folder in origin.parents[:3] for file in folder.glob("config.yaml")]
+        if not any(text.startswith(b"# with live objects") for text in configs):
             raise
         problem = f"{origin} was made by a Python script, whose objects are not here: {error.problem}"
         remedy = "evaluate_with_multi_gpu in that script, or train_with_multi_gpu(…, test_loader=…)"

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.files import is_locked, read_owner
+from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.config.yaml_text import list_arguments
-from multigpu_cli.errors import RequestError, did_you_mean, pluralize
+from multigpu_cli.errors import RequestError, did_you_mean, make_printable, pluralize
 from multigpu_cli.loggers.sender import explain_unsent, list_unsent
 from multigpu_cli.mirror.follower import explain_missing, read_state
 from multigpu_cli.monitor.format import format_duration, format_metric, format_number
@@ -168,13 +169,8 @@ def _read_command(run: Path) -> str | None:
     if not file.is_file():
         return None
     words = shlex.join(["python", "main_multi_gpu.py", *list_arguments(resolve({}, [], str(file)))])
-    more = "  # and what Python brought, see config.yaml" if file.read_text().startswith("# with live objects") else ""
+    more = "  # and what Python brought, see config.yaml" if read_small(file).startswith(b"# with live objects") else ""
     return words + more
-
-
-def make_printable(text: str) -> str:
-    """Text without control characters, which a terminal would obey: a journal may be somebody else's."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text)
 
 
 def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) -> Iterator[str]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import resolve
@@ -141,10 +142,10 @@ def _open_run(folder: str) -> RunTrace:
 
 def _read_summary(path: Path) -> dict[str, Any]:
     try:
-        summary = json.loads((path / "summary.json").read_text())
+        summary = json.loads(read_small(path / "summary.json"))
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"{path / 'summary.json'} is damaged: {error}") from error
     return summary if isinstance(summary, dict) else {}
 

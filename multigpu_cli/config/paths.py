@@ -12,6 +12,7 @@ from typing import Any
 
 from multigpu_cli.capabilities import FILES
 from multigpu_cli.config import types
+from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -52,7 +53,7 @@ def refuse_links(run: Path) -> None:
 def read_rewind_checkpoint(run: Path) -> str | None:
     """The name of the older checkpoint that a run was restarted from, which may have been removed since; or None."""
     try:
-        return (run / BEGAN).read_text()
+        return read_small(run / BEGAN).decode(errors="replace")
     except OSError:
         return None
 

@@ -22,6 +22,7 @@ import yaml
 
 from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.config.code_names import hide_passwords
+from multigpu_cli.config.regular_files import open_regular, read_small
 from multigpu_cli.distributed.launch_env import list_secrets
 from multigpu_cli.distributed.processes import Companion, serve
 from multigpu_cli.errors import pluralize
@@ -165,14 +166,14 @@ def identify_run(run: Path) -> RunIdentity | None:
     The id is a hash of that line, which names host and time: it stays with the journal, wherever the folder goes.
     """
     try:
-        with open(run / JOURNAL, "rb") as file:
+        with open_regular(run / JOURNAL) as file:
             first = file.readline()
     except FileNotFoundError:
         return None
     if not first.endswith(b"\n"):
         return None
     folder, settings = run.resolve(), run / "config.yaml"
-    content = yaml.safe_load(settings.read_text()) or {} if settings.is_file() else {}
+    content = yaml.safe_load(read_small(settings)) or {} if settings.is_file() else {}
     config = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in flatten(content)}
     return RunIdentity(
         id=sha256(first).hexdigest()[:16],

@@ -10,6 +10,7 @@ from threading import RLock
 from typing import Any, Literal, TextIO
 
 from multigpu_cli.distributed.processes import RankOutput
+from multigpu_cli.errors import make_printable
 from multigpu_cli.monitor import format
 from multigpu_cli.monitor.journal import dump_json
 
@@ -258,7 +259,7 @@ class Console:
         self._lines([text])
 
     def _lines(self, lines: Iterable[str]) -> None:
-        self._write(self._stream, "".join(line + "\n" for line in lines))
+        self._write(self._stream, "".join(make_printable(line) + "\n" for line in lines))
 
     def _write(self, stream: TextIO, text: str) -> None:
         """The only write. A closed reader (`| head`, a closed window) must not end the training."""
@@ -290,11 +291,11 @@ def _render_table(rows: Sequence[tuple[str, str]], title: str, stream: TextIO) -
     table.add_column(style="dim", no_wrap=True)  # no colour: each is hard to read on some background
     table.add_column(overflow="fold")
     for label, value in rows:
-        table.add_row(Text(f" {label}"), Text(value))
+        table.add_row(Text(f" {make_printable(label)}"), Text(make_printable(value)))
     terminal = Terminal(file=stream, highlight=False)
     with terminal.capture() as drawn:
         if title:
-            terminal.print(Text(title, style="bold"))
+            terminal.print(Text(make_printable(title), style="bold"))
         terminal.print(table)
     return drawn.get()
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from multigpu_cli.config.regular_files import open_regular
 from multigpu_cli.monitor.journal import Event, parse_event, read_events, read_json
 
 JOURNAL = "journal.jsonl"
@@ -28,7 +29,7 @@ class JournalTail:
     def read(self) -> Iterator[Line]:
         """The lines since the last call; none if there is no journal yet."""
         try:
-            file = open(self._path, "rb")  # noqa: SIM115 - closed below
+            file = open_regular(self._path)
         except FileNotFoundError:
             return
         with file:

@@ -11,6 +11,8 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+from multigpu_cli.config.regular_files import open_regular, read_small
+
 _MOST = 64 * 2**20  # bytes that may wait in memory
 _BLOCK = 1 << 16  # bytes read at once
 
@@ -138,16 +140,19 @@ class Journal:
 
 
 def read_events(path: Path | str) -> Iterator[Event]:
-    """The events of a journal, which must exist, in the order written, without incomplete lines."""
-    with open(path, encoding="utf-8", errors="replace") as lines:
+    """Yield the events of a journal in the order written, without incomplete lines.
+
+    Raises OSError if the file does not exist or is not a regular file.
+    """
+    with open_regular(Path(path)) as lines:
         yield from (event for line in lines if (event := parse_event(line)))
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A file of a run folder, {} where there is none that can be read."""
+    """Return the object in a small file of a run folder; {} if there is no such file, or it is damaged or a trap."""
     try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
+        content = json.loads(read_small(file))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -156,8 +161,8 @@ def parse_event(line: str | bytes) -> Event | None:
     """The event in a line of a journal; None if the line is cut off or is no event."""
     try:
         entry = json.loads(line)
-    except ValueError:
-        return None  # cut off by a kill, or still being written
+    except (ValueError, RecursionError):
+        return None  # cut off by a kill, still being written, or nested too deep to be an event
     match entry:
         case {"event": str(), "time": int() | float()}:
             return dict(entry)

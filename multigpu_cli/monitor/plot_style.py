@@ -11,6 +11,8 @@ from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from multigpu_cli.errors import make_printable
+
 _COLOURS = ("#0067a5", "#d1495b", "#2a9d6f", "#b5651d", "#7b4fa3", "#008b9a", "#c2185b", "#5d6d7e")
 INK, _FAINT = "#22303c", "#dfe4e8"
 STYLE: Any = {  # matplotlib's own type lists every name
@@ -40,7 +42,7 @@ STYLE: Any = {  # matplotlib's own type lists every name
 
 def escape_text(name: str) -> str:
     """A name that matplotlib shows as it is: $ would begin a formula, and a leading _ hides a name from the legend."""
-    shown = name.replace("$", r"\$")
+    shown = make_printable(name).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 

@@ -10,6 +10,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from multigpu_cli.capabilities import REQUESTS
+from multigpu_cli.config.regular_files import open_new, read_small
 
 if TYPE_CHECKING:
     from multigpu_cli.faults.rank_exits import OwnProgress
@@ -59,7 +60,7 @@ class RunState:
         if before:  # the thread has seen it once more
             return []
         with suppress(OSError):
-            words = self._request.read_text().split()
+            words = read_small(self._request).decode(errors="replace").split()
             if len(words) == 3 and words[0] in REQUESTS and words[1].isdecimal():
                 return words
         self.finish_request()
@@ -90,7 +91,9 @@ class RunState:
             self._file.parent.mkdir(exist_ok=True)
             draft = self._file.with_name(f".{self._file.name}.draft")
             try:
-                draft.write_text(json.dumps({"phase": phase, "step": step, "time": time.time()} | self._process))
+                draft.unlink(missing_ok=True)  # of an attempt that was killed
+                with open_new(draft) as file:
+                    file.write(json.dumps({"phase": phase, "step": step, "time": time.time()} | self._process).encode())
                 draft.replace(self._file)
             finally:
                 draft.unlink(missing_ok=True)

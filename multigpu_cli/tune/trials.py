@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.checkpoint.files import publish
+from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.yaml_text import UnreadableError, compose, dump, dump_value, parse_typed
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.monitor.history import load_history, load_summary
@@ -92,9 +93,9 @@ def read_study(path: Path) -> tuple[Study, list[Trial]]:
     if not file.is_file():
         raise RequestError(f"{path}: holds no study", remedy="the --save-dir of tune")
     try:
-        study, trials = Study(**parse_typed(compose(file.read_text()))), []  # type: ignore[arg-type]
+        study, trials = Study(**parse_typed(compose(read_small(file).decode()))), []  # type: ignore[arg-type]
         for number, file in enumerate(sorted(path.glob(f"trials/*/{TRIAL}"))):
-            content = json.loads(file.read_text())
+            content = json.loads(read_small(file))
             values = {int(at): each if isinstance(each, list) else [each] for at, each in content["values"].items()}
             trials.append(Trial(**content | {"values": values}))
             if trials[-1].number != number:

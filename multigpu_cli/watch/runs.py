@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Self
 
 from multigpu_cli.commands.status import HOME
+from multigpu_cli.config.regular_files import open_regular
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.curves import CurveHistory, RunData, load_run
 from multigpu_cli.monitor.history import JOURNAL, PLAN, JournalTail, find_run_folders
@@ -43,14 +44,14 @@ class RunFollower:
                 self._newest.follow([line.event])
                 if line.number == 100 or self._newest.attempts:
                     break
-            with open(file, "rb") as journal:
+            with open_regular(file) as journal:
                 journal.seek(size - _NEWEST)
                 self._tail.end = size - _NEWEST + len(journal.readline())
 
     def advance(self, seconds: float = 0.0) -> None:
         """Read what is new, and what is old for so many seconds at most."""
         self.looked = time.monotonic()
-        with open(self.folder / JOURNAL, "rb") as journal:
+        with open_regular(self.folder / JOURNAL) as journal:
             head, size = journal.read(_HEAD), os.fstat(journal.fileno()).st_size
         before, self._head = self._head, None  # what can't be read is read anew, to the same end
         if head != before or size < self._tail.end:  # another journal is there

@@ -63,7 +63,7 @@ class Full(io.FileIO):
 def test_a_state_goes_into_a_file_piece_by_piece_as_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "open", Watched, raising=False)
+    monkeypatch.setattr(files, "open_new", lambda path, mode: Watched(path, "xb"))
     state = {str(number): torch.full((1000,), float(number)) for number in range(50)}
     written = write_state(tmp_path / "state.pt", state, files.ignore_progress)
     assert (tmp_path / "state.pt").read_bytes() == serialize(state)
@@ -72,7 +72,7 @@ def test_a_state_goes_into_a_file_piece_by_piece_as_the_same_bytes(
 
 
 def test_a_full_disk_is_named_by_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "open", Full, raising=False)
+    monkeypatch.setattr(files, "open_new", lambda path, mode: Full(path, "xb"))
     with pytest.raises(OSError, match="No space left on device"):
         write_state(tmp_path / "state.pt", {"w": torch.ones(1000)}, files.ignore_progress)
     assert list(tmp_path.iterdir()) == []

@@ -1,8 +1,12 @@
 import os
 import tarfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import integers
 
 from multigpu_cli.data.rows.tar import TarStore
 from multigpu_cli.errors import RequestError
@@ -31,6 +35,74 @@ def test_the_index_is_made_once_and_anew_after_a_change(tmp_path: Path, monkeypa
     os.utime(shard, ns=(shard.stat().st_atime_ns, shard.stat().st_mtime_ns + 1))
     assert open_shards(tmp_path).read("cls", [0, 19]).tolist() == [1, 0]
     assert not list(tmp_path.glob("*.draft"))
+
+
+def swap_classes(index: Path) -> None:
+    """Exchange the class numbers 0 and 1, which an index of shards holds, and leave all else."""
+    content = index.read_bytes()
+    end = len(content) - 16 - int.from_bytes(content[-16:-8], "little")
+    rows = np.frombuffer(content[:end], dtype=np.int64).reshape(20, -1).copy()
+    column = next(column for column in range(rows.shape[1]) if rows[0, column + 1] == -2)  # a number in place of a size
+    rows[:, column] = 1 - rows[:, column]
+    index.write_bytes(rows.tobytes() + content[end:])
+
+
+def test_index_is_made_again_if_its_numbers_were_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In silence, all samples would get the labels of others."""
+    labels = open_shards(write_tar(tmp_path, SAMPLES)).read("cls", range(20)).tolist()
+    (index,) = tmp_path.glob(".multigpu-*.index")
+    intact = index.read_bytes()
+    swap_classes(index)
+    assert open_shards(tmp_path).read("cls", range(20)).tolist() == labels
+    assert str(index) in caplog.text
+    assert "damaged" in caplog.text
+    assert index.read_bytes() == intact
+
+
+@given(position=integers(min_value=0), bit=integers(0, 7))
+@settings(max_examples=60, deadline=None)
+def test_index_with_any_flipped_bit_gives_the_same_rows(position: int, bit: int) -> None:
+    with TemporaryDirectory() as name:
+        folder = write_tar(Path(name), SAMPLES[:5])
+        rows = open_shards(folder)._rows.tolist()
+        (index,) = folder.glob(".multigpu-*.index")
+        content = bytearray(index.read_bytes())
+        content[position % len(content)] ^= 1 << bit
+        index.write_bytes(content)
+        assert open_shards(folder)._rows.tolist() == rows
+
+
+@pytest.mark.parametrize("trap", ["fifo", "link", "folder"])
+def test_index_that_is_no_regular_file_is_not_opened(trap: str, tmp_path: Path) -> None:
+    """A FIFO would block for good; a link leads to a file of somebody else's choice."""
+    write_tar(tmp_path, SAMPLES)
+    open_shards(tmp_path)
+    (index,) = tmp_path.glob(".multigpu-*.index")
+    swap_classes(index)
+    index.rename(tmp_path / "elsewhere")
+    {"fifo": os.mkfifo, "link": lambda path: path.symlink_to("elsewhere"), "folder": Path.mkdir}[trap](index)
+    assert open_shards(tmp_path).read("cls", [0, 19]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("reason", ["owner", "mode"])
+def test_index_that_others_could_write_is_not_read(
+    reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever writes it chooses the labels; the data's own owner does so anyway."""
+    if reason == "owner" and os.geteuid():
+        pytest.skip("only root can give a file to another user")
+    write_tar(tmp_path, SAMPLES)
+    open_shards(tmp_path)
+    (index,) = tmp_path.glob(".multigpu-*.index")
+    intact = index.read_bytes()
+    if reason == "mode":
+        index.chmod(0o666)
+    else:
+        os.chown(index, 65534, -1)
+    assert open_shards(tmp_path).read("cls", [0, 19]).tolist() == [0, 1]
+    assert str(index) in caplog.text
+    assert "others can write" in caplog.text
+    assert index.read_bytes() == intact
 
 
 def test_columns_and_values(tmp_path: Path) -> None:

@@ -123,3 +123,12 @@ def test_a_program_that_is_missing_is_refused_before_training(given: str, capsys
     assert main_multi_gpu.run(["--notify", given, "--save-dir", "run"]) == 2
     assert "--notify" in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("address", ["curl https://me:secret@host/hook", "/bin/sh -c 'curl http://me:secret@h'"])
+def test_notify_refuses_an_address_with_a_password(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The setting is written into config.yaml, and into weights that people publish."""
+    assert main_multi_gpu.run(["--notify", address, "--dry-run"]) == 2
+    shown = capsys.readouterr().err
+    assert "--notify: an address with a password" in shown
+    assert "secret" not in shown

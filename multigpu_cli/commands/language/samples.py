@@ -14,7 +14,7 @@ from multigpu_cli.commands.inference import LoadedRun, load_run_without_data, lo
 from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.config.schema import Config
 from multigpu_cli.data.load import open_data
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, make_printable
 from multigpu_cli.language.chat.samples import SFTDataset
 from multigpu_cli.language.model_folder import find_places
 from multigpu_cli.language.prompts import Draw, PromptReader, answer_prompt, draw_tokens, format_answer, generate
@@ -94,17 +94,12 @@ def _show(chats: SFTDataset, index: int, vocabulary: Vocabulary) -> PreviewedSam
     bounds = list(pairwise([0, *changes, len(tokens)]))
     texts = [vocabulary.decode(tokens[:end])[len(vocabulary.decode(tokens[:first])) :] for first, end in bounds]
     stretches = [
-        Stretch(_make_printable(text), bool(learned[first])) for text, (first, _) in zip(texts, bounds, strict=True)
+        Stretch(make_printable(text), bool(learned[first])) for text, (first, _) in zip(texts, bounds, strict=True)
     ]
     length = int(chats.lengths[index])
     return PreviewedSample(
         chats.describe(index), length, length > len(tokens), int(chats.learned[index]), tokens, stretches
     )
-
-
-def _make_printable(text: str) -> str:
-    """Text that does nothing to a terminal."""
-    return "".join(each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text)
 
 
 _TASKS = ("language-model", "dpo")

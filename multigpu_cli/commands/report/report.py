@@ -1,6 +1,7 @@
 """report: one page about one run, or a comparison of any number; the journals' numbers as plots and tables."""
 
 import io
+import re
 import time
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.options import writing_to
 from multigpu_cli.commands.report import data
 from multigpu_cli.commands.status import choose_key, collect_figures, explain_order, find_runs, order_runs
@@ -53,12 +55,25 @@ def write_report(names: Sequence[str], out: str | None, sort_by: str | None = No
     shown = loaded[:_MOST_CURVES]
     overview = data.tabulate_overview(loaded, order) if len(loaded) > len(shown) else None
     plots = list(draw_plots(shown))
-    page, files = folder / "report.html", [folder / f"{picture.name}.png" for picture in plots]
+    page, files = folder / "report.html", [folder / name for name in _name_files(plots)]
     with writing_to("--out", folder):
         for file, picture in zip(files, plots, strict=True):
-            file.write_bytes(picture.png)
-        page.write_text(render_page(shown, plots, overview), encoding="utf-8")
+            publish(file, picture.png)
+        publish(page, render_page(shown, plots, overview).encode())
     return ReportFiles(page, files, [run.folder for run in loaded], order)
+
+
+def _name_files(pictures: Sequence[Picture]) -> list[str]:
+    """Return a file name for each picture, from whose name nothing but letters, digits and a few marks is taken.
+
+    A picture is called after a metric, whose name stands in a journal that may be a stranger's: it must not lead to
+    another folder. Of pictures whose names then are the same, the later ones get a number.
+    """
+    names: list[str] = []
+    for number, picture in enumerate(pictures):
+        name = re.sub(r"[^\w@+-]", "_", picture.name)[:80]
+        names.append(f"{name}_{number}.png" if f"{name}.png" in names else f"{name}.png")
+    return names
 
 
 def render_page(runs: Sequence[RunData], pictures: Sequence[Picture], overview: data.ReportTable | None = None) -> str:
@@ -122,7 +137,7 @@ def draw_plots(runs: Sequence[RunData]) -> Iterator[Picture]:
     where = {"step": "optimizer step", "samples": "training samples seen"}[by]
     with rc_context(STYLE):
         for plot in plots:
-            figure, axes = _new_figure(plot.title)
+            figure, axes = _new_figure(escape_text(plot.title))
             _draw_plot(plot, axes)
             for mark in marks:
                 axes.axvline(mark.at, color=_MARKS[mark.kind], linewidth=0.8, linestyle="--", zorder=1)

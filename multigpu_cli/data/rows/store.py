@@ -1,6 +1,7 @@
 """`RowStore`: rows of named columns that stay on the disk, whatever the format of their files; their index files."""
 
 import fcntl
+import hashlib
 import json
 import mmap
 import os
@@ -10,13 +11,14 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
 from multigpu_cli.checkpoint.files import publish_stream
+from multigpu_cli.config.regular_files import is_trusted, open_regular
+from multigpu_cli.distributed.processes import say_before_run
 from multigpu_cli.errors import RequestError
 
 
@@ -66,7 +68,7 @@ class RowStore(ABC):
         """The different values of a column of single numbers or texts; RequestError where they are too many."""
 
 
-_MAGIC = b"mgpuidx1"
+_MAGIC = b"mgpuidx2"
 
 Build = Callable[[Callable[[Sequence[int]], object]], dict[str, Any]]
 """Passes each row of the table to its argument, in order; returns facts, plain values for JSON."""
@@ -79,33 +81,55 @@ class Index(NamedTuple):
     facts: dict[str, Any]
 
 
+class _Output(Protocol):
+    """A file, or the draft of one."""
+
+    def write(self, content: bytes, /) -> object: ...
+    def flush(self) -> None: ...
+
+
 def open_index(name: str, files: Sequence[Path], width: int, build: Build, version: str) -> Index:
-    """The index that an earlier process has left beside the first file, or else one that is made now.
+    """Return the index that an earlier process left beside the first file, or else one that is made now.
 
     It holds as long as names, sizes and times of change of all files are the same, and the version of what `build`
-    writes. Processes that ask for it at once wait for the first of them. Where the folder can't be written, or has no
-    room, each process makes its own, which ends with it.
+    writes. It has a checksum, and is used only if nobody but this user, root and the owner of the data could write it,
+    because whoever writes an index chooses the labels. An index that is refused is named, and made again.
+
+    Processes that ask for it at once wait for the first of them. If the folder can't be written, or has no room, each
+    process makes an index of its own, which ends with it. Raises RequestError if that has no room either.
     """
     facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     mark = {"version": version, "files": facts, "width": width}
-    folder = files[0].parent
-    place = folder / f".multigpu-{sha256(repr([file.name for file in files]).encode()).hexdigest()[:12]}.index"
+    folder, owner = files[0].parent, files[0].stat().st_uid
+    path = folder / f".multigpu-{_sum(repr([file.name for file in files]))[:12]}.index"
 
-    def write(file: Any) -> None:
-        learned = build(lambda row: file.write(array("q", row)))
-        foot = json.dumps({**mark, "facts": learned}).encode()
-        file.write(foot + len(foot).to_bytes(8, "little") + _MAGIC)
+    def write(file: _Output) -> None:
+        digest = hashlib.sha256()
+
+        def add(row: Sequence[int]) -> None:
+            content = array("q", row).tobytes()
+            digest.update(content)
+            file.write(content)
+
+        learned = build(add)
+        foot = {**mark, "facts": learned, "sha256": _sign(digest, {**mark, "facts": learned})}
+        text = json.dumps(foot).encode()
+        file.write(text + len(text).to_bytes(8, "little") + _MAGIC)
         file.flush()
 
     with _locked(folder) as alone:
-        if found := _find(place, mark):
-            return found
+        index, problem = _find(path, mark, owner)
+        if index:
+            return index
+        if problem:
+            say_before_run(f"the index {path} is not used, since {problem}: it is made again")
         with suppress(OSError):  # read-only, or full
-            for left in folder.glob(f".{place.name}.*.draft") if alone else ():  # by a process that was killed
+            for left in folder.glob(f".{path.name}.*.draft") if alone else ():  # by a process that was killed
                 left.unlink(missing_ok=True)
-            publish_stream(place, write, 0)
-            if found := _find(place, mark):
-                return found
+            publish_stream(path, write, 0, mode=0o644)  # a mode that lets the group write would not be trusted
+            index, _ = _find(path, mark, owner)
+            if index:
+                return index
     try:
         with tempfile.TemporaryFile() as own:
             write(own)
@@ -118,32 +142,60 @@ def open_index(name: str, files: Sequence[Path], width: int, build: Build, versi
     return index
 
 
-def _find(place: Path, mark: dict[str, Any]) -> Index | None:
+def _find(path: Path, mark: dict[str, Any], owner: int) -> tuple[Index | None, str]:
+    """Return the index in a file, or None and why it must not be used; "" if it is absent or of earlier data."""
     try:
-        with place.open("rb") as file:
-            return _open(file, mark)
-    except OSError:
-        return None
+        with open_regular(path) as file:
+            if not is_trusted(file, owner):
+                return None, "others can write it"
+            return _open(file, mark), ""
+    except FileNotFoundError:
+        return None, ""
+    except _Damaged:
+        return None, "it is damaged"
+    except OSError as error:
+        return None, str(error.strerror or error)
+
+
+class _Damaged(Exception):
+    """A file that claims to be an index of these files is not what was written."""
 
 
 def _open(file: BinaryIO, mark: dict[str, Any]) -> Index | None:
-    """The index, if it is whole and of these files."""
+    """Return the index in a file; None if it is of other files or versions.
+
+    Raises _Damaged if the checksum is wrong.
+    """
     if os.fstat(file.fileno()).st_size < 16:
-        return None
+        raise _Damaged
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     end = len(mapped) - 16
-    if mapped[-8:] != _MAGIC:
-        return None
     length = int.from_bytes(mapped[end : end + 8], "little")
+    size = end - length
     try:
-        foot = json.loads(mapped[max(0, end - length) : end])
-        if {key: foot[key] for key in mark} != mark:
-            return None
-        facts = foot["facts"]
-    except (ValueError, KeyError, TypeError):
+        foot = json.loads(mapped[max(0, size) : end])
+        known, facts, checksum = {key: foot[key] for key in mark}, foot["facts"], foot.get("sha256")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _Damaged from error
+    if known != mark:
         return None
-    numbers = np.frombuffer(mapped, dtype=np.int64, count=(end - length) // 8)
-    return Index(numbers.reshape(-1, mark["width"]), facts)
+    if mapped[-8:] != _MAGIC or size % (8 * mark["width"]):
+        raise _Damaged
+    with memoryview(mapped) as content:
+        digest = hashlib.sha256(content[:size])
+    if _sign(digest, {**known, "facts": facts}) != checksum:
+        raise _Damaged
+    return Index(np.frombuffer(mapped, dtype=np.int64, count=size // 8).reshape(-1, mark["width"]), facts)
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _sign(rows: "hashlib._Hash", foot: dict[str, Any]) -> str:
+    """Return the checksum of an index: of its rows, whose digest is given, and of all else in it."""
+    rows.update(json.dumps(foot, sort_keys=True).encode())
+    return rows.hexdigest()
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def load(
     notes = [check_samples(name, part, overlong, learns, text) for name, part in splits.items()]
     if compiled:  # torch compiles for a length, and gives up after eight of them
         fill = limit if packing == "on" and not paired else _FILL
-        splits["train"].collate_fn = partial(pad_samples, padding=padding, multiple=fill, limit=limit)
+        splits["train"].collate_fn = partial(pad_samples, padding=_find_padding(text), multiple=fill, limit=limit)
     packs = PackedDataset(splits["train"], seed) if packing == "on" and not paired else None
     pairs = {name: PreferenceDataset(part) for name, part in splits.items() if isinstance(part, AnswerDataset)}
     samples = splits | pairs

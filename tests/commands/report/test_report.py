@@ -12,7 +12,7 @@ from multigpu_cli.commands.report import report
 from multigpu_cli.commands.report.report import make_report_dir, write_report
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.plot_style import color_of_run
-from tests.commands.runs import SUMMARY, interrupted_run, run_folder
+from tests.commands.runs import PLAN, SUMMARY, event, interrupted_run, lines, run_folder
 from tests.support.browser import pixels, screenshot
 
 
@@ -110,3 +110,22 @@ def test_the_page_shows_curves(tmp_path: Path) -> None:
     assert pixels(alone, color_of_run(0)) > 3000
     for image in shown:
         assert min(pixels(image, color_of_run(0)), pixels(image, color_of_run(1))) > 1500
+
+
+def test_report_writes_nowhere_else_if_a_metric_is_called_like_a_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of metrics come from the journal, which may be a stranger's."""
+    names = ["a/../../../mine", "b\0c", "../../mine", "x" * 300, "a b", "a.b"]
+    evals = [event(9, "eval", split="val", step=8, epoch=2, samples=9, loss=1.0, **dict.fromkeys(names, 0.5))]
+    evals += [event(10, "eval", split="val", step=9, epoch=3, samples=9, loss=1.0, **dict.fromkeys(names, 0.6))]
+    run = run_folder(tmp_path / "runs" / "run", [event(1, "start", plan=PLAN), *lines(1, 8, 1), *evals])
+    (run / "report" / "val_a").mkdir(parents=True)
+    (tmp_path / "mine.png").write_text("mine")
+    before = {path for path in tmp_path.rglob("*") if run / "report" not in path.parents}
+    assert main_multi_gpu.run(["report", str(run)]) == 0
+    assert {path for path in tmp_path.rglob("*") if run / "report" not in path.parents} == before
+    assert (tmp_path / "mine.png").read_text() == "mine"
+    pictures = [path.name for path in (run / "report").glob("val_*.png")]
+    assert len(pictures) == 1 + len(names), "accuracy, and one picture for each"
+    assert all(re.fullmatch(r"[\w@+-]+\.png", name) for name in pictures)

@@ -1,0 +1,53 @@
+"""Opening files in folders that others may write into: what lies there is data, and may be a trap.
+
+A link could lead a write to another file, a FIFO blocks its reader until somebody writes, and a device never ends.
+Small files of run folders, studies and indexes are read by `read_small`; new files are created by `open_new`.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+SMALL = 64 * 2**20  # bytes; a plan, summary, state or manifest has kilobytes
+
+
+def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Create a file for writing, with permissions `mode` less the umask; a link is never followed.
+
+    Raises FileExistsError if anything of that name exists, be it a link that leads nowhere.
+    """
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode), "wb")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; a link is not followed, and a FIFO or a device is not waited for.
+
+    Raises OSError if there is no such file, or if it is of another type.
+    """
+    # O_NONBLOCK, because opening a FIFO waits for a writer; it has no effect on regular files
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_small(path: Path, limit: int = SMALL) -> bytes:
+    """Read a regular file of at most `limit` bytes.
+
+    Raises OSError if there is no such file, if it is of another type, or if it is larger.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes", str(path))
+    return content
+
+
+def is_trusted(file: BinaryIO, owner: int) -> bool:
+    """Return whether only this user, root or the user id `owner` could have written an open file."""
+    status = os.fstat(file.fileno())
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return not others_write and status.st_uid in {os.geteuid(), 0, owner}

@@ -1,0 +1,53 @@
+"""No text of a stranger's file reaches the terminal with characters that it would obey."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis.strategies import text
+
+import main_multi_gpu
+from multigpu_cli.errors import make_printable
+from tests.commands.runs import PLAN, event, lines, run_folder
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\rerror: forged\u202e"
+
+
+@given(text())
+def test_printable_text_has_no_control_characters(original: str) -> None:
+    shown = make_printable(original)
+    assert all(letter.isprintable() or letter in "\n\t\u200c\u200d" for letter in shown)
+    if original.isprintable():
+        assert shown == original
+    assert make_printable(shown) == shown
+
+
+def write_hostile_run(folder: Path) -> Path:
+    """Every name and text of the journal and the summary tries to drive the terminal."""
+    plan = PLAN | {"contents": ESCAPES, "strategy": ESCAPES, "device": ESCAPES}
+    events = [
+        event(1, "start", plan=plan, host=ESCAPES, versions={ESCAPES: ESCAPES}),
+        *lines(1, 8, 1),
+        event(9, "fault", kind=ESCAPES, action=ESCAPES, step=8),
+        event(10, "eval", split="val", step=8, epoch=2, samples=9, loss=1.0, **{ESCAPES: 0.5}),
+        event(11, "end", status="failed", step=8),
+    ]
+    run = run_folder(folder, events)
+    (run / "summary.json").write_text(json.dumps({"status": "failed", "error": ESCAPES, "mirror": ESCAPES}))
+    return run
+
+
+@pytest.mark.parametrize("command", ["status", "report", "checkpoints", "verify", "evaluate"])
+def test_command_shows_no_escapes_of_a_run(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = write_hostile_run(tmp_path / "run\x1b[2J")
+    other = [str(run)] if command == "verify" else []
+    main_multi_gpu.run([command, str(run), *other])
+    out, err = capfd.readouterr()
+    assert out + err
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(out + err)
+
+
+def test_wrong_request_shows_no_escapes_of_its_words(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main_multi_gpu.run(["--model", f"mlp{ESCAPES}"]) == 2
+    assert "\x1b" not in capfd.readouterr().err
