@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -533,45 +534,46 @@ def test_an_epoch_goes_on_after_memory_ran_out_and_ends_at_any_other_error(monke
         engine.fit(run)
 
 
-def test_step_end_does_what_is_due_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def record_finish(monkeypatch: pytest.MonkeyPatch, *what: str) -> tuple[str, list[str]]:
+    """Finish a step of a mock run to which these things happen; return the verdict, and the calls in their order."""
     told: list[str] = []
+    run = Mock(finished="finished" in what)
+    run.progress = Mock(step=7, evaluation_pending=False, stopped_early=False)
+    run.checkpointer.saved_step = 0
 
-    def finish(*what: str) -> tuple[str, list[str]]:
-        told.clear()
-        run = Mock(finished="finished" in what)
-        run.progress = Mock(step=7, evaluation_pending=False, stopped_early=False)
-        run.checkpointer.saved_step = 0
+    def plan_evaluation(_: Run) -> None:
+        run.progress.evaluation_pending = "unevaluated" not in what
 
-        def plan_evaluation(_: Run) -> None:
-            run.progress.evaluation_pending = "unevaluated" not in what
+    def evaluate_epoch(_: Run) -> bool:
+        told.append("evaluate_epoch")
+        run.progress.evaluation_pending = "left" in what
+        if "early" in what:
+            run.finished = run.progress.stopped_early = True
+        return "left" not in what
 
-        def evaluate_epoch(_: Run) -> bool:
-            told.append("evaluate_epoch")
-            run.progress.evaluation_pending = "left" in what
-            if "early" in what:
-                run.finished = run.progress.stopped_early = True
-            return "left" not in what
+    def save_checkpoint(_: Run) -> None:
+        told.append("save_checkpoint")
+        run.checkpointer.saved_step = 7
 
-        def save_checkpoint(_: Run) -> None:
-            told.append("save_checkpoint")
-            run.checkpointer.saved_step = 7
+    for name in ("log_recovery", "log_step", "add_requested_part"):
+        monkeypatch.setattr(engine, name, lambda *_, name=name: told.append(name))
+    for function in (plan_evaluation, evaluate_epoch, save_checkpoint):
+        monkeypatch.setattr(engine, function.__name__, function)
+    run.complete_step.return_value = Mock(
+        savable="unsavable" not in what, at_log_interval="logged" in what, at_epoch_end="epoch" in what
+    )
+    asked = ("stopping", "pausing", "overdue", "asked")
+    run.agree_on_requests.return_value = tuple(name in what for name in asked)
+    run.checkpointer.schedule.update_due.return_value = "due" in what
+    run.log.console.note = told.append
+    run.control.stop.signal = "SIGTERM"
+    verdict = engine.finish_step(run, Mock())
+    assert told.pop(0) == "log_recovery"
+    return verdict, told
 
-        for name in ("log_recovery", "log_step", "add_requested_part"):
-            monkeypatch.setattr(engine, name, lambda *_, name=name: told.append(name))
-        for function in (plan_evaluation, evaluate_epoch, save_checkpoint):
-            monkeypatch.setattr(engine, function.__name__, function)
-        run.complete_step.return_value = Mock(
-            savable="unsavable" not in what, at_log_interval="logged" in what, at_epoch_end="epoch" in what
-        )
-        asked = ("stopping", "pausing", "overdue", "asked")
-        run.agree_on_requests.return_value = tuple(name in what for name in asked)
-        run.checkpointer.schedule.update_due.return_value = "due" in what
-        run.log.console.note = told.append
-        run.control.stop.signal = "SIGTERM"
-        verdict = engine.finish_step(run, Mock())
-        assert told.pop(0) == "log_recovery"
-        return verdict, list(told)
 
+def test_step_end_does_what_is_due_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = partial(record_finish, monkeypatch)
     log, save, evaluate, said = "log_step", "save_checkpoint", "evaluate_epoch", "stopped by SIGTERM at step 7"
     assert finish() == ("", [])
     assert finish("logged", "epoch") == ("", [log, evaluate])

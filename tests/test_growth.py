@@ -185,9 +185,7 @@ def test_classes_of_images_are_not_searched_for_each_file(tmp_path: Path, monkey
     (seventh / "within").mkdir()
     (seventh / "within/c.jpg").touch()
     (seventh / "d.jpg").symlink_to("nowhere")
-    monkeypatch.setattr(
-        folder.files, "list_visible_folders", lambda root: [Place(each) for each in sorted(root.iterdir())]
-    )
+    monkeypatch.setattr(files, "list_visible_folders", lambda root: [Place(each) for each in sorted(root.iterdir())])
     names, parts = folder._read_classes(tmp_path)
     assert (len(names), len(parts["val"])) == (60, 120)
     assert [(str(Path(path).relative_to(seventh)), label) for path, label in parts["train"] if label == 7] == [

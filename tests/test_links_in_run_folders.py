@@ -8,7 +8,7 @@ import torch
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.config.paths import FOLDERS, UnsafeFolder, refuse_links
+from multigpu_cli.config.regular_files import FOLDERS, UnsafeFolder, refuse_links
 from multigpu_cli.errors import WRONG_REQUEST
 from tests.commands.runs import interrupted_run
 from tests.distributed.forked import run_forked

@@ -11,8 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from multigpu_cli.config.paths import refuse_links
-from multigpu_cli.config.regular_files import open_new, open_regular, read_small
+from multigpu_cli.config.regular_files import open_new, open_regular, read_small, refuse_links
 from multigpu_cli.errors import RequestError, TrainingError
 
 PIECE = 32 * 2**20  # bytes per read or write; each one counts as progress for the hang watchdog

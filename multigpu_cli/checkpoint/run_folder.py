@@ -21,8 +21,8 @@ from multigpu_cli.checkpoint.manifest import (
     read_manifest,
 )
 from multigpu_cli.checkpoint.store import Checkpoint, Store
-from multigpu_cli.config.paths import BEGAN, read_rewind_checkpoint, refuse_links
-from multigpu_cli.config.regular_files import read_small
+from multigpu_cli.config.paths import BEGAN, read_rewind_checkpoint
+from multigpu_cli.config.regular_files import read_small, refuse_links
 from multigpu_cli.config.resume_rules import is_same_run
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, pluralize

@@ -220,11 +220,14 @@ class Writer(AbstractContextManager["Writer"]):
     def wait(self) -> OSError | None:
         """Wait for the current jobs, if any; returns the first one's OSError, or None; any other error is raised."""
         jobs, self._jobs = self._jobs, []
-        errors = [error for job in jobs if (error := job.exception())]
-        for error in errors:
-            if not isinstance(error, OSError):
+        first: OSError | None = None
+        for job in jobs:
+            error = job.exception()
+            if isinstance(error, OSError):  # a full or missing disk: the caller decides whether training continues
+                first = first or error
+            elif error:
                 raise error
-        return errors[0] if errors else None  # a full or missing disk: the caller decides whether training continues
+        return first
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True)

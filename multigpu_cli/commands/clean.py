@@ -12,7 +12,7 @@ from zipfile import BadZipFile, ZipFile
 from multigpu_cli.checkpoint.files import is_locked, lock_folder
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, parse_step, read_manifest
 from multigpu_cli.commands.status import find_runs
-from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.config.regular_files import refuse_links
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.format import format_bytes, format_duration
 from multigpu_cli.monitor.history import load_summary

@@ -275,20 +275,17 @@ def _list_alarms(
 ) -> Iterator[str]:
     if state == "unknown":
         yield f"unknown: {detail}"
-    if state in _RUNNING:
-        patience = max(_FIRST_PATIENCE if state == "starting" else _PATIENCE, 3 * attempt.longest_silence)
-        if silent > patience:
-            usual = f"the longest pause before was {format_duration(attempt.longest_silence)}"
-            yield f"stalled: no line written for {format_duration(silent)}; {usual}"
+    patience = max(_FIRST_PATIENCE if state == "starting" else _PATIENCE, 3 * attempt.longest_silence)
+    if state in _RUNNING and silent > patience:
+        usual = f"the longest pause before was {format_duration(attempt.longest_silence)}"
+        yield f"stalled: no line written for {format_duration(silent)}; {usual}"
     if state == "died":
         at = history.checkpoints[-1]["step"] if history.checkpoints else None
         again = f"resumes from step {at}" if at is not None else "starts from the beginning: there is no checkpoint"
         yield f"died: no process uses the folder, and the journal has no end; the same command {again}"
     yield from _list_failures(history, attempt, state, error)
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for fault in history.faults:
-        kinds.setdefault(str(fault.get("kind")), []).append(fault)
-    for kind, faults in kinds.items():
+    for kind in dict.fromkeys(str(fault.get("kind")) for fault in history.faults):
+        faults = [fault for fault in history.faults if str(fault.get("kind")) == kind]
         times = f" ({len(faults)} times)" if len(faults) > 1 else ""
         yield f"{kind}{times}: at step {faults[-1].get('step')}: {faults[-1].get('action')}"
     loss = (history.last_train or {}).get("loss")

@@ -12,42 +12,14 @@ from typing import Any
 
 from multigpu_cli.capabilities import FILES
 from multigpu_cli.config import types
-from multigpu_cli.config.regular_files import read_small
+from multigpu_cli.config.regular_files import UnsafeFolder, read_small, refuse_links
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, did_you_mean
 
 BEGAN = ".began_from"  # file in a run folder: the name of its older checkpoint that --resume restarted it from
 
-FOLDERS = ("checkpoints", "loggers", "logs", "report", "tensorboard")  # in a run folder: all that is written below it
-
 _WEIGHT_FILES = ("best.pt", "state.pt", "*.index.json", "*.safetensors", "pytorch_model.bin")
 _USUAL = ("model", "pytorch_model")  # of Hugging Face's, where a folder has several
-
-
-class UnsafeFolder(RequestError):
-    """A run folder has a symbolic link in it."""
-
-
-def refuse_links(run: Path) -> None:
-    """Check that nothing that a run writes in its folder is a symbolic link, before anything is written or removed.
-
-    The folder itself may be one, and W&B's own links stay, which lead to its other files beside them. What a run never
-    writes may be anything: folders that are not its own, as a project has them that is its --save-dir. UnsafeFolder:
-    names the link: what is done to the file would be done to another, somewhere else.
-    """
-    of_wandb = run / "loggers" / "wandb"
-    for place, folders, files in os.walk(run):
-        if Path(place) == run:
-            folders[:] = [name for name in folders if name in FOLDERS]
-        for path in (Path(place, name) for name in (*folders, *files)):
-            if not path.is_symlink():
-                continue
-            inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(of_wandb))
-            if not (inside and of_wandb in path.parents):
-                raise UnsafeFolder(
-                    f"{path} is a symbolic link: nothing in a run folder is written or removed through one",
-                    remedy="replace it by what it leads to, or remove it; the run folder itself may be a link",
-                )
 
 
 def read_rewind_checkpoint(run: Path) -> str | None:

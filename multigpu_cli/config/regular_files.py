@@ -10,6 +10,9 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
+from multigpu_cli.errors import RequestError
+
+FOLDERS = ("checkpoints", "loggers", "logs", "report", "tensorboard")  # in a run folder: all that is written below it
 SMALL = 64 * 2**20  # bytes; a plan, summary, state or manifest has kilobytes
 
 
@@ -51,3 +54,29 @@ def is_trusted(file: BinaryIO, owner: int) -> bool:
     status = os.fstat(file.fileno())
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return not others_write and status.st_uid in {os.geteuid(), 0, owner}
+
+
+class UnsafeFolder(RequestError):
+    """A run folder has a symbolic link in it."""
+
+
+def refuse_links(run: Path) -> None:
+    """Check that nothing that a run writes in its folder is a symbolic link, before anything is written or removed.
+
+    The folder itself may be one, and W&B's own links stay, which lead to its other files beside them. What a run never
+    writes may be anything: folders that are not its own, as a project has them that is its --save-dir. UnsafeFolder:
+    names the link: what is done to the file would be done to another, somewhere else.
+    """
+    of_wandb = run / "loggers" / "wandb"
+    for place, folders, files in os.walk(run):
+        if Path(place) == run:
+            folders[:] = [name for name in folders if name in FOLDERS]
+        for path in (Path(place, name) for name in (*folders, *files)):
+            if not path.is_symlink():
+                continue
+            inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(of_wandb))
+            if not (inside and of_wandb in path.parents):
+                raise UnsafeFolder(
+                    f"{path} is a symbolic link: nothing in a run folder is written or removed through one",
+                    remedy="replace it by what it leads to, or remove it; the run folder itself may be a link",
+                )

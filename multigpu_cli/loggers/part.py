@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.config.regular_files import refuse_links
 from multigpu_cli.config.schema import Config, LogConfig
 from multigpu_cli.config.types import loggers as logger_names
 from multigpu_cli.distributed.world import World, run_on_main_rank

@@ -11,7 +11,7 @@ from typing import Any
 from multigpu_cli.checkpoint.files import is_locked
 from multigpu_cli.checkpoint.manifest import list_checkpoint_folders
 from multigpu_cli.checkpoint.run_folder import holds_run
-from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.config.regular_files import refuse_links
 from multigpu_cli.distributed.processes import Companion
 from multigpu_cli.errors import RequestError, TrainingError, raise_all
 from multigpu_cli.mirror import follower

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import is_locked, read_owner
-from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.config.regular_files import refuse_links
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.monitor.history import JOURNAL, load_summary
 from multigpu_cli.monitor.journal import read_json

@@ -57,7 +57,7 @@ from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig, RunSpec
 from multigpu_cli.run.run import Checkpointer, CheckpointSchedule, LossMeter, Run, RunControl, RunLog, StepObserver
 from multigpu_cli.run.step import count_flops_per_sample
-from multigpu_cli.run.train_log import compiler_fields
+from multigpu_cli.run.train_log import journal_start
 from multigpu_cli.runtime.seeding import choose_kernels
 
 
@@ -195,23 +195,6 @@ def record_failure(run: Run) -> Iterator[None]:
         raise reason from (None if reason is error else error)
 
 
-def _journal_start(run: Run, gpus: list[str]) -> None:
-    """Write the journal's `start` line: plan, hosts, devices and versions; `gpus` are names of models."""
-    run.log.journal.write(
-        "start",
-        plan=run.plan.as_dict(),
-        world_size=run.world.size,
-        host=platform.node(),
-        hosts=list(dict.fromkeys(run.world.hosts)),
-        devices=[str(device) for device in run.spec.placement.devices],
-        gpus=gpus,
-        data=run.loaders.train.data_location,
-        versions={"torch": torch.__version__, "python": platform.python_version()},
-        resumed_from=run.spec.resume_point.checkpoint,
-        **compiler_fields(run),
-    )
-
-
 def assemble_run(
     components: TrainComponents,
     console: Console,
@@ -302,7 +285,7 @@ def start_run(run: Run, memory_warnings: list[str]) -> None:
         record_run(world.agent_dir, world.attempt, str(run.folder))
     run_on_main_rank(world, lambda: _prepare_folder(run))
     models = gpu_models(run.spec.placement, world)
-    _journal_start(run, list(models.values()))
+    journal_start(run, list(models.values()))
     if weights := run.state.initial_weights:
         log.journal.write("initial_weights", file=run.config.model.init_from, **weights._asdict())
     if warning := describe_unlike_gpus(models, "rank" if world.size > 1 else "GPU"):

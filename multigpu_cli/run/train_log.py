@@ -229,3 +229,20 @@ def _list_samples(run: Run, step: int) -> list[int]:
 
 def _first_samples(samples: list[int]) -> str:
     return ", ".join(map(str, samples[:8])) + (" …" if len(samples) > 8 else "")
+
+
+def journal_start(run: Run, gpus: list[str]) -> None:
+    """Write the journal's `start` line: plan, hosts, devices and versions; `gpus` are names of models."""
+    run.log.journal.write(
+        "start",
+        plan=run.plan.as_dict(),
+        world_size=run.world.size,
+        host=platform.node(),
+        hosts=list(dict.fromkeys(run.world.hosts)),
+        devices=[str(device) for device in run.spec.placement.devices],
+        gpus=gpus,
+        data=run.loaders.train.data_location,
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+        resumed_from=run.spec.resume_point.checkpoint,
+        **compiler_fields(run),
+    )

@@ -19,7 +19,7 @@ from multigpu_cli.checkpoint.files import (
     read_owner,
     wait_until_unlocked,
 )
-from multigpu_cli.config.paths import UnsafeFolder
+from multigpu_cli.config.regular_files import UnsafeFolder
 from multigpu_cli.errors import RequestError, TrainingError
 from tests.support.fork import exit_code
 

@@ -22,7 +22,8 @@ from multigpu_cli.checkpoint.run_folder import (
     write_summary,
 )
 from multigpu_cli.checkpoint.store import Store
-from multigpu_cli.config.paths import UnsafeFolder, find_path_errors
+from multigpu_cli.config.paths import find_path_errors
+from multigpu_cli.config.regular_files import UnsafeFolder
 from multigpu_cli.config.resume_rules import flatten_settings, replace_settings
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError, TrainingError

@@ -18,6 +18,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.watchdog import STARTUP_TIMEOUT
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run import open as opening
+from multigpu_cli.run import train_log
 from multigpu_cli.run.part import Part
 from tests.run.test_profile_micro_batch import components
 from tests.support.world import CPU
@@ -234,7 +235,7 @@ def make_attempt(monkeypatch: pytest.MonkeyPatch, world: World, resumed: bool) -
     """Make the calls of start_run mocks, and a mock of a run's second attempt, which has faults if it is resumed."""
     names = ("record_run", "_prepare_folder", "gpu_models", "describe_unlike_gpus", "restore_best_file")
     noted, run = note_calls(monkeypatch, *names, "read_previous_cause", "disable_collective_timeout"), MagicMock()
-    monkeypatch.setattr(opening, "compiler_fields", lambda run: {"compile": {}})
+    monkeypatch.setattr(train_log, "compiler_fields", lambda run: {"compile": {}})
     run.world, run.folder, run.progress.step, point = world, Path("run"), 6, run.spec.resume_point
     noted.gpu_models.return_value, run.spec.same_length = {0: "A", 1: "B"}, False
     noted.describe_unlike_gpus.return_value = "unlike" if resumed else ""

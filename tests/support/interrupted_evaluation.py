@@ -15,20 +15,20 @@ from multigpu_cli.run.run import Run
 from multigpu_cli.tasks.base import Evaluation
 
 
-def strike(split: str, epoch: int, batch: int, act: Callable[[], object], rank: int = 0) -> None:
+def strike(where: str, epoch: int, batch: int, act: Callable[[], object], rank: int = 0) -> None:
     """In this process: act before this batch (from 0) of the evaluation of that epoch, and vote after each batch."""
     stop._INTERVAL = 0.0
     inner = evaluation._evaluate_in_batches
 
-    def evaluate(run: Run, model: nn.Module, name: str, loader: Loader) -> Evaluation:
+    def evaluate(run: Run, model: nn.Module, split: str, loader: Loader) -> Evaluation:
         batches = count()
 
         def before_forward(*_: Any) -> None:
-            if (next(batches), name, run.epoch, run.world.rank) == (batch, split, epoch, rank):
+            if (next(batches), split, run.epoch, run.world.rank) == (batch, where, epoch, rank):
                 act()
 
         with model.register_forward_pre_hook(before_forward):
-            return inner(run, model, name, loader)
+            return inner(run, model, split, loader)
 
     evaluation._evaluate_in_batches = evaluate
 

@@ -20,7 +20,7 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.options import writing_to
 from multigpu_cli.commands.report import data
 from multigpu_cli.commands.status import choose_key, collect_figures, explain_order, find_runs, order_runs
-from multigpu_cli.config.paths import refuse_links
+from multigpu_cli.config.regular_files import refuse_links
 from multigpu_cli.monitor.curves import Plot, RunData, Series, list_marks, list_plots, load_runs, smooth_values
 from multigpu_cli.monitor.plot_style import INK, STYLE, color_of_run, escape_text, save_png
 

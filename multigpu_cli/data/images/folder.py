@@ -101,10 +101,7 @@ def load(
     cut = partial(Images, size=size, resize=larger, open_mask=partial(read_mask, values=values, ignored=ignored))
     splits = {name: cut(parts[name], augment=augment and name == "train") for name in parts if parts[name]}
     return DataSource(
-        train=splits["train"],
-        val=splits.get("val"),
-        test=splits.get("test"),
-        new=splits.get("new"),
+        **splits,  # type: ignore[arg-type]
         input_shape=transforms.model_input_shape((3, size, size), mode),
         num_classes=num_classes,
         class_names=tuple(names),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from torch import Tensor
 
 from multigpu_cli.capabilities import FILES
 from multigpu_cli.config.types import choice, number
@@ -83,21 +84,18 @@ def load(
     tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, text.ends, identity))
     splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(text))
     notes = [check_samples(name, part, overlong, learns, text) for name, part in splits.items()]
-    if compiled:  # torch compiles for a length, and gives up after eight of them
-        fill = limit if packing == "on" and not paired else _FILL
-        splits["train"].collate_fn = partial(pad_samples, padding=_find_padding(text), multiple=fill, limit=limit)
     packs = PackedDataset(splits["train"], seed) if packing == "on" and not paired else None
+    if compiled:  # torch compiles for each length, and gives up after eight of them
+        splits["train"].collate_fn = _pad_to_few_lengths(text, limit if packs else _FILL, limit)
     pairs = {name: PreferenceDataset(part) for name, part in splits.items() if isinstance(part, AnswerDataset)}
-    samples = splits | pairs
-    said = [_describe(form, learns, splits["train"], packs), *notes]
+    datasets: dict[str, Any] = splits | pairs | ({"train": packs} if packs else {})
+    notes.insert(0, _describe(form, learns, splits["train"], packs))
     return DataSource(
-        train=packs or samples["train"],
-        val=samples.get("val"),
-        test=samples.get("test"),
+        **datasets,
         input_shape=(limit,),
         num_classes=text.config.get_text_config().vocab_size,
         transform_signature=f"{identity} {learns} {limit}",
-        note="".join(f"{each}; " for each in said if each),
+        note="".join(f"{each}; " for each in notes if each),
         codec=Subwords(text.tokenizer.backend_tokenizer.to_str(), record),
         noun="packs" if packs else "pairs" if paired else "samples",
         warnings=tuple(_find_warnings(files["train"], form, encoder, pairs)),
@@ -117,6 +115,11 @@ def _find_padding(text: TextModel) -> int:
     """Return the token that fills rows up; no loss is computed on it, so any token will do."""
     candidates = text.tokenizer.pad_token_id, text.tokenizer.eos_token_id, 0
     return next(token for token in candidates if token is not None)
+
+
+def _pad_to_few_lengths(text: TextModel, multiple: int, limit: int) -> partial[dict[str, Tensor]]:
+    """Return a collate function that fills rows up to a multiple of tokens, and to at most `limit`."""
+    return partial(pad_samples, padding=_find_padding(text), multiple=multiple, limit=limit)
 
 
 def _open_splits(

@@ -22,7 +22,8 @@ from multigpu_cli.checkpoint.run_folder import (
     resume_exists,
 )
 from multigpu_cli.config.code_names import FOLLOWING, check_code, describe_origin
-from multigpu_cli.config.paths import UnsafeFolder, explain_dataset
+from multigpu_cli.config.paths import explain_dataset
+from multigpu_cli.config.regular_files import UnsafeFolder
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.fingerprint import compute_fingerprint, find_shared_samples
