@@ -28,6 +28,7 @@ from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.commands import status
 from multigpu_cli.commands.predict import predict
 from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data import files as data_files
 from multigpu_cli.data import load as load_data
 from multigpu_cli.data.images import folder
 from multigpu_cli.data.load import load_data_source
@@ -186,7 +187,7 @@ def test_classes_of_images_are_not_searched_for_each_file(tmp_path: Path, monkey
     (seventh / "within/c.jpg").touch()
     (seventh / "d.jpg").symlink_to("nowhere")
     monkeypatch.setattr(
-        folder.files, "list_visible_folders", lambda root: [Place(each) for each in sorted(root.iterdir())]
+        data_files, "list_visible_folders", lambda root: [Place(each) for each in sorted(root.iterdir())]
     )
     names, parts = folder._read_classes(tmp_path)
     assert (len(names), len(parts["val"])) == (60, 120)

@@ -147,10 +147,10 @@ def _merge_config(weights: TrainedWeights, changes: Mapping[str, Any]) -> Config
 
 def _find_counted_classes(weights: TrainedWeights, config: Config, changes: Mapping[str, Any]) -> int | None:
     """Return the number of classes that the run counted; None if the changes may name other samples than the run's."""
-    before = {key: weights.settings.get(key) for key in changes if key.startswith(("data", "task"))}
-    now = {key: config.get(key) for key in before}
+    before: dict[str, Any] = {key: weights.settings.get(key) for key in changes if key.startswith(("data", "task"))}
+    now: dict[str, Any] = {key: config.get(key) for key in before}
     for settings in (before, now):  # new samples have no classes
-        settings["data.args"] = {name: arg for name, arg in settings.get("data.args", {}).items() if name != "new"}
+        settings["data.args"] = {name: arg for name, arg in (settings.get("data.args") or {}).items() if name != "new"}
     return weights.settings.get("built_for", {}).get("num_classes") if before == now else None
 
 

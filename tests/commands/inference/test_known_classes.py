@@ -84,7 +84,7 @@ def test_a_label_beyond_the_classes_is_named(run: Path, capsys: pytest.CaptureFi
 
 def test_numbers_may_be_larger_than_in_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    more = {
+    more: dict[str, Any] = {
         "task": "regression",
         "model": f"{HERE}:OneNumber",
         "sets": ["data.args.numbers=true", "data.args.highest=9"],
