@@ -28,6 +28,7 @@ from multigpu_cli.checkpoint.weights import save_weights
 from multigpu_cli.commands import status
 from multigpu_cli.commands.predict import predict
 from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.data import files as data_files
 from multigpu_cli.data import load as load_data
 from multigpu_cli.data.images import folder
 from multigpu_cli.data.load import load_data_source
@@ -185,7 +186,9 @@ def test_classes_of_images_are_not_searched_for_each_file(tmp_path: Path, monkey
     (seventh / "within").mkdir()
     (seventh / "within/c.jpg").touch()
     (seventh / "d.jpg").symlink_to("nowhere")
-    monkeypatch.setattr(files, "list_visible_folders", lambda root: [Place(each) for each in sorted(root.iterdir())])
+    monkeypatch.setattr(
+        data_files, "list_visible_folders", lambda root: [Place(each) for each in sorted(root.iterdir())]
+    )
     names, parts = folder._read_classes(tmp_path)
     assert (len(names), len(parts["val"])) == (60, 120)
     assert [(str(Path(path).relative_to(seventh)), label) for path, label in parts["train"] if label == 7] == [

@@ -211,8 +211,9 @@ def _recognize(place: Path, label: str) -> str:
 
 
 def _holds_images(place: Path) -> bool:
-    """Whether a folder within this one, or within its train/, holds an image."""
-    root = place / "train" if (place / "train").is_dir() else place
+    """Return whether a folder within this one, or within its train/ or its divided images/, holds an image."""
+    parent = place / "images" if (place / "images/train").is_dir() else place
+    root = place / "train" if (place / "train").is_dir() else parent
     folders = [root / name for name in _list_names(root, _MAX_FOLDERS) if not is_hidden(name)]
     names = (name for folder in folders for name in _list_names(folder, _MAX_FILES) if not is_hidden(name))
     return any(name.lower().endswith(IMAGES) for name in names)

@@ -36,6 +36,7 @@ def touch_files(folder: Path, *names: str) -> Path:
         (["train/cat/a.jpg", "val/cat/b.jpg"], ["image-folder"]),
         (["labels.csv", "cat/a.jpg"], ["csv", "image-folder"]),
         (["a.jpg", ".cache/x/y.jpg", "deep/er/a.jpg"], []),
+        (["images/train/a.jpg", "masks/train/a.png"], ["image-folder"]),
         (["__MACOSX/._a.jpg", "cat/._a.jpg"], []),
         (["._t.csv", ".hidden.npz", "input.txt"], ["text"]),
         ([], []),

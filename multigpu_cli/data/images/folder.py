@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from multigpu_cli.config.types import integer
 from multigpu_cli.data import files, transforms
 from multigpu_cli.data.collate import PAIR, SampleForm
-from multigpu_cli.data.images.masks import Entry, count_classes, read_mask, read_pairs, refuse_masks
+from multigpu_cli.data.images.masks import Entry, choose_num_classes, read_mask, read_pairs, refuse_masks
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import SPLITS, DataSource
 from multigpu_cli.errors import RequestError
@@ -86,20 +86,18 @@ def load(
     transforms.check_pillow("image-folder")
     root = files.locate_data("image-folder", data_dir, _LAYOUT)
     names: list[str] = []
-    if (ignored := form.ignored) is None:
+    if form.ignored is None:
         names, parts = _read_classes(root)
         num_classes = len(names)
     else:
-        if not isinstance(values, list | tuple) or not all(type(value) is int for value in values):
-            raise RequestError(f"data.args.values: {values!r}", remedy="list the value of each class, as [0, 255]")
         parts = read_pairs(root)
-        masks = (mask for pairs in parts.values() for _, mask in pairs if isinstance(mask, Path))
-        num_classes = len(values) or form.classes or count_classes(masks, ignored, moved)
+        num_classes = choose_num_classes(parts, values, form, moved)
     parts = _divide(parts, seed)
     if new:
         parts["new"] = [(path, 0) for path in _list_new(files.locate_other_file("image-folder", root, new))]
-    cut = partial(Images, size=size, resize=larger, open_mask=partial(read_mask, values=values, ignored=ignored))
-    splits = {name: cut(parts[name], augment=augment and name == "train") for name in parts if parts[name]}
+    open_mask = partial(read_mask, values=values, ignored=form.ignored)
+    make = partial(Images, size=size, resize=larger, open_mask=open_mask)
+    splits = {name: make(parts[name], augment=augment and name == "train") for name in parts if parts[name]}
     return DataSource(
         **splits,  # type: ignore[arg-type]
         input_shape=transforms.model_input_shape((3, size, size), mode),

@@ -1,20 +1,23 @@
 """Images with a mask each, for --task segmentation, in two folders whose names say which is which."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from multigpu_cli.data.collate import SampleForm
 from multigpu_cli.data.files import find_split_folders, list_images, list_visible_folders
 from multigpu_cli.data.transforms import open_image
+from multigpu_cli.distributed.processes import say_before_run
 from multigpu_cli.errors import RequestError
 
 _LAYOUT = "images/NAME.jpg and masks/NAME.png, directly in --data-dir or within its folders train/, val/ and test/"
 _MASKS = re.compile(r"mask|label|annot|segment|trimap|ground.?truth|^gts?$", re.IGNORECASE)  # in the name of a folder
 _IMAGES = re.compile(r"image|photo|picture|^imgs?$", re.IGNORECASE)
 _LOSSLESS = ("PNG", "TIFF", "BMP", "GIF")  # formats, in Pillow's words, that keep class numbers
+_MANY = 1000  # masks, whose reading takes seconds
 _STRETCHED = {"L;2": 85, "L;4": 17}  # by which Pillow multiplies gray of 2 and of 4 bits
 
 Entry = tuple[Path, int | Path]  # an image, and its class number or its mask
@@ -46,21 +49,29 @@ def read_mask(file: Path, values: Sequence[int], ignored: int | None) -> Any:
     return Image.fromarray(classes)
 
 
-def count_classes(masks: Iterable[Path], ignored: int | None, on_progress: Callable[[], None]) -> int:
-    """Return the number of classes in all masks, each of which is read.
+def choose_num_classes(
+    parts: Mapping[str, Sequence[Entry]], values: Sequence[int], form: SampleForm, on_progress: Callable[[], None]
+) -> int:
+    """Return the number of classes: of the listed values, as a run counted them, or else as all masks hold them.
 
-    Raises RequestError if there are less than two, or if most numbers are missing: values are not class numbers then.
+    Raises RequestError if `values` is no list of integers, if the masks have less than two classes, or if most class
+    numbers are missing there: then pixels are not class numbers.
     """
-    values: set[int] = set()
+    if not isinstance(values, list | tuple) or not all(type(value) is int for value in values):
+        raise RequestError(f"data.args.values: {values!r}", remedy="list the value of each class, as [0, 255]")
+    if values or form.classes:
+        return len(values) or form.classes or 0
+    masks = [mask for pairs in parts.values() for _, mask in pairs if isinstance(mask, Path)]
+    if len(masks) > _MANY:
+        say_before_run(f"counting the classes in {len(masks):,} masks; a list as --set data.values=[0,1] skips this")
+    numbers: set[int] = set()
     for mask in masks:
-        values |= {*np.unique(read_mask(mask, (), ignored)).tolist()}
+        numbers |= {*np.unique(read_mask(mask, (), form.ignored)).tolist()}
         on_progress()
-    count = max(values - {ignored}, default=-1) + 1
-    if not 2 <= count <= 2 * len(values):
-        problem = (
-            f"--task segmentation: the values in the masks are {sorted(values)[:20]}, and {ignored} does not count"
-        )
-        raise RequestError(problem, remedy=f"list that of each class: --set 'data.values={sorted(values)[:20]}'")
+    count, listed = max(numbers - {form.ignored}, default=-1) + 1, sorted(numbers)[:20]
+    if not 2 <= count <= 2 * len(numbers):
+        problem = f"--task segmentation: the values in the masks are {listed}, and {form.ignored} does not count"
+        raise RequestError(problem, remedy=f"list that of each class: --set 'data.values={listed}'")
     return count
 
 

@@ -224,8 +224,7 @@ def prepare_spec(
     origin = str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
     user_config, config = _adopt_pins(command, start, origin)
     check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
-    classes = manifest["settings"].get("built_for", {}).get("num_classes") if manifest else None
-    source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved, classes))
+    source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved, start))
     if manifest and (base := manifest["settings"].get("base")):
         for check in load_given(CHECK_BASE, config):
             run_on_main_rank(world, partial(check, base, config, source.codec.record, origin))
@@ -251,9 +250,10 @@ def prepare_spec(
 
 
 def _open_source(
-    config: Config, placement: Placement, world: World, factories: FromConfig, moved: Moved, classes: int | None
+    config: Config, placement: Placement, world: World, factories: FromConfig, moved: Moved, start: ResumePoint
 ) -> DataSource:
-    """The dataset; errors of the dataset and of the device are raised together."""
+    """Load the dataset, whose classes a checkpoint may know; raise its errors and those of the device together."""
+    classes = start.manifest["settings"].get("built_for", {}).get("num_classes") if start.manifest else None
     errors = list(check_device(config, placement, world))
     try:
         source = factories.source or open_data(config, moved, classes)
