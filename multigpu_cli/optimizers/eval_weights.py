@@ -40,7 +40,7 @@ class EMAModel(AveragedModel):
             return
         weight = self._weigh_and_count(skipped)
         pairs = chain(zip(self.module.parameters(), model.parameters(), strict=False), self._adopt_buffers(model))
-        both = [  # of sharded tensors the rows of this process
+        both = [  # a sharded tensor stands for the rows of this process
             [each.to_local() if hasattr(each, "to_local") else each for each in side]
             for side in zip(*(pair for pair in pairs if pair[0] is not pair[1]), strict=True)
         ]

@@ -167,6 +167,6 @@ def test_the_warm_ups_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "LinearLR"])
-def test_length_of_epochs_that_is_also_max_steps_means_epochs(name: str) -> None:
+def test_length_of_epochs_and_max_steps_means_epochs(name: str) -> None:
     end = {"T_max": EPOCHS} if name == "CosineAnnealingLR" else {"total_iters": EPOCHS}
     assert choose(made(name, **end), EPOCHS) == "epoch"
