@@ -103,6 +103,7 @@ class MultiGPUTrainer(Functions):
         Raises:
             RequestError: an argument is invalid, the run needs more processes (torchrun must start them), or the folder
                 holds a completed run; nothing was written.
+            SystemExit: a signal stopped the evaluation that a resumed run makes first (code 75).
         """
         inputs = UserInputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
         prepared = prepare_run(self.config, inputs)
@@ -190,6 +191,7 @@ class MultiGPUTrainer(Functions):
         """Loss, and where there are classes accuracy (a share, 0 to 1), over the validation data, each sample once.
 
         Directly after an epoch, its evaluation is returned and not repeated. RequestError: there is no validation data.
+        SystemExit: a signal stopped it, with a checkpoint saved (code 75).
         """
         run = self._running()
         if run.loaders.val is None:
@@ -206,7 +208,10 @@ class MultiGPUTrainer(Functions):
         return {name.removeprefix("val_"): value for name, value in last.items() if name.startswith("val_")}
 
     def finish(self) -> dict[str, Any]:
-        """Finish the run: write best.pt and last.pt, evaluate the test data, and write and return the summary."""
+        """Finish the run: write best.pt and last.pt, evaluate the test data, and write and return the summary.
+
+        If a signal comes in that evaluation, the status is "stopped", and the next attempt repeats it.
+        """
         run = self._running()
         with _working(run):
             summary = finish_run(run, "completed")
