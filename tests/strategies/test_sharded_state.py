@@ -1,5 +1,6 @@
 """Which rows of a state a rank has, without the other ranks: six of them, in two groups of three."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor
 
 from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.module_state import map_tensors
 from multigpu_cli.strategies.fsdp import state as sharded_state
 from multigpu_cli.strategies.fsdp.state import GatheringSaver, RowSaver, ShardedState, agree_on_owner
@@ -87,6 +89,18 @@ def test_tensors_of_another_model_are_read_and_received_whole(divided: None, mon
     monkeypatch.setattr(sharded_state, "broadcast_tensor", lambda world, outline, *_: outline)
     assert plain(sharded.scatter(other, 0)) == plain(other)
     assert plain(sharded.scatter(fill(WEIGHT), 0)) == plain(as_rank(1))
+
+
+@pytest.mark.parametrize("shape", [(6,), (4, 2), (3, 1)])
+def test_states_of_another_shape_than_their_rows_are_refused(shape: tuple[int, ...]) -> None:
+    """They would be saved as rows of the weight, which no resume could put together."""
+    sharded, state = build(1), fill(WEIGHT[3:6])
+    state["optimizer"]["state"][0]["absmax1"] = torch.ones(shape)
+    message = re.escape(f"optimizer.state.0.absmax1 has shape {shape}, and rows 3 to 6 of its weight w have (3, 2)")
+    with pytest.raises(TrainingError, match=message):
+        sharded.split(state)
+    with pytest.raises(TrainingError, match=message):
+        sharded.gather({"optimizer": {"state": {0: {"absmax1": torch.ones(shape)}}}})
 
 
 def test_ranks_agree_on_the_owner_of_a_folder_that_all_see(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from multigpu_cli.checkpoint.pieces import Rows, write_piece
 from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState, Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.distributed.world import World, all_reduce_max, broadcast_object
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.rank_exits import RankExits
 from multigpu_cli.runtime.module_state import TensorPath, broadcast_outline, broadcast_tensor, map_tensors, name_tensor
 from multigpu_cli.strategies.base import ReadRows, Saver, Strategy
@@ -63,6 +64,7 @@ class ShardedState:
             if like is None:
                 return value
             rows = value.to_local() if isinstance(value, DTensor) else value
+            self._check_rows(path, rows, like)
             if self._is_first:
                 own[name_tensor(path)] = rows.detach(), self._find_rows(like)[0]
             return torch.empty(like.shape, dtype=value.dtype, device="meta")
@@ -89,9 +91,22 @@ class ShardedState:
         begin = min(length * self._shard, whole.shape[0])
         return begin, min(begin + length, whole.shape[0])
 
+    def _check_rows(self, path: TensorPath, rows: Tensor, like: Tensor) -> None:
+        """Raise a TrainingError if a tensor is not of the shape of this rank's rows: they could never be read again."""
+        begin, end = self._find_rows(like)
+        if tuple(rows.shape) != (end - begin, *like.shape[1:]):
+            weight = next(name for name, parameter in self._parameters.items() if parameter is like)
+            raise TrainingError(
+                f"--multi-gpu fsdp: {name_tensor(path)} has shape {tuple(rows.shape)}, and rows {begin} to {end} of "
+                f"its weight {weight} have {(end - begin, *like.shape[1:])}: a checkpoint can't hold it",
+                remedy="use an optimizer whose state has the shape of its weights, such as AdamW or SGD, or "
+                "--multi-gpu ddp",
+            )
+
     def _gather(self, path: TensorPath, value: Tensor) -> Tensor | None:
         like = self._find_parameter(path, value)
         if like is not None and not isinstance(value, DTensor):
+            self._check_rows(path, value, like)
             value = _as_dtensor(value, like)
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole.detach().to("cpu", copy=True) if self._world.is_main else None
