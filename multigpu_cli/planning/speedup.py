@@ -105,7 +105,7 @@ class StepTimes:
 
 def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
     """DDP's buckets for gradients of `size` bytes: of `cap` MiB, or DDP's defaults with a smaller first one."""
-    first, full = (2.0**20 * mib for mib in ((cap, cap) if cap else (_FIRST_BUCKET, _BUCKET)))
+    first, full = (2.0**20 * mib for mib in ((_FIRST_BUCKET, _BUCKET) if cap in (None, _BUCKET) else (cap, cap)))
     if size <= first:
         return (float(size),)
     count, left = divmod(size - first, full)

@@ -73,6 +73,7 @@ CHECKS = {
     "out-of-memory": Check("tests.gpu.checks.memory:too_large_a_batch"),
     "out-of-memory-later": Check("tests.gpu.checks.memory:in_the_middle"),
     "batch-size-auto": Check("tests.gpu.checks.memory:measured_batch"),
+    "growing-segments": Check("tests.gpu.checks.memory:growing_segments", real=True),
     "device-assert": Check("tests.gpu.checks.faults:device_assert", real=True),
     "reduce-overhead": Check("tests.gpu.checks.compiled:reduce_overhead", real=True, limit=300),
     "reduce-overhead-accumulation": Check("tests.gpu.checks.compiled:accumulating", real=True, limit=300),

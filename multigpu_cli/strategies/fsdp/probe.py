@@ -151,21 +151,19 @@ def _check_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], size: 
     drawn = [torch.randn(shape, generator=generator).to(like.device, like.dtype) for _ in range(1 + _STEPS)]
     whole, state = _optimize(optimizer, group, drawn)
     halves = [_optimize(optimizer, group, list(half))[0] for half in zip(*(d.chunk(2) for d in drawn), strict=True)]
+    reasons = [
+        f"its state {key} has shape {tuple(each.shape)} for a weight of shape {shape}"
+        for key, value in state.items()
+        for each in iterate_tensors(value)
+        if each.ndim and each.shape != whole.shape
+    ]
     if not torch.allclose(torch.cat(halves), whole, rtol=1e-3, atol=1e-5):
+        reasons = ["its step is not element-wise"]
+    if reasons:
         raise RequestError(
-            f"--multi-gpu fsdp: each worker has only some rows of a weight, and {name} needs "
-            "all of them: its step is not element-wise",
-            remedy="an element-wise optimizer, such as AdamW or SGD, or --multi-gpu ddp",
+            f"--multi-gpu fsdp: each worker has only some rows of a weight, and {name} needs all of them: {reasons[0]}",
+            remedy="use an element-wise optimizer, such as AdamW or SGD, or --multi-gpu ddp",
         )
-    for key, value in state.items():
-        for tensor in iterate_tensors(value):
-            if tensor.ndim and tensor.shape != whole.shape:
-                raise RequestError(
-                    f"--multi-gpu fsdp: each worker has only some rows of a weight, and {name} has a state {key} of "
-                    f"shape {tuple(tensor.shape)} for a weight of shape {shape}, which has other rows",
-                    remedy="use an optimizer whose state has the shape of its weights, such as AdamW or SGD, or "
-                    "--multi-gpu ddp",
-                )
 
 
 def _optimize(
