@@ -107,7 +107,10 @@ SHARDING = "--multi-gpu fsdp"
 
 STRATEGY_SETTINGS = {
     "ddp": ("find_unused_parameters", "grad_compression", "bucket_cap_mb"),
-    "fsdp": ("find_unused_parameters", "reshard", "shard_size", "strategy.wrap", "strategy.param_dtype"),
+    "fsdp": (
+        *("find_unused_parameters", "reshard", "shard_size"),
+        *("strategy.wrap", "strategy.param_dtype", "strategy.reduce"),
+    ),
 }
 """The settings of each strategy that have no effect with most others."""
 

@@ -31,9 +31,8 @@ from multigpu_cli.checkpoint.manifest import (
     read_manifest,
     sign_manifest,
 )
-from multigpu_cli.checkpoint.pieces import Pieces, deserialize, write_state
+from multigpu_cli.checkpoint.pieces import Pieces, deserialize, fill_outlines, write_state
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.module_state import map_tensors, name_tensor
 
 
 class BestWeights(NamedTuple):
@@ -132,10 +131,7 @@ class Checkpoint:
         """The saved state, or these parts of it; only tensors, whole, and plain values."""
         outline = self.outline()
         outline = {part: outline[part] for part in parts} if parts else outline
-        pieces = self.open_pieces()
-        return dict(
-            map_tensors(outline, lambda path, found: pieces.read(name_tensor(path), found) if found.is_meta else found)
-        )
+        return fill_outlines(outline, self.open_pieces().read)
 
 
 class Peers(Protocol):
@@ -143,6 +139,9 @@ class Peers(Protocol):
 
     def add_pieces(self, draft: Path) -> dict[str, dict[str, Any]]:
         """Write this rank's rows, and wait for those of the others; returns size and SHA-256 of each file."""
+
+    def complete_best(self, outline: dict[str, Any]) -> dict[str, Any]:
+        """Return the best weights, in which an outline stands for each tensor that all ranks hold rows of."""
 
     def find_damaged_pieces(self) -> dict[str, str] | None:
         """What is wrong with pieces of old checkpoints, by the name of their folder; None if a rank did not answer."""

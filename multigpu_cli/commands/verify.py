@@ -20,7 +20,8 @@ _SETTINGS_OF_THE_PLAN = (
     "schedule warmup_epochs amp"
 )
 _SHOULD_NOT_MATTER = (
-    "exact compile grad_checkpointing bucket_cap_mb strategy.param_dtype find_unused_parameters grad_compression"
+    "exact compile grad_checkpointing bucket_cap_mb strategy.param_dtype strategy.reduce find_unused_parameters "
+    "grad_compression"
 )
 _TRAIN = ("loss", "grad_norm", "lr", "samples")
 _POSITION = {"event", "time", "epoch", "step", "split"}

@@ -84,7 +84,8 @@ class StepTimes:
     """The times of a single worker, in seconds.
 
     With divided weights the messages are the groups: each is gathered in passes, and its gradient scattered in the last
-    one, or with --exact in each. Where that was not measured, gathering and scattering take as long as one all-reduce.
+    one, or in each (see `Sharding.reductions`). If that was not measured, gathering and scattering take as long as one
+    all-reduce.
     """
 
     data: float  # to fetch a micro-batch
@@ -136,7 +137,7 @@ def _exposed_in_groups(work: StepTimes, sharding: Sharding, network: Interconnec
     group, groups = sharding.split_workers(workers)
     half = sum(network.all_reduce(size, group) for size in work.messages) / 2
     gather = sum(network.all_reduce(sharding.share * size, group) for size in work.messages) / 2
-    between = network.all_reduce_between(sum(work.messages) / group, group, groups)
+    between = reductions * network.all_reduce_between(sum(work.messages) / group, group, groups)
     if network.inside.overlaps:
         ahead = gather * sharding.gathers_for_forward(passes) - passes * work.forward
         back = gather * sharding.gathers_for_backward(passes) + half * reductions + between - passes * work.backward

@@ -58,8 +58,9 @@ def _save_on_main_rank(run: Run, snapshot: Snapshot, began: float) -> None:
         check_owner(run.folder)
         weights = run.folder / "best.pt"
         if best:
+            whole = peers.complete_best(best) if peers else best
             checkpointer.best_sha256 = save_weights(
-                weights, best, run.spec.weights_metadata(), best_metrics, watchdog.mark_progress
+                weights, whole, run.spec.weights_metadata(), best_metrics, watchdog.mark_progress
             )
             best.clear()
         where = {"world_size": run.world.size, "versions": {"torch": torch.__version__}}

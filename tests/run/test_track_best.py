@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.monitor.journal import read_events
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.base import Saver
 from tests.support.run_training import run_training
 
 
@@ -46,7 +46,7 @@ def count_bytes() -> int:
 def test_a_run_holds_at_most_twice_what_its_state_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, gradients and AdamW's two moments are 4 parts; the checkpoint's copy 3, that of the best weights 1."""
     base, counts = 0, {"step": [0], "best": [0]}
-    step, copy_state, submit = Precision.clip_and_step, Strategy.copy_state, Writer.submit
+    step, capture_best, submit = Precision.clip_and_step, Saver.capture_best, Writer.submit
 
     def begin() -> None:
         nonlocal base
@@ -57,7 +57,7 @@ def test_a_run_holds_at_most_twice_what_its_state_takes(tmp_path: Path, monkeypa
         return step(*args)
 
     def count_best(*args: Any) -> dict[str, Any]:
-        found = copy_state(*args)
+        found = capture_best(*args)
         counts["best"].append(count_bytes() - base)
         return found
 
@@ -70,7 +70,7 @@ def test_a_run_holds_at_most_twice_what_its_state_takes(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(engine, "gc", Mock())  # what is frozen is not found
     monkeypatch.setattr(Precision, "clip_and_step", count_in_step)
-    monkeypatch.setattr(Strategy, "copy_state", count_best)
+    monkeypatch.setattr(Saver, "capture_best", count_best)
     monkeypatch.setattr(Writer, "submit", write_at_once)
     monkeypatch.setattr(engine, "finish_run", lambda run, status: note_counts() or finish_run(run, status))
     run_training(

@@ -96,7 +96,7 @@ def test_states_of_another_shape_than_their_rows_are_refused(shape: tuple[int, .
     """They would be saved as rows of the weight, which no resume could put together."""
     sharded, state = build(1), fill(WEIGHT[3:6])
     state["optimizer"]["state"][0]["absmax1"] = torch.ones(shape)
-    message = re.escape(f"optimizer.state.0.absmax1 has shape {shape}, and rows 3 to 6 of its weight w have (3, 2)")
+    message = re.escape(f"optimizer.state.0.absmax1 has shape {shape}, and this rank's rows of its weight have (3, 2)")
     with pytest.raises(TrainingError, match=message):
         sharded.split(state)
     with pytest.raises(TrainingError, match=message):
@@ -113,6 +113,35 @@ def test_ranks_agree_on_the_owner_of_a_folder_that_all_see(tmp_path: Path) -> No
         return [agree_on_owner(world, tmp_path / "one"), agree_on_owner(world, tmp_path / own)]
 
     assert run_on_each_rank(2, work) == [["one", ""]] * 2
+
+
+def test_best_rows_go_with_checkpoints_until_rank_0_has_written_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank copies its own, and none is gathered; rank 0 empties its dict once best.pt is on disk."""
+    rows, saved = torch.ones(2, 2), list[tuple[int, list[str]]]()
+    outline = {"model": {"w": torch.empty(4, 2, device="meta"), "seen": torch.ones(3)}}
+    strategy: Any = SimpleNamespace(sharded_state_dict=lambda held: (outline, {"model.w": (rows, 2)}))
+    snapshot: Any = SimpleNamespace(state={"model": {}, sharded_state._ROWS: {}}, finish=None)
+    monkeypatch.setattr(RowSaver, "_capture", lambda *_: snapshot)
+    monkeypatch.setattr(sharded_state, "replace", lambda snapshot, **parts: parts["peers"])
+    monkeypatch.setattr(sharded_state, "all_reduce_max", lambda world, values: [float(bool(pending))])
+    nothing: Any = None
+    writer: Any = SimpleNamespace(submit=lambda finish, job: saved.append((1, [*job.__self__.best])))
+    savers = [RowSaver(strategy, World(CPU, rank, 2), nothing, writer, "owner") for rank in (0, 1)]
+    pending, other = [saver.capture_best({}) for saver in savers]
+    assert (list(pending), pending["w"].is_meta, pending["seen"].tolist(), other) == (
+        ["w", "seen"],
+        True,
+        [1.0] * 3,
+        {},
+    )
+    rows.zero_()
+    for expected in (["model.w"], ["model.w"], []):
+        if not expected:
+            pending.clear()
+        peers = savers[0].capture(nothing, {}, 3)
+        savers[1].capture(nothing, {}, 3)
+        assert [*peers.best] == saved[-1][1] == expected
+        assert all(each.tensor.tolist() == [[1.0] * 2] * 2 and each.begin == 2 for each in peers.best.values())
 
 
 def test_rank_0_keeps_what_was_gathered_and_the_others_wait_for_their_own_writers(

@@ -57,7 +57,7 @@ def growing_segments(folder: Path) -> dict[str, Any]:
     for choice in ("", "expandable_segments:False"):
         os.environ.update({"PYTORCH_ALLOC_CONF": choice, "PYTORCH_CUDA_ALLOC_CONF": choice} if choice else {})
         name = choice.partition(":")[2] or "default"
-        noted = ("--hook", "tests.gpu.checks.memory:Segments", *sets(f"hook.args.Segments.file={folder / name}"))
+        noted = ("--hook", "tests.gpu.checks.memory:Segments", *sets(f"hook.args.Segments={{file: {folder / name}}}"))
         done = run(folder / f"run_{name}", *ALONE, *noted, "--max-steps", "5")
         assert done.summary["status"] == "completed", done.summary
         kinds[name] = (folder / name).read_text()
