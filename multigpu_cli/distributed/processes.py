@@ -43,15 +43,6 @@ def die_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
         os._exit(1)
 
 
-def is_running(pid: int) -> bool:
-    """Return whether a process exists, which it does until its parent has asked for its exit code."""
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
-
-
 _ROOT = Path(__file__).resolve().parents[2]
 _START = (
     "import sys; from importlib import import_module; sys.path.insert(0, sys.argv.pop(1)); "

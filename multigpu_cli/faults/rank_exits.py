@@ -14,7 +14,6 @@ from typing import TextIO, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from multigpu_cli.distributed.processes import is_running
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import FAILED
 
@@ -187,21 +186,15 @@ class RankExits:
         """Whether a rank has published how it ended."""
         return self._is_flagged("end-1")
 
-    def publish_departure(self) -> None:
-        """Publish that the process of this rank may end from now on."""
-        if self.store is not None:
-            with suppress(RuntimeError):  # the rank or agent that held the store may be gone
-                self.store.set(f"left-{self._world.rank}", "")
-
     def has_killed_ranks(self) -> bool:
         """Return whether the process of a rank under the same agent is gone without a word.
 
         NCCL may never report it, and a rank in a CUDA call hears no SIGTERM; the agent's SIGKILL follows after 30 s.
         """
-        world = self._world
-        agents = world.agent_ids if world.agent_dir is not None else ()  # two agents may have their own process IDs
-        local = [rank for rank, agent in enumerate(agents) if agent == agents[world.rank]]
-        gone = [rank for rank in local if not is_running(world.pids[rank])]
+        world, processes = self._world, Path("/proc")
+        agents = world.agent_ids if world.agent_dir is not None and processes.is_dir() else ()
+        local = [rank for rank, agent in enumerate(agents) if agent == agents[world.rank]]  # who number processes alike
+        gone = [rank for rank in local if not (processes / str(world.pids[rank])).exists()]
         with suppress(RuntimeError):  # as below
             return any(self.store is not None and not self.store.check([f"left-{rank}"]) for rank in gone)
         return False
@@ -218,9 +211,16 @@ class RankExits:
 
     def flag_hang(self) -> None:
         """Make every rank publish its position, and end."""
+        self._flag("hang")
+
+    def flag_departure(self) -> None:
+        """Publish that the process of this rank may end from now on."""
+        self._flag(f"left-{self._world.rank}")
+
+    def _flag(self, name: str) -> None:
         if self.store is not None:
-            with suppress(RuntimeError):  # every rank also measures the time itself
-                self.store.set("hang", "")
+            with suppress(RuntimeError):  # the rank or agent that held the store may be gone
+                self.store.set(name, "")
 
     def _is_flagged(self, name: str) -> bool:
         try:

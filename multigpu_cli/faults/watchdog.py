@@ -84,7 +84,7 @@ class Watchdog:
         self._closed.set()
         self._thread.join(timeout=_ANSWER)  # it may wait for a store that is gone
         cause = None if error is None else self.publish_and_find_root_cause(error)
-        self._exits.publish_departure()
+        self._exits.flag_departure()
         if cause is not None and cause is not error:
             raise cause from error
 

@@ -75,6 +75,7 @@ CHECKS = {
     "batch-size-auto": Check("tests.gpu.checks.memory:measured_batch"),
     "growing-segments": Check("tests.gpu.checks.memory:growing_segments", real=True),
     "device-assert": Check("tests.gpu.checks.faults:device_assert", real=True),
+    "device-assert-nccl": Check("tests.gpu.checks.faults:device_assert_beside_nccl", real=True),
     "reduce-overhead": Check("tests.gpu.checks.compiled:reduce_overhead", real=True, limit=300),
     "reduce-overhead-accumulation": Check("tests.gpu.checks.compiled:accumulating", real=True, limit=300),
     "doctor": Check("tests.gpu.checks.commands:doctor"),

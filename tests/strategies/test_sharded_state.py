@@ -117,7 +117,7 @@ def test_ranks_agree_on_the_owner_of_a_folder_that_all_see(tmp_path: Path) -> No
 
 def test_best_rows_go_with_checkpoints_until_rank_0_has_written_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank copies its own, and none is gathered; rank 0 empties its dict once best.pt is on disk."""
-    rows, saved = torch.ones(2, 2), list[tuple[int, list[str]]]()
+    rows, saved, pending = torch.ones(2, 2), list[tuple[int, list[str]]](), dict[str, Any]()
     outline = {"model": {"w": torch.empty(4, 2, device="meta"), "seen": torch.ones(3)}}
     strategy: Any = SimpleNamespace(sharded_state_dict=lambda held: (outline, {"model.w": (rows, 2)}))
     snapshot: Any = SimpleNamespace(state={"model": {}, sharded_state._ROWS: {}}, finish=None)
@@ -138,7 +138,7 @@ def test_best_rows_go_with_checkpoints_until_rank_0_has_written_them(monkeypatch
     for expected in (["model.w"], ["model.w"], []):
         if not expected:
             pending.clear()
-        peers = savers[0].capture(nothing, {}, 3)
+        peers: Any = savers[0].capture(nothing, {}, 3)
         savers[1].capture(nothing, {}, 3)
         assert [*peers.best] == saved[-1][1] == expected
         assert all(each.tensor.tolist() == [[1.0] * 2] * 2 and each.begin == 2 for each in peers.best.values())

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -128,7 +129,7 @@ def check_can_be_sharded(model: nn.Module) -> None:
         )
 
 
-_SIZES = ((6, 4), (256, 128))  # halves of the second have 16,384 elements: 8-bit Adam stores blocks from 4,096 on
+_SIZES = ((6, 4), (256, 32))  # halves of the second have 4,096 elements, from which on 8-bit Adam stores blocks
 _STEPS = 3
 
 
@@ -138,32 +139,27 @@ def check_is_elementwise(optimizer: torch.optim.Optimizer) -> None:
     RequestError: the results differ, as those of Muon, LAMB and Adafactor do, which need whole weights; or a state has
     another shape than its weight, so that no checkpoint could divide it into the rows of each rank.
     """
-    for group in filter(lambda each: each["params"], optimizer.param_groups):
-        for size in _SIZES:
-            _check_group(optimizer, group, size)
-
-
-def _check_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], size: tuple[int, int]) -> None:
-    """See `check_is_elementwise`; the weight has these rows and columns, or is a vector if the group has no matrix."""
-    name, like = type(optimizer).__name__, group["params"][0]
-    shape = size if any(parameter.ndim > 1 for parameter in group["params"]) else (prod(size),)
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(shape, generator=generator).to(like.device, like.dtype) for _ in range(1 + _STEPS)]
-    whole, state = _optimize(optimizer, group, drawn)
-    halves = [_optimize(optimizer, group, list(half))[0] for half in zip(*(d.chunk(2) for d in drawn), strict=True)]
-    reasons = [
-        f"its state {key} has shape {tuple(each.shape)} for a weight of shape {shape}"
-        for key, value in state.items()
-        for each in iterate_tensors(value)
-        if each.ndim and each.shape != whole.shape
-    ]
-    if not torch.allclose(torch.cat(halves), whole, rtol=1e-3, atol=1e-5):
-        reasons = ["its step is not element-wise"]
-    if reasons:
-        raise RequestError(
-            f"--multi-gpu fsdp: each worker has only some rows of a weight, and {name} needs all of them: {reasons[0]}",
-            remedy="use an element-wise optimizer, such as AdamW or SGD, or --multi-gpu ddp",
-        )
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    for group, size in product(groups, _SIZES):  # rows and columns
+        name, like = type(optimizer).__name__, group["params"][0]
+        shape = size if any(parameter.ndim > 1 for parameter in group["params"]) else (prod(size),)
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(shape, generator=generator).to(like.device, like.dtype) for _ in range(1 + _STEPS)]
+        whole, state = _optimize(optimizer, group, drawn)
+        halves = [_optimize(optimizer, group, list(half))[0] for half in zip(*(d.chunk(2) for d in drawn), strict=True)]
+        reasons = [
+            f"its state {key} has shape {tuple(each.shape)} for a weight of shape {shape}"
+            for key, value in state.items()
+            for each in iterate_tensors(value)
+            if each.ndim and each.shape != whole.shape
+        ]
+        if not torch.allclose(torch.cat(halves), whole, rtol=1e-3, atol=1e-5):
+            reasons = ["its step is not element-wise"]
+        if reasons:
+            raise RequestError(
+                f"--multi-gpu fsdp: each worker has some rows of a weight, and {name} needs all of them: {reasons[0]}",
+                remedy="use an element-wise optimizer, such as AdamW or SGD, or --multi-gpu ddp",
+            )
 
 
 def _optimize(

@@ -9,12 +9,13 @@ from tests.gpu.front_door import ALONE, run, sets
 
 
 def device_assert(folder: Path) -> dict[str, Any]:
-    """An index out of range, which the device finds: from then on every call to CUDA fails.
+    """An index out of range, which the device finds: from then on every call to CUDA fails."""
+    return _assert_on_device(folder, *ALONE)
 
-    The second time NCCL's thread sees the error too, and must leave it to the report.
-    """
-    alone = _assert_on_device(folder / "alone", *ALONE)
-    return {"alone": alone, "one_nccl_rank": _assert_on_device(folder / "nccl", "--multi-gpu", "ddp", ranks=1)}
+
+def device_assert_beside_nccl(folder: Path) -> dict[str, Any]:
+    """NCCL's thread sees the error too, and must leave it to the report."""
+    return _assert_on_device(folder, "--multi-gpu", "ddp", ranks=1)
 
 
 def _assert_on_device(folder: Path, *flags: str, ranks: int = 0) -> dict[str, Any]:
