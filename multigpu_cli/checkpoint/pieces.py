@@ -119,7 +119,7 @@ class Pieces:
 
 
 def fill_outlines(state: dict[str, Any], read: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """Return the state with each tensor on the meta device replaced by what `read` returns for its name and outline."""
+    """Return the state with each outline, a tensor on the meta device, replaced by `read(name, outline)`."""
     return dict(map_tensors(state, lambda path, value: read(name_tensor(path), value) if value.is_meta else value))
 
 

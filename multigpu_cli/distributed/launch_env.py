@@ -87,7 +87,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 def prepare_allocator(environ: MutableMapping[str, str] = os.environ) -> None:
     """Let torch's segments of GPU memory grow, which batches of unlike lengths would fragment, unless the user chose.
 
-    It reads them at its first allocation: before 2.9 the second one, of which later versions warn if it stands alone.
+    It reads them at its first allocation. Before 2.9 it knows only the second; later versions warn if only that is set.
     """
     if not {*_ALLOCATOR, "PYTORCH_HIP_ALLOC_CONF"} & environ.keys():
         environ.update(dict.fromkeys(_ALLOCATOR, "expandable_segments:True"))

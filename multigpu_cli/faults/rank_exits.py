@@ -187,13 +187,14 @@ class RankExits:
         return self._is_flagged("end-1")
 
     def has_killed_ranks(self) -> bool:
-        """Return whether the process of a rank under the same agent is gone without a word.
+        """Return whether the process of a rank under the same agent has ended, and has not published its end.
 
         NCCL may never report it, and a rank in a CUDA call hears no SIGTERM; the agent's SIGKILL follows after 30 s.
         """
         world, processes = self._world, Path("/proc")
+        # only ranks of this agent: process IDs of another one may belong to another machine
         agents = world.agent_ids if world.agent_dir is not None and processes.is_dir() else ()
-        local = [rank for rank, agent in enumerate(agents) if agent == agents[world.rank]]  # who number processes alike
+        local = [rank for rank, agent in enumerate(agents) if agent == agents[world.rank]]
         gone = [rank for rank in local if not (processes / str(world.pids[rank])).exists()]
         with suppress(RuntimeError):  # as below
             return any(self.store is not None and not self.store.check([f"left-{rank}"]) for rank in gone)
@@ -219,7 +220,7 @@ class RankExits:
 
     def _flag(self, name: str) -> None:
         if self.store is not None:
-            with suppress(RuntimeError):  # the rank or agent that held the store may be gone
+            with suppress(RuntimeError):  # the rank or agent that held the store may have ended
                 self.store.set(name, "")
 
     def _is_flagged(self, name: str) -> bool:

@@ -111,7 +111,7 @@ class Watchdog:
                     self._terminate_process(self._cause.find_for_lost_peer)
 
     def _describe_lost_peer(self) -> str:
-        """Return why this rank waits for one that is lost, "" if none is: torch would let it wait for minutes."""
+        """Return the reason to treat a peer as lost, or "": torch would let this rank wait for minutes."""
         if name := find_communication_error():
             problem = f"NCCL reports {name}: another rank, its node or the network between them failed"
             remedy = "check that node and the network; NCCL_DEBUG=INFO shows more; the same command resumes"

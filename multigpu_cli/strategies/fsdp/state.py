@@ -281,7 +281,7 @@ class ShardedSave:
                 self._exits.store.delete(self._name(what, self._world.rank, self._number - 2))
 
     def _wait_for(self, what: str) -> dict[int, dict[str, Any]]:
-        """What the other ranks told, by rank; waits for as long as all of them are there, however slow a disk is.
+        """Return the replies of the other ranks; wait as long as all of them are alive, because a disk may be slow.
 
         OSError: one of them could not write, or has ended.
         """
