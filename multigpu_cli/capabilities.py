@@ -105,9 +105,10 @@ MULTI_PROCESS = [name for name in STRATEGIES if name not in ("single", "dp")]
 SHARDING = "--multi-gpu fsdp"
 """The flag that divides weights, gradients and the optimizer's state over several devices."""
 
+_OF_SHARDING = ("strategy.wrap", "strategy.param_dtype", "strategy.reduce")
 STRATEGY_SETTINGS = {
     "ddp": ("find_unused_parameters", "grad_compression", "bucket_cap_mb"),
-    "fsdp": ("find_unused_parameters", "reshard", "shard_size", "strategy.wrap", "strategy.param_dtype"),
+    "fsdp": ("find_unused_parameters", "reshard", "shard_size", *_OF_SHARDING),
 }
 """The settings of each strategy that have no effect with most others."""
 

@@ -8,7 +8,7 @@ import json
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from multigpu_cli.checkpoint.files import DraftFile, Moved, ignore_progress, publish_stream
 from multigpu_cli.errors import RequestError
+from multigpu_cli.runtime.module_state import map_tensors, name_tensor
 
 _FORMATS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -115,6 +116,11 @@ class Pieces:
         if outline.numel() and any(borders[place] != borders[place + 1] for place in range(0, len(borders), 2)):
             held = ", ".join(f"{first} to {last}" for first, last, _ in parts) or "none"
             raise _refusal(self._folder, f"of the {outline.shape[0]} rows of {name} its files have {held}")
+
+
+def fill_outlines(state: dict[str, Any], read: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+    """Return the state with each outline, a tensor on the meta device, replaced by `read(name, outline)`."""
+    return dict(map_tensors(state, lambda path, value: read(name_tensor(path), value) if value.is_meta else value))
 
 
 @contextmanager

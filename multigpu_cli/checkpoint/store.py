@@ -32,9 +32,8 @@ from multigpu_cli.checkpoint.manifest import (
     read_manifest,
     sign_manifest,
 )
-from multigpu_cli.checkpoint.pieces import Pieces, deserialize, write_state
+from multigpu_cli.checkpoint.pieces import Pieces, deserialize, fill_outlines, write_state
 from multigpu_cli.errors import RequestError
-from multigpu_cli.runtime.module_state import map_tensors, name_tensor
 
 
 class BestWeights(NamedTuple):
@@ -140,10 +139,7 @@ class Checkpoint:
         """The saved state, or these parts of it; only tensors, whole, and plain values."""
         outline = self.outline()
         outline = {part: outline[part] for part in parts} if parts else outline
-        pieces = self.open_pieces()
-        return dict(
-            map_tensors(outline, lambda path, found: pieces.read(name_tensor(path), found) if found.is_meta else found)
-        )
+        return fill_outlines(outline, self.open_pieces().read)
 
 
 class Peers(Protocol):
@@ -151,6 +147,9 @@ class Peers(Protocol):
 
     def add_pieces(self, draft: Path) -> dict[str, dict[str, Any]]:
         """Write this rank's rows, and wait for those of the others; returns size and SHA-256 of each file."""
+
+    def complete_best(self, outline: dict[str, Any]) -> dict[str, Any]:
+        """Return the best weights, in which an outline stands for each tensor that all ranks hold rows of."""
 
     def find_damaged_pieces(self) -> dict[str, str] | None:
         """What is wrong with pieces of old checkpoints, by the name of their folder; None if a rank did not answer."""
@@ -227,18 +226,21 @@ class Store:
         if _name_earlier(final).exists():
             shutil.rmtree(_name_earlier(final))
 
-    def open_draft(self, step: int) -> Path:
-        """The folder where a checkpoint is written, which several ranks may make at once."""
+    def open_draft(self, step: int, kind: str = "step") -> Path:
+        """Create the folder where files of a step are written; several ranks may do so at once.
+
+        `kind` is "step" for those of its checkpoint, which becomes this folder, or "best" for rows of best weights.
+        """
         self.folder.mkdir(exist_ok=True)  # but not its parent: if that was removed, this run must not write there
-        draft = self._name_draft(step)
+        draft = self._name_draft(step, kind)
         draft.mkdir(exist_ok=True)
         return draft
 
-    def discard_draft(self, step: int) -> None:
-        shutil.rmtree(self._name_draft(step), ignore_errors=True)
+    def discard_draft(self, step: int, kind: str = "step") -> None:
+        shutil.rmtree(self._name_draft(step, kind), ignore_errors=True)
 
-    def _name_draft(self, step: int) -> Path:
-        return self.folder / f".draft_step_{step:08d}"
+    def _name_draft(self, step: int, kind: str = "step") -> Path:
+        return self.folder / f".draft_{kind}_{step:08d}"
 
     def list_old(self, step: int) -> list[Path]:
         """The checkpoints that go once that of this step is there; later ones are damaged, and stay."""

@@ -34,9 +34,9 @@ _PLACES = ("model", "state_dict", "model_state_dict", "module")  # where program
 
 
 def copy_to_host(value: Any) -> Any:
-    """A state dict, or any part of it, in host memory of its own, so that training can go on while it is written."""
+    """Copy a state dict, or any part of it, to host memory, so that training can continue; outlines stay outlines."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value if value.is_meta else value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
         return {name: copy_to_host(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

@@ -21,7 +21,8 @@ _SETTINGS_OF_THE_PLAN = (
     "schedule warmup_epochs amp"
 )
 _SHOULD_NOT_MATTER = (
-    "exact compile grad_checkpointing bucket_cap_mb strategy.param_dtype find_unused_parameters grad_compression"
+    "exact compile grad_checkpointing bucket_cap_mb strategy.param_dtype strategy.reduce find_unused_parameters "
+    "grad_compression"
 )
 _NO_PROMISE = "identical here; without --exact this is not guaranteed on another number of workers"
 _ROUNDING = "without --exact, another number of workers sums in another order: results are equal only to rounding"

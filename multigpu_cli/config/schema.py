@@ -263,6 +263,7 @@ class CommunicationConfig:
     param_dtype: str = setting(
         "strategy.param_dtype", "auto", choice("auto", "bf16", "fp32"), "fsdp: format of gathered weights, e.g. bf16"
     )
+    reduce: str = setting("strategy.reduce", "step", choice("step", "pass"), "fsdp: how often gradients are reduced")
     grad_compression: str = flag("none", choice("none", "fp16", "bf16", "powersgd"), "compress exchanged gradients")
 
 

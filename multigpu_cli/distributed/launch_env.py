@@ -81,22 +81,39 @@ def prepare_cublas(environ: MutableMapping[str, str] = os.environ) -> None:
     environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def prepare_allocator(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let torch's segments of GPU memory grow, which batches of unlike lengths would fragment, unless the user chose.
+
+    It reads them at its first allocation. Before 2.9 it knows only the second; later versions warn if only that is set.
+    """
+    if not {*_ALLOCATOR, "PYTORCH_HIP_ALLOC_CONF"} & environ.keys():
+        environ.update(dict.fromkeys(_ALLOCATOR, "expandable_segments:True"))
+
+
 def prepare_inductor(*, deterministic: bool, environ: MutableMapping[str, str] = os.environ) -> None:
     """Set what `torch.use_deterministic_algorithms` sets in inductor, as the variable that inductor's import reads."""
     environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
 
 
+_LEFT_TO_WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
+
+
 @contextmanager
 def leave_failures_to_watchdog(environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep torch from ending this process as soon as NCCL reports an error, before our watchdog can name the cause."""
-    if (name := "TORCH_NCCL_ASYNC_ERROR_HANDLING") in environ:
-        yield
-        return
-    environ[name] = "0"  # torch reads it whenever a group is made
+    """Keep torch from ending this process at an error of NCCL or CUDA, before our watchdog or report names the cause.
+
+    Variables that the user has set stay. torch reads them whenever it makes a group.
+    """
+    names = [name for name in _LEFT_TO_WATCHDOG if name not in environ]
+    environ.update(dict.fromkeys(names, "0"))
     try:
         yield
     finally:
-        del environ[name]
+        for name in names:
+            del environ[name]
 
 
 def refuse_srun_copies(environ: Mapping[str, str] = os.environ) -> None:

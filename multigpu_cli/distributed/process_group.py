@@ -21,6 +21,7 @@ from multigpu_cli.distributed.launch_env import (
     attempt_number,
     find_agent_dir,
     node_name,
+    prepare_allocator,
     read_last_verdict,
     read_previous_attempt,
     record_attempt,
@@ -43,6 +44,7 @@ def process_group(
     The timeout of collectives is in seconds; by default the backend is gloo, and for CUDA nccl: one process a GPU.
     """
     if device.type == "cuda":
+        prepare_allocator()
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
@@ -198,6 +200,7 @@ def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store,
         verdict=read_last_verdict(environ),
         previous_attempt=read_previous_attempt(environ),
         gpu=RankGpu(_identify(gpu), gpu.name) if gpu else None,
+        pid=os.getpid(),
     )
     agreed = agree_on_roster(store, own, patience=launch_env.arrival)
     if agreed.verdict:

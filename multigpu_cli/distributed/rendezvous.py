@@ -38,6 +38,7 @@ class RankInfo:
     verdict: FinalVerdict | None = None  # the final verdict of an earlier attempt under that agent, if any
     previous_attempt: PreviousAttempt | None = None  # how the previous attempt under that agent ended, if known
     gpu: RankGpu | None = None  # the rank's GPU; None on CPU
+    pid: int = 0  # of its process
 
     def as_text(self) -> str:
         return json.dumps(asdict(self))
@@ -66,6 +67,7 @@ def merge_rank_infos(infos: Sequence[RankInfo], generation: str) -> Roster:
         verdict=next(iter(verdicts), None),
         previous_attempt=min(ends, key=lambda end: -end.last_progress_time, default=None),
         gpus=tuple(info.gpu for info in infos),
+        pids=tuple(info.pid for info in infos),
     )
 
 

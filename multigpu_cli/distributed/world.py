@@ -39,6 +39,7 @@ class Roster:
     verdict: FinalVerdict | None = None  # the final verdict of an earlier attempt that forbids this one, or None
     previous_attempt: PreviousAttempt | None = None  # how the previous attempt ended, or None
     gpus: tuple[RankGpu | None, ...] = ()  # the GPU of each rank
+    pids: tuple[int, ...] = ()  # the process of each rank, as its machine numbers it
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,15 @@ def disable_collective_timeout(world: World, groups: Sequence[dist.ProcessGroup]
     """Let collectives, also those in some ranks' own groups, wait without limit: the watchdog knows of progress."""
     for group in (None, *groups) if world.size > 1 else ():
         _set_pg_timeout(timedelta(days=7), group)
+
+
+def find_communication_error() -> str:
+    """Return what NCCL reports of any process group, such as COMM_ERROR; "" for nothing, or if no backend can tell."""
+    groups = [*dist.distributed_c10d._world.pg_map]  # a copy, because another thread may add a group
+    for backend in [group._get_backend(kind) for group in groups for kind in group._device_types]:
+        if hasattr(backend, "get_error") and (name := backend.get_error().name) != "SUCCESS":
+            return str(name)
+    return ""
 
 
 def all_gather(world: World, values: Tensor) -> list[Tensor]:

@@ -186,6 +186,20 @@ class RankExits:
         """Whether a rank has published how it ended."""
         return self._is_flagged("end-1")
 
+    def has_killed_ranks(self) -> bool:
+        """Return whether the process of a rank under the same agent has ended, and has not published its end.
+
+        NCCL may never report it, and a rank in a CUDA call hears no SIGTERM; the agent's SIGKILL follows after 30 s.
+        """
+        world, processes = self._world, Path("/proc")
+        # only ranks of this agent: process IDs of another one may belong to another machine
+        agents = world.agent_ids if world.agent_dir is not None and processes.is_dir() else ()
+        local = [rank for rank, agent in enumerate(agents) if agent == agents[world.rank]]
+        gone = [rank for rank in local if not (processes / str(world.pids[rank])).exists()]
+        with suppress(RuntimeError):  # as below
+            return any(self.store is not None and not self.store.check([f"left-{rank}"]) for rank in gone)
+        return False
+
     def add_progress(self, own: int) -> int | None:
         """Add this rank's progress since the last call; returns the total of all ranks, None without a store."""
         with suppress(RuntimeError):  # the rank or agent that held the store may be gone
@@ -198,9 +212,16 @@ class RankExits:
 
     def flag_hang(self) -> None:
         """Make every rank publish its position, and end."""
+        self._flag("hang")
+
+    def flag_departure(self) -> None:
+        """Publish that the process of this rank may end from now on."""
+        self._flag(f"left-{self._world.rank}")
+
+    def _flag(self, name: str) -> None:
         if self.store is not None:
-            with suppress(RuntimeError):  # every rank also measures the time itself
-                self.store.set("hang", "")
+            with suppress(RuntimeError):  # the rank or agent that held the store may have ended
+                self.store.set(name, "")
 
     def _is_flagged(self, name: str) -> bool:
         try:

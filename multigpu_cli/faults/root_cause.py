@@ -21,7 +21,7 @@ from multigpu_cli.faults.rank_exits import OwnProgress, RankExit, RankExits, Ran
 
 PATIENCE = 0.5  # seconds for the exits of other ranks, which are published before their connections close
 _LONGER = 2.0  # seconds more if none of them is at fault: a rank that waits in a collective looks once a second
-_WAITED = "waited for a rank that had ended"
+WAITED = "waited for a rank that had ended"
 _BUSY = 5.0  # seconds for the other thread to find the cause
 
 
@@ -40,10 +40,10 @@ class RootCauseFinder:
                 self.found = self._publish_and_find(error)
         return self.found
 
-    def publish_lost_peer(self) -> None:
-        """Another rank has ended, and the main thread may wait for it: tell the others that this rank is alive."""
+    def publish_lost_peer(self, problem: str = WAITED) -> None:
+        """Publish that this rank is alive and may wait for one that has ended; `problem` is what it knows of that."""
         stack = "".join(["Stack of the main thread:\n", *extract_main_thread_stack().format()])
-        self._exits.publish(self._describe_exit(_WAITED, stack, caused_by_peer=True))
+        self._exits.publish(self._describe_exit(problem, stack, caused_by_peer=True))
 
     def keep_main_thread_from_reporting(self) -> bool:
         """Whether the calling thread may report, and then end the process; not if the main thread has, or does so."""
@@ -126,7 +126,7 @@ def lost_peer_error(exits: Sequence[RankExit], size: int, done: int | None, logs
     cause = next((end for end in exits if not end.caused_by_peer), None)
     missing = sorted(set(range(size)) - {end.rank for end in exits})
     if cause is None and not missing:  # each takes another for the cause, so that the first one knows most
-        cause = next((end for end in exits if end.problem != _WAITED), None)
+        cause = next((end for end in exits if end.problem != WAITED), None)
     if cause is not None:
         head, *rest = cause.problem.splitlines() or [""]
         problem = "\n".join([f"rank {cause.rank} failed ({cause.place}): {head}", *(f"  {line}" for line in rest[:5])])

@@ -14,11 +14,11 @@ from typing import Self
 
 from torch import Tensor
 
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, find_communication_error
 from multigpu_cli.errors import GRACE, TrainingError
 from multigpu_cli.faults.explain import describe_innermost_line, extract_main_thread_stack
 from multigpu_cli.faults.rank_exits import OwnProgress, RankExits, RankPosition
-from multigpu_cli.faults.root_cause import PATIENCE, RootCauseFinder, hang_error, summary_line
+from multigpu_cli.faults.root_cause import PATIENCE, WAITED, RootCauseFinder, hang_error, summary_line
 
 STARTUP_TIMEOUT = 1800.0  # seconds; loading, compiling and the first step may take long
 _ANSWER = 2.0  # seconds for every rank to publish its position
@@ -83,7 +83,9 @@ class Watchdog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._closed.set()
         self._thread.join(timeout=_ANSWER)  # it may wait for a store that is gone
-        if error is not None and (cause := self.publish_and_find_root_cause(error)) is not error:
+        cause = None if error is None else self.publish_and_find_root_cause(error)
+        self._exits.flag_departure()
+        if cause is not None and cause is not error:
             raise cause from error
 
     def _monitor(self) -> None:
@@ -102,11 +104,19 @@ class Watchdog:
                 limit, since = self._timeout, now
             if now - since > limit or self._exits.is_hang():
                 self._terminate_process(partial(self._report_hang, max(now - since, self._timeout)))
-            elif self._cause.found is None and self._exits.has_exits():
+            elif self._cause.found is None and (problem := self._describe_lost_peer()):
                 # unless the main thread notices soon, this process is ended: NCCL never tells who waits
-                self._cause.publish_lost_peer()
+                self._cause.publish_lost_peer(problem)
                 if not self._closed.wait(PATIENCE) and self._cause.keep_main_thread_from_reporting():
                     self._terminate_process(self._cause.find_for_lost_peer)
+
+    def _describe_lost_peer(self) -> str:
+        """Return the reason to treat a peer as lost, or "": torch would let this rank wait for minutes."""
+        if name := find_communication_error():
+            problem = f"NCCL reports {name}: another rank, its node or the network between them failed"
+            remedy = "check that node and the network; NCCL_DEBUG=INFO shows more; the same command resumes"
+            return str(TrainingError(problem, remedy=remedy))
+        return WAITED if self._exits.has_exits() or self._exits.has_killed_ranks() else ""
 
     def _terminate_process(self, find_error: Callable[[], TrainingError]) -> None:
         """End this process from its thread, since the main thread can't be woken from a collective."""
@@ -114,7 +124,8 @@ class Watchdog:
         try:
             error = find_error()
             if error.shared:
-                time.sleep(GRACE if self._world.local_rank else 0)
+                # once a peer was killed, the agent ends all ranks anyway, by SIGKILL after half a minute
+                time.sleep(GRACE if self._world.local_rank and not self._exits.has_killed_ranks() else 0)
             else:
                 self.before_fatal_exit(error)
                 self._on_fatal_error(error)

@@ -55,6 +55,7 @@ class Sharding:
     keeps_weights: bool = False  # gathered weights stay to the end of the step (--reshard step)
     group_size: int | None = None  # workers that share the weights, which other groups replicate (--shard-size)
     exact: bool = False  # each pass reduces, in the order of --exact
+    each_pass: bool = False  # each pass reduces (strategy.reduce=pass)
     share: float = 1.0  # of a weight's bytes that are gathered: 0.5 in bf16
 
     @property
@@ -79,7 +80,7 @@ class Sharding:
 
     def reductions(self, passes: int) -> int:
         """How often a step reduces the gradients."""
-        return passes if self.exact else 1
+        return passes if self.exact or self.each_pass else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,8 @@ def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: i
     if sharding.exact:
         gradients += _divide(memory.gradients, workers)  # each whole tensor goes to one worker, for its norm
     sent = (size - 1) / size * (sharding.gathers(passes) * sharding.share * sum(sharding.groups) + gradients)
-    sent += 2 * (replicas - 1) / replicas * memory.gradients / size  # the groups' sums are reduced as those of ddp
+    between = 2 * (replicas - 1) / replicas * memory.gradients / size  # the groups' sums are reduced as those of ddp
+    sent += sharding.reductions(passes) * between
     sharded = shard_memory(memory, sharding, workers, passes) if workers > 1 else memory
     return ShardedRow(
         workers=workers, passes=passes, memory=sharded, sent=sent, sent_by_ddp=2 * share * memory.gradients
@@ -112,7 +114,7 @@ def shard_memory(memory: Memory, sharding: Sharding, workers: int, passes: int) 
     """The memory of each of several workers; see the head of this file."""
     whole, (size, _) = sum(sharding.groups), sharding.split_workers(workers)
     weights = whole if sharding.keeps_weights else sharding.rest + 2 * max(sharding.blocks, default=0)
-    divided = passes == 1 or sharding.exact
+    divided = sharding.reductions(passes) == passes
     waiting = sharding.rest if divided else 0
     parts = 1
     if sharding.exact:

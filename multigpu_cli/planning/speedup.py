@@ -84,7 +84,8 @@ class StepTimes:
     """The times of a single worker, in seconds.
 
     With divided weights the messages are the groups: each is gathered in passes, and its gradient scattered in the last
-    one, or with --exact in each. Where that was not measured, gathering and scattering take as long as one all-reduce.
+    one, or in each (see `Sharding.reductions`). If that was not measured, gathering and scattering take as long as one
+    all-reduce.
     """
 
     data: float  # to fetch a micro-batch
@@ -105,7 +106,7 @@ class StepTimes:
 
 def buckets(size: float, cap: int | None = None) -> tuple[float, ...]:
     """DDP's buckets for gradients of `size` bytes: of `cap` MiB, or DDP's defaults with a smaller first one."""
-    first, full = (2.0**20 * mib for mib in ((cap, cap) if cap else (_FIRST_BUCKET, _BUCKET)))
+    first, full = (2.0**20 * mib for mib in ((_FIRST_BUCKET, _BUCKET) if cap in (None, _BUCKET) else (cap, cap)))
     if size <= first:
         return (float(size),)
     count, left = divmod(size - first, full)
@@ -136,7 +137,7 @@ def _exposed_in_groups(work: StepTimes, sharding: Sharding, network: Interconnec
     group, groups = sharding.split_workers(workers)
     half = sum(network.all_reduce(size, group) for size in work.messages) / 2
     gather = sum(network.all_reduce(sharding.share * size, group) for size in work.messages) / 2
-    between = network.all_reduce_between(sum(work.messages) / group, group, groups)
+    between = reductions * network.all_reduce_between(sum(work.messages) / group, group, groups)
     if network.inside.overlaps:
         ahead = gather * sharding.gathers_for_forward(passes) - passes * work.forward
         back = gather * sharding.gathers_for_backward(passes) + half * reductions + between - passes * work.backward

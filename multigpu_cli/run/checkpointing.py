@@ -59,7 +59,7 @@ def _save_on_main_rank(run: Run, snapshot: Snapshot, began: float) -> None:
 
     def write() -> None:
         check_owner(run.folder)
-        so_far = _write_best(run, best, best_metrics)
+        so_far = _write_best(run, best, best_metrics, peers)
         where = {"world_size": run.world.size, "versions": {"torch": torch.__version__}}
         facts = run.spec.checkpoint_metadata() | where
         size = checkpointer.store.save(step, snapshot.state, facts, so_far, peers)
@@ -82,13 +82,15 @@ def save_evaluation(run: Run) -> None:
     """
     checkpointer, step = run.checkpointer, run.progress.step
     best, metrics, state = checkpointer.best, dict(run.progress.best), {}
+    # every rank knows whether this evaluation was the best, and all of them or none share their rows
+    peers = checkpointer.saver.share_best(step) if metrics.get("step") == step else None
     if checkpointer.saved_step == step:
         state = _collect_state(run, run.task.state(run.world))
         state = deepcopy({name: state[name] for name in ("progress", "task", *PART_STATES)})
 
     def write() -> None:
         check_owner(run.folder)
-        so_far = _write_best(run, best, metrics)
+        so_far = _write_best(run, best, metrics, peers)
         if state:
             checkpointer.store.add_evaluation(step, state, so_far)
 
@@ -96,11 +98,17 @@ def save_evaluation(run: Run) -> None:
         checkpointer.writer.add(write)
 
 
-def _write_best(run: Run, best: dict[str, Tensor], metrics: dict[str, float]) -> BestWeights | None:
-    """Write weights to best.pt, unless that was done, and free their memory; return the best so far, if any."""
+def _write_best(
+    run: Run, best: dict[str, Tensor], metrics: dict[str, float], peers: Peers | None
+) -> BestWeights | None:
+    """Write weights to best.pt, unless that was done, and free their memory; return the best so far, if any.
+
+    `peers` complete weights of which each rank holds rows.
+    """
     weights, mark = run.folder / "best.pt", run.observer.watchdog.mark_progress
     if best:
-        run.checkpointer.best_sha256 = save_weights(weights, best, run.spec.weights_metadata(), metrics, mark)
+        complete = peers.complete_best(best) if peers else best
+        run.checkpointer.best_sha256 = save_weights(weights, complete, run.spec.weights_metadata(), metrics, mark)
         best.clear()
     return BestWeights(weights, run.checkpointer.best_sha256) if metrics else None
 

@@ -148,8 +148,7 @@ def track_best(run: Run, result: Evaluation) -> None:
         progress.best = {"epoch": run.epoch, "step": progress.step, **result.metrics, **named}
         with run.observer.timer.pause():
             run.checkpointer.best = {}  # earlier ones, if they were not written, give their memory
-            state = {"model": run.state.eval_model().state_dict()}
-            run.checkpointer.best = run.strategy.copy_state(state).get("model", {})
+            run.checkpointer.best = run.checkpointer.saver.capture_best(run.state.eval_model().state_dict())
     elif progress.best:
         progress.stale_epochs += 1
         if patience and progress.stale_epochs >= patience:

@@ -72,7 +72,7 @@ def _publish_weights(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
     best, words, metrics = run.folder / "best.pt", run.spec.weights_metadata(), dict(run.progress.last)
     with fail_on_write_error(run.folder):
         check_owner(run.folder)
-        last = copy_to_host(state)
+        last = state if run.strategy.sharded else copy_to_host(state)  # gathered ones are copies already
         save_weights(run.folder / "last.pt", last, words, metrics, run.observer.watchdog.mark_progress)
         if run.progress.best:
             if restore_file([best, *run.folder.glob(f"checkpoints/*/{BEST}")], run.checkpointer.best_sha256):
@@ -161,7 +161,8 @@ def restore_best_file(run: Run) -> str:
     own: dict[str, Any] = {}
     if is_best:
         with run.state.eval_weights() as model:
-            own = run.strategy.copy_state({"model": model.state_dict()})
+            whole = run.strategy.gather_state({"model": model.state_dict()})
+            own = copy_to_host(whole) if run.world.is_main else {}
 
     def restore() -> bool:
         content = _read_best(run) if not point.checkpoint_rank else None if sent is None else sent.numpy().tobytes()

@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from multigpu_cli.capabilities import EXACT_STRATEGIES, SHARDING, STRATEGIES, load
+from multigpu_cli.checkpoint.pieces import fill_outlines
 from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState, Writer
-from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.store import Peers, Store
 from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.config.schema import Config
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.world import World, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.eval_weights import EMAModel
-from multigpu_cli.runtime.module_state import TensorPath, broadcast_outline, broadcast_tensor, map_tensors, name_tensor
+from multigpu_cli.runtime.module_state import TensorPath, broadcast_outline, broadcast_tensor, map_tensors
 from multigpu_cli.strategies.buffers import StepBuffers
 
 
@@ -58,6 +59,20 @@ class Saver:
     def capture(self, state: TrainState, held: dict[str, Any], step: int) -> Snapshot | None:
         """Begin to copy what a checkpoint holds; all ranks call it together; None on others than rank 0."""
         return self._capture(state, held) if self._world.is_main else None
+
+    def capture_best(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Copy a state dict that is the best so far; all ranks call it together; {} on others than rank 0.
+
+        On the meta device are tensors that `Peers.complete_best` completes, as a later checkpoint is written.
+        """
+        return dict(copy_to_host(weights)) if self._world.is_main else {}
+
+    def share_best(self, step: int) -> Peers | None:
+        """Begin to write what this rank holds of the best weights, which are of this step; all ranks call it together.
+
+        Return, on rank 0, who completes them; None if `capture_best` has returned all of them.
+        """
+        return None
 
     def _capture(self, state: TrainState, held: dict[str, Any]) -> Snapshot:
         snapshot = state.begin_capture(self._captured, held)
@@ -188,10 +203,6 @@ class Strategy(ABC):
         """
         return state
 
-    def copy_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The same as copies in host memory, on rank 0; {} on the others."""
-        return dict(copy_to_host(state)) if self._world.is_main else {}
-
     def scatter_state(
         self, state: dict[str, Any] | None, *, source: int = 0, into: Mapping[str, Any] = {}
     ) -> dict[str, Any]:
@@ -223,9 +234,7 @@ class Strategy(ABC):
 
     def load_sharded(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
         """A state for `load_state_dict`, of what `sharded_state_dict` returned; each rank reads what it needs."""
-        return dict(
-            map_tensors(outline, lambda path, found: read(name_tensor(path), found) if found.is_meta else found)
-        )
+        return fill_outlines(outline, read)
 
     def rollback_buffers(self, skipped: Tensor) -> None:
         """Restore the buffers to the step's start if the optimizer skipped it; `skipped` is () 1.0 or 0.0."""

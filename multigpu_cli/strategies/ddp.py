@@ -94,7 +94,8 @@ class DDP(Strategy):
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             find_unused_parameters=config.find_unused_parameters,
             **{"gradient_as_bucket_view": True} | dict(more or {}),
-            bucket_cap_mb=None if config.bucket_cap_mb == "auto" else float(config.bucket_cap_mb),
+            # torch's default has a first bucket of 1 MB, which starts sooner; its size given as a number has not
+            bucket_cap_mb=None if config.bucket_cap_mb in ("auto", DEFAULT_CAP) else float(config.bucket_cap_mb),
         )
         self._lays_out_first = world.size > 2 or self.reduces_first
         self._low_rank = PowerSGD(self._ddp) if config.grad_compression == "powersgd" else None

@@ -102,6 +102,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "find_unused_parameters": True,
     "bucket_cap_mb": 5,
     "strategy.param_dtype": "fp32",
+    "strategy.reduce": "pass",
     "grad_compression": "fp16",
     "checkpoint_every": "10m",
     "keep": 9,

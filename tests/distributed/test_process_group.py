@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -33,6 +34,30 @@ def test_a_world_of_one_needs_no_group() -> None:
     with process_group(None, torch.device("cpu"), timeout=5) as world:
         assert world == World(torch.device("cpu"), 0, 1, 0, 1)
         assert not dist.is_initialized()
+
+
+_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # since torch 2.9, and before
+
+
+@pytest.mark.parametrize("user", [{}, *({name: "max_split_size_mb:64"} for name in _NAMES)])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_gpu_memory_grows_in_segments_unless_told_otherwise(
+    kind: str, user: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(_read_allocator()))
+    with patch.dict(os.environ):
+        for name in _NAMES:
+            os.environ.pop(name, None)
+        os.environ.update(user)
+        with process_group(None, torch.device(kind), timeout=5):
+            ours = {} if kind == "cpu" else dict.fromkeys(_NAMES, "expandable_segments:True")
+            assert _read_allocator() == (user or ours)
+            assert seen == ([] if kind == "cpu" else [_read_allocator()]), "CUDA reads it at its start"
+
+
+def _read_allocator() -> dict[str, str]:
+    return {name: os.environ[name] for name in _NAMES if name in os.environ}
 
 
 @pytest.mark.parametrize("agent_store", [False, True])
@@ -247,14 +272,15 @@ def test_an_abort_that_hangs_does_not_keep_the_error(monkeypatch: pytest.MonkeyP
     assert time.monotonic() - began < 10
 
 
-def test_the_watchdog_speaks_before_torch_does() -> None:
-    given: dict[str, str] = {}
+@pytest.mark.parametrize(
+    "user", [{}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, {"TORCH_NCCL_RETHROW_CUDA_ERRORS": "1"}]
+)
+def test_torch_leaves_failures_to_the_watchdog_unless_told_otherwise(user: dict[str, str]) -> None:
+    """It would end the process in a thread of its own, with SIGABRT."""
+    given = dict(user)
     with leave_failures_to_watchdog(given):
-        assert given == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    assert given == {}
-    given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
-    with leave_failures_to_watchdog(given):
-        assert given == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "the user's own"
+        assert given == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"} | user
+    assert given == user
 
 
 def test_mig_slices_of_a_card_are_one_gpu() -> None:

@@ -120,6 +120,32 @@ def test_what_three_ranks_write_any_number_goes_on_from_with_any_strategy(whole_
     assert read_losses("back") == pytest.approx(read_losses(whole), rel=1e-12)
 
 
+def test_best_weights_by_rows_are_those_that_gathering_has() -> None:
+    """No evaluation sends weights to rank 0, only the end of the run; and no file of rows is left over."""
+    state, row_saver = sharded_save.ShardedState, sharded_save.RowSaver
+    gather = state.gather
+
+    def note_gather(*args: Any) -> Any:
+        with open(f"gathered by {os.environ['RANK']}", "a") as file:
+            file.write(".")
+        return gather(*args)
+
+    def gather_best() -> None:
+        row_saver.capture_best = sharded_save.GatheringSaver.capture_best  # type: ignore[method-assign, assignment]
+
+    def count_gathers() -> None:
+        state.gather = note_gather  # type: ignore[method-assign, assignment]
+
+    for folder, prepare in (("gathered", gather_best), ("by rows", count_gathers)):
+        ended = run(2, folder, prepare=prepare, best="val_loss:max")
+        assert (ended.error, ended.summary["best"]["step"]) == ("", 3), "written after the weights have moved"
+    weights = [load_trained_weights(Path(folder, "best.pt")).state for folder in ("gathered", "by rows")]
+    assert_same(weights[1], weights[0])
+    assert fingerprint(weights[1]) != ended.summary["fingerprint"], "of the last ones"
+    assert [Path(f"gathered by {rank}").read_text() for rank in (0, 1)] == ["."] * 2
+    assert [path.name for path in Path("by rows").rglob("best*")].count("best_0.safetensors") == 0
+
+
 def rewind(folder: str, to: str, step: int) -> None:
     """A copy of a run that was killed after this step's checkpoint."""
     shutil.copytree(folder, to)
@@ -203,7 +229,7 @@ def fill_before_own_rows(step: int) -> None:
     def write(path: Path, *rest: Any) -> Any:
         if path.parent.name != f".draft_step_{step:08d}":
             return write_piece(path, *rest)
-        while not path.with_name("rank_0.safetensors").exists():
+        while not [*path.parent.glob("*_0.safetensors")]:  # of its state or, which come first, of the best weights
             time.sleep(0.01)
         fill(Path("disk"))
         try:

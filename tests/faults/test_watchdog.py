@@ -8,17 +8,20 @@ import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # seconds, once rather than in each forked rank
+from torch._C._distributed_c10d import ErrorType
 
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, find_communication_error
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults import rank_exits
 from multigpu_cli.faults.rank_exits import RankExit, RankExits
+from multigpu_cli.faults.stop import StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from tests.distributed.launcher import run_command, torchrun
 from tests.support.fork import exit_code
@@ -158,6 +161,92 @@ def test_who_waits_in_a_collective_hears_that_another_rank_failed(tmp_path: Path
     assert time.monotonic() - began < 10
     assert words.read_text() == "rank 1 failed (forward, 1 steps done): ValueError: bad"
     assert "its stack" in (tmp_path / "crash_0.txt").read_text()
+
+
+def groups_with(error: ErrorType) -> Any:
+    """Process groups of gloo, which can't tell, and of a backend that reports this."""
+    backends = {"cpu": SimpleNamespace(), "cuda": SimpleNamespace(get_error=lambda: error)}
+    kinds = (["cpu"], ["cpu", "cuda"])
+    return SimpleNamespace(pg_map=[SimpleNamespace(_device_types=each, _get_backend=backends.get) for each in kinds])
+
+
+@pytest.mark.parametrize("error", [ErrorType.SUCCESS, ErrorType.COMM_ERROR, ErrorType.REMOTE_ERROR, ErrorType.TIMEOUT])
+def test_errors_of_any_process_group_are_found(error: ErrorType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.distributed_c10d, "_world", groups_with(error))
+    assert find_communication_error() == ("" if error is ErrorType.SUCCESS else error.name)
+
+
+@pytest.mark.parametrize("peer_answers", [True, False])
+def test_nccl_errors_end_a_rank_that_waits(peer_answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch itself would end it by SIGABRT after eight minutes. The peer that does not answer is the lost one."""
+    monkeypatch.setattr(dist.distributed_c10d, "_world", groups_with(ErrorType.COMM_ERROR))
+    words = tmp_path / "words"
+
+    def waits(rank: int) -> None:
+        store = dist.PrefixStore("attempt-0", dist.FileStore(str(tmp_path / "store"), 2))
+        with Watchdog(World(torch.device("cpu"), rank, 2, 0, 2, store=store), 5, write_to(words)) as watch:
+            watch.start(0, tmp_path)
+            watch.set_position(1, "reduction")
+            time.sleep(20)
+
+    peer = get_context("fork").Process(target=waits, args=(1,))
+    if peer_answers:
+        peer.start()
+    assert exit_code(lambda: waits(0)) == 1
+    if not peer_answers:
+        assert words.read_text().startswith("rank 1 ended without an error message after step 1: was it killed?")
+        return
+    peer.join(10)
+    assert peer.exitcode == 1
+    said = words.read_text()
+    assert "NCCL reports COMM_ERROR: another rank, its node or the network between them failed" in said
+    assert "  try: check that node" in said
+
+
+def under_one_agent(folder: Path, rank: int, pids: tuple[int, ...]) -> World:
+    """The world of a rank on one of two nodes; that of rank 2 is another one."""
+    store = dist.PrefixStore("attempt-0", dist.FileStore(str(folder / "store"), 2))
+    size, agents = len(pids), ("agent", "agent", "another agent")[: len(pids)]
+    cpu = torch.device("cpu")
+    return World(cpu, rank, size, 1 - rank, 2, store=store, agent_dir=folder, agent_ids=agents, pids=pids)
+
+
+def find_ended_process() -> int:
+    process = get_context("fork").Process(target=os._exit, args=(0,))
+    process.start()
+    process.join(10)
+    return process.pid or 0
+
+
+def test_sigterm_ends_a_rank_in_a_call_if_a_peer_was_killed(tmp_path: Path) -> None:
+    """NCCL reports no error, and Python's handler of a signal waits until the call returns."""
+    words, killed = tmp_path / "words", find_ended_process()
+
+    def waits() -> None:
+        world = under_one_agent(tmp_path, 0, (os.getpid(), killed))
+        with StopRequest(), Watchdog(world, 300, write_to(words)) as watch:
+            watch.start(0, tmp_path)
+            watch.set_position(1, "reduction")
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    began = time.monotonic()
+    assert exit_code(waits) == 1
+    assert time.monotonic() - began < 20
+    assert words.read_text().startswith("rank 1 ended without an error message after step 1: was it killed?")
+
+
+def test_local_ranks_that_left_in_order_are_not_lost(tmp_path: Path) -> None:
+    """Rank 0 may still write what the run has left; and process IDs of another node mean nothing here."""
+    ended, alive = find_ended_process(), os.getpid()
+
+    def has_killed_ranks(*pids: int) -> bool:
+        return RankExits(under_one_agent(tmp_path, 0, pids)).has_killed_ranks()
+
+    assert [has_killed_ranks(alive, alive, ended), has_killed_ranks(alive, ended, alive)] == [False, True]
+    with Watchdog(under_one_agent(tmp_path, 1, (alive, ended, alive)), 300, lambda error: None):
+        pass
+    assert not has_killed_ranks(alive, ended, alive)
 
 
 def test_all_that_live_name_the_rank_that_was_killed(tmp_path: Path) -> None:

@@ -34,6 +34,19 @@ def test_weights_that_are_kept_are_all_gathered() -> None:
     assert shard_memory(WHOLE, Sharding(blocks=(), rest=1000), 4, 2).unsharded == 1000, "no blocks: the model as one"
 
 
+def test_reducing_in_each_pass_trades_memory_for_traffic() -> None:
+    each, once = replace(BLOCKS, each_pass=True), BLOCKS
+    assert [shard_memory(WHOLE, each, 4, passes).gradients for passes in (1, 2, 3)] == [250] * 3
+    assert shard_memory(WHOLE, each, 4, 2).unsharded == shard_memory(WHOLE, once, 4, 1).unsharded
+    rows = [forecast_sharded(WHOLE, sharding, 4, 3) for sharding in (each, once)]
+    assert rows[0].sent - rows[1].sent == pytest.approx(2 * 750)
+    groups = [forecast_sharded(WHOLE, replace(sharding, group_size=2), 4, 3) for sharding in (each, once)]
+    assert groups[0].sent - groups[1].sent == pytest.approx(2 * (500 + 500)), "within groups, and between them"
+    work = StepTimes(0.0, 2.0, 4.0, 1.0, (600.0, 400.0), gather=0.5, reduction=8.0, sharding=each)
+    on_cores = Interconnect(Link("slow", 0.0, 100.0, "a test", overlaps=False))
+    assert exposed_seconds(work, on_cores, 2, passes=3) == pytest.approx((3 + 3 * AGAIN) * 0.5 + 3 * 8)
+
+
 def test_with_exact_each_pass_divides_the_gradient_and_sums_without_a_buddy_wait() -> None:
     exact = replace(BLOCKS, exact=True)
     assert [shard_memory(WHOLE, exact, 4, passes).gradients for passes in (1, 2, 3, 4)] == [500, 500, 750, 750]

@@ -320,7 +320,7 @@ def test_what_counts_as_better_is_kept_and_what_does_not_is_counted() -> None:
     """By patience 2; each score of one evaluation may be several numbers."""
     run = MagicMock(progress=Progress(), score=None, epoch=0)
     run.config.length.early_stopping_patience = 2
-    run.strategy.copy_state.side_effect = lambda state: run.checkpointer.best == {} and {"model": {"epoch": run.epoch}}
+    run.checkpointer.saver.capture_best.side_effect = lambda _: run.checkpointer.best == {} and {"epoch": run.epoch}
     told = [
         ([nan, 1.0], {}, 0),
         ([0.1, 1.0], {"epoch": 2}, 0),

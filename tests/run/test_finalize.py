@@ -231,7 +231,7 @@ def test_the_best_weights_are_those_of_the_checkpoints_past(
     run, readers = MagicMock(), list[int]()
     run.folder, run.progress = tmp_path, Progress(step=6, best=best, score=[1.0])
     run.spec.resume_point = SimpleNamespace(checkpoint="there", checkpoint_rank=rank)
-    run.strategy.copy_state.return_value = {"model": {"w": 1}}
+    run.strategy.gather_state.return_value = {"model": {"w": 1}}
     run.state.eval_weights.return_value = nullcontext(Mock())
     monkeypatch.setattr(finalize, "_read_best", lambda _: readers.append(1) or sent)
     monkeypatch.setattr(finalize, "run_on_main_rank", lambda world, work, by=0: work())

@@ -15,7 +15,7 @@ from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.monitor.journal import read_events
 from multigpu_cli.run.finalize import finish_run
 from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.strategies.base import Strategy
+from multigpu_cli.strategies.base import Saver
 from tests.support.run_training import run_training
 
 
@@ -57,7 +57,7 @@ def test_a_run_holds_at_most_twice_what_its_state_takes(tmp_path: Path, monkeypa
 def run_and_count_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train, and write to counts.json the most bytes held in a step and when the best weights have been copied."""
     base, counts = 0, {"step": [0], "best": [0]}
-    step, copy_state, add = Precision.clip_and_step, Strategy.copy_state, Writer.add
+    step, capture_best, add = Precision.clip_and_step, Saver.capture_best, Writer.add
 
     def begin() -> None:
         nonlocal base
@@ -68,7 +68,7 @@ def run_and_count_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         return step(*args)
 
     def count_best(*args: Any) -> dict[str, Any]:
-        found = copy_state(*args)
+        found = capture_best(*args)
         counts["best"].append(count_bytes() - base)
         return found
 
@@ -81,7 +81,7 @@ def run_and_count_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(engine, "gc", Mock())  # what is frozen is not found
     monkeypatch.setattr(Precision, "clip_and_step", count_in_step)
-    monkeypatch.setattr(Strategy, "copy_state", count_best)
+    monkeypatch.setattr(Saver, "capture_best", count_best)
     monkeypatch.setattr(Writer, "add", write_at_once)
     monkeypatch.setattr(engine, "finish_run", lambda run, status: note_counts() or finish_run(run, status))
     run_training(

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from multigpu_cli.config.schema import CommunicationConfig
 from multigpu_cli.distributed.world import World
+from multigpu_cli.planning.speedup import buckets
 from multigpu_cli.strategies import ddp
 from multigpu_cli.strategies.ddp import DEFAULT_CAP, measure_cap
 from tests.support.ranks import run_on_each_rank
@@ -59,6 +61,26 @@ def test_the_fastest_of_a_few_counts_after_a_warm_up(kind: str, monkeypatch: pyt
     monkeypatch.setattr(ddp, "dist", SimpleNamespace(all_reduce=send))
     assert ddp._seconds(1, World(torch.device(kind))) == 3.0
     assert (sent, list(took)) == ([2**20] * 4, [])
+
+
+@pytest.mark.parametrize(("cap", "sizes"), [("auto", [2, 6]), (DEFAULT_CAP, [2, 6]), (26, [8]), (5, [6, 2])])
+def test_the_default_size_keeps_a_small_first_bucket(cap: int | str, sizes: list[int]) -> None:
+    """Its gradients come first, so that their all-reduce starts soon."""
+
+    def list_buckets(world: World) -> list[int]:
+        layers = [nn.Linear(724, 724, bias=False) for _ in range(4)]  # 2 MiB each
+        strategy = ddp.DDP(nn.Sequential(*layers), world, CommunicationConfig(bucket_cap_mb=cap))
+        for _ in range(2):  # DDP assigns gradients to buckets after the first pass
+            strategy.callable(torch.ones(1, 724)).sum().backward()
+        buckets = strategy._ddp.reducer._get_zeros_like_grad_buckets()
+        return [round(bucket.buffer().nbytes / 2**20) for bucket in buckets]
+
+    assert run_on_each_rank(1, list_buckets) == [sizes]
+
+
+def test_the_plan_forecasts_the_default_buckets() -> None:
+    assert buckets(30 * 2**20, DEFAULT_CAP) == buckets(30 * 2**20) == (2**20, 25 * 2**20, 4 * 2**20)
+    assert buckets(30 * 2**20, 20) == (20 * 2**20, 10 * 2**20)
 
 
 def test_a_real_all_reduce_is_timed() -> None:

@@ -39,6 +39,17 @@ class Accumulating(torch.optim.Optimizer):
                 parameter -= group["lr"] * parameter.grad / state["sum"] ** state["power"]
 
 
+class Blockwise(torch.optim.SGD):
+    """Scales weights of 4,096 elements and more by blocks of 256, and keeps the scales, as 8-bit Adam does."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if parameter.numel() >= 4096:
+                self.state[parameter]["absmax1"] = parameter.grad.flatten().view(-1, 256).abs().amax(1)
+        super().step()
+
+
 def build() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
 
@@ -118,3 +129,10 @@ def test_those_that_need_the_whole_weight_are_refused(kind: type[torch.optim.Opt
 def test_muon_is_refused() -> None:
     with pytest.raises(RequestError, match="Muon needs all of them"):
         check_is_elementwise(torch.optim.Muon(list_matrices(build()), lr=0.1))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (5,)])
+def test_fsdp_refuses_states_of_another_shape_than_their_weight(shape: tuple[int, ...]) -> None:
+    """Small weights, as in a trial of few numbers, have none."""
+    with pytest.raises(RequestError, match=r"all of them: its state absmax1 has shape \(32,\) for a weight of"):
+        check_is_elementwise(Blockwise([nn.Parameter(torch.ones(shape))], lr=0.1))

@@ -22,9 +22,9 @@ from multigpu_cli.strategies.base import Single, Strategy
 from multigpu_cli.strategies.exact import ExactReduction
 from multigpu_cli.strategies.fsdp.exact import ExactFSDP2
 from multigpu_cli.strategies.fsdp.fsdp import FSDP2
-from multigpu_cli.strategies.fsdp.probe import find_direct_use
+from multigpu_cli.strategies.fsdp.probe import find_direct_use, list_groups
 from multigpu_cli.strategies.fsdp.shard import ModelSharder
-from tests.strategies.one_step import network, reduce_step, samples
+from tests.strategies.one_step import network, reduce_step, samples, strategy_model
 from tests.support.ranks import run_on_each_rank
 
 CPU = torch.device("cpu")
@@ -208,6 +208,51 @@ def test_groups_that_replicate_each_other_do_what_one_worker_does(share: str) ->
     assert all(other["norms"] == found["norms"] for other in others)
     assert [each["groups"] for each in (found, *others)] == [(2, 2)] * 4, "of workers, beside that of all of them"
     assert found["held"] + others[0]["held"] == others[1]["held"] + others[2]["held"] == expected["held"]
+
+
+@pytest.mark.parametrize("size", [24, 22], ids=["even", "uneven"])
+def test_reducing_in_each_pass_has_the_result_of_once(size: int) -> None:
+    """With tied, frozen and unused weights, in groups, and with weights that are kept between the passes.
+
+    SGD does not amplify the rounding of gradients near zero, as AdamW does.
+    """
+    cases: dict[str, Found] = {"plain": {}, "kept": {"keeps_weights": True}, "groups": {"shard_size": 2}}
+    cases["unused"] = {"finds_unused": True}
+    plan = BatchPlan(samples=size, micro_batch=2, global_batch=size, workers=4)  # three passes
+    networks = {"unused": Late}
+
+    def each(world: World) -> dict[str, Found]:
+        return {
+            name: train(world, plan, networks.get(name, Tied), "sgd", reduces_each_pass=True, **more)
+            for name, more in cases.items()
+        }
+
+    found = run_on_each_rank(4, each)
+    for name in cases:
+        expected = train(World(CPU), BatchPlan(**vars(plan) | {"workers": 1}), networks.get(name, Tied), "sgd")
+        assert_alike(found[0][name]["state"], expected["state"], name)
+        assert found[0][name]["norms"] == pytest.approx(expected["norms"], rel=1e-9)
+
+
+@pytest.mark.parametrize("each_pass", [False, True])
+def test_no_whole_gradient_waits_between_passes_that_reduce(each_pass: bool) -> None:
+    def count(world: World) -> list[int]:
+        strategy = FSDP2(network(norm=False), world, reduces_each_pass=each_pass)
+        strategy.warm_up(lambda: strategy.callable(samples(2)[0]).sum())
+        counts = []
+        for _ in range(2):  # the second step follows one that was not finished
+            strategy.begin_step(3 * world.size)
+            with strategy.accumulate(last=False):
+                strategy.callable(samples(2)[0]).sum().backward()
+            assert strategy.local_gradients() == [] if each_pass else len(strategy.local_gradients()) == 4
+            held = [parameter for group in list_groups([strategy_model(strategy)]) for parameter in group.fsdp_params]
+            gradients = [each.unsharded_accumulated_grad for each in held]
+            gradients += [getattr(each, "_unsharded_param", each.sharded_param).grad for each in held]
+            counts.append(sum(gradient.numel() for gradient in gradients if gradient is not None))
+        return counts
+
+    whole = sum(parameter.numel() for parameter in network(norm=False).parameters())
+    assert run_on_each_rank(2, count) == [[0 if each_pass else whole] * 2] * 2
 
 
 def test_momentum_that_was_there_before_sharding_is_divided_too() -> None:

@@ -65,19 +65,20 @@ def test_a_format_that_does_not_go_with_the_run_is_refused(
 def test_the_settings_of_a_run_are_those_of_its_strategy() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     average, compiled = EMAModel(model, 0.9), CompiledModel(model, None, backend="eager")
-    config = resolve(FLAGS, ["strategy.param_dtype=bf16", "strategy.wrap=1"], None)
+    config = resolve(FLAGS, ["strategy.param_dtype=bf16", "strategy.wrap=1", "strategy.reduce=pass"], None)
     strategy = Given.create(compiled, Setup(ALONE, cast(Any, None), config, average, 1, {}))
     settings = {
         "average": average.module, "blocks": ["1"], "keeps_weights": True, "source": 1, "shard_size": 2,
-        "finds_unused": True, "param_dtype": torch.bfloat16,
+        "finds_unused": True, "param_dtype": torch.bfloat16, "reduces_each_pass": True,
     }  # fmt: skip
     assert (cast(Given, strategy).given, strategy.callable) == (((model, ALONE), settings), compiled)
     plain = Given.create(model, Setup(ALONE, cast(Any, None), resolve({}, ["strategy.wrap=1"], None), None, 0, {}))
     settings |= {"average": None, "keeps_weights": False, "source": 0, "shard_size": None, "finds_unused": False}
-    assert cast(Given, plain).given == ((model, ALONE), settings | {"param_dtype": None})
+    settings |= {"param_dtype": None, "reduces_each_pass": False}
+    assert cast(Given, plain).given == ((model, ALONE), settings)
     assert FSDP2.describe(model, config, 4) == {
         "sharding": "by 1 block (Linear: 1) and the rest within groups of 2 workers; weights are gathered in bf16, "
-        "and freed after the step"
+        "and freed after the step; gradients are reduced in each pass"
     }
     assert " within " not in FSDP2.describe(model, config, 2)["sharding"]
     assert FSDP2.describe(model, config, 1) == {"sharding": "none: one process holds everything"}

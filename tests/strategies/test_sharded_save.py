@@ -78,6 +78,34 @@ def test_the_error_of_another_rank_is_its_own(run: Run) -> None:
     assert run.names() == []
 
 
+def test_best_weights_are_completed_from_the_rows_of_all_ranks(run: Run) -> None:
+    saves = [run.rank(rank) for rank in range(3)]
+    for rank, save in enumerate(saves):
+        save.best = {"model.weight": Rows(-STATE["model"]["weight"][rank * 2 : rank * 2 + 2], rank * 2)}
+    for save in saves[1:]:
+        save.take_part()
+    whole = saves[0].complete_best({**OUTLINE["model"], "seen": torch.ones(3)})
+    assert list(whole) == ["weight", "seen"]
+    assert torch.equal(whole["weight"], -STATE["model"]["weight"])
+    assert torch.equal(whole["seen"], torch.ones(3))
+    run.store.save(10, OUTLINE, FACTS, peers=saves[0])
+    files = sorted(path.name for path in (run.store.folder / "step_00000010").iterdir())
+    assert files == ["manifest.json", *(f"rank_{rank}.safetensors" for rank in range(3)), "state.pt"]
+
+
+def test_best_weights_of_a_rank_that_cannot_write_stay_pending(run: Run) -> None:
+    run.rank(2).take_part()
+    (run.store.folder / ".draft_step_00000010" / "best_1.safetensors").mkdir()  # in the way of the file
+    save = run.rank(1)
+    save.best = ROWS[1]
+    with pytest.raises(OSError, match="best_1"):
+        save.take_part()
+    with pytest.raises(OSError, match=r"rank 1: \[Errno"):
+        run.rank(0).complete_best(OUTLINE["model"])
+    run.rank(0).abandon()
+    assert run.names() == []
+
+
 def test_a_draft_is_given_up_once_nobody_writes_to_it(run: Run) -> None:
     others = [Timer(0.2, run.rank(rank).take_part) for rank in (1, 2)]
     for other in others:

@@ -1,5 +1,6 @@
 """Which rows of a state a rank has, without the other ranks: six of them, in two groups of three."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ import torch.distributed.fsdp  # seconds, once rather than in each forked rank
 from torch import Tensor
 
 from multigpu_cli.distributed.world import World
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.runtime.module_state import map_tensors
 from multigpu_cli.strategies.fsdp import state as sharded_state
 from multigpu_cli.strategies.fsdp.state import GatheringSaver, RowSaver, ShardedState, agree_on_owner
@@ -89,6 +91,18 @@ def test_tensors_of_another_model_are_read_and_received_whole(divided: None, mon
     assert plain(sharded.scatter(fill(WEIGHT), 0)) == plain(as_rank(1))
 
 
+@pytest.mark.parametrize("shape", [(6,), (4, 2), (3, 1)])
+def test_states_of_another_shape_than_their_rows_are_refused(shape: tuple[int, ...]) -> None:
+    """They would be saved as rows of the weight, which no resume could put together."""
+    sharded, state = build(1), fill(WEIGHT[3:6])
+    state["optimizer"]["state"][0]["absmax1"] = torch.ones(shape)
+    message = re.escape(f"optimizer.state.0.absmax1 has shape {shape}, and this rank's rows of its weight have (3, 2)")
+    with pytest.raises(TrainingError, match=message):
+        sharded.split(state)
+    with pytest.raises(TrainingError, match=message):
+        sharded.gather({"optimizer": {"state": {0: {"absmax1": torch.ones(shape)}}}})
+
+
 def test_ranks_agree_on_the_owner_of_a_folder_that_all_see(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
@@ -99,6 +113,35 @@ def test_ranks_agree_on_the_owner_of_a_folder_that_all_see(tmp_path: Path) -> No
         return [agree_on_owner(world, tmp_path / "one"), agree_on_owner(world, tmp_path / own)]
 
     assert run_on_each_rank(2, work) == [["one", ""]] * 2
+
+
+def test_best_rows_go_with_checkpoints_until_rank_0_has_written_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank copies its own, and none is gathered; rank 0 empties its dict once best.pt is on disk."""
+    rows, saved, pending = torch.ones(2, 2), list[tuple[int, list[str]]](), dict[str, Any]()
+    outline = {"model": {"w": torch.empty(4, 2, device="meta"), "seen": torch.ones(3)}}
+    strategy: Any = SimpleNamespace(sharded_state_dict=lambda held: (outline, {"model.w": (rows, 2)}))
+    snapshot: Any = SimpleNamespace(state={"model": {}, sharded_state._ROWS: {}}, finish=None)
+    monkeypatch.setattr(RowSaver, "_capture", lambda *_: snapshot)
+    monkeypatch.setattr(sharded_state, "replace", lambda snapshot, **parts: parts["peers"])
+    monkeypatch.setattr(sharded_state, "all_reduce_max", lambda world, values: [float(bool(pending))])
+    nothing: Any = None
+    writer: Any = SimpleNamespace(submit=lambda finish, job: saved.append((1, [*job.__self__.best])))
+    savers = [RowSaver(strategy, World(CPU, rank, 2), nothing, writer, "owner") for rank in (0, 1)]
+    pending, other = [saver.capture_best({}) for saver in savers]
+    assert (list(pending), pending["w"].is_meta, pending["seen"].tolist(), other) == (
+        ["w", "seen"],
+        True,
+        [1.0] * 3,
+        {},
+    )
+    rows.zero_()
+    for expected in (["model.w"], ["model.w"], []):
+        if not expected:
+            pending.clear()
+        peers: Any = savers[0].capture(nothing, {}, 3)
+        savers[1].capture(nothing, {}, 3)
+        assert [*peers.best] == saved[-1][1] == expected
+        assert all(each.tensor.tolist() == [[1.0] * 2] * 2 and each.begin == 2 for each in peers.best.values())
 
 
 def test_rank_0_keeps_what_was_gathered_and_the_others_wait_for_their_own_writers(

@@ -25,6 +25,9 @@ class Peers:
         names = [f"rank_{rank}.safetensors" for rank in range(len(self.pieces))]
         return {name: write_piece(draft / name, rows) for name, rows in zip(names, self.pieces, strict=True)}
 
+    def complete_best(self, outline: dict[str, Any]) -> dict[str, Any]:
+        return outline
+
     def find_damaged_pieces(self) -> dict[str, str]:
         found = {folder.name: find_damaged_piece(folder) for folder in self.store.list_old(self.step)}
         return {name: damage for name, damage in found.items() if damage}

@@ -183,11 +183,13 @@ def measure_sharding(components: TrainComponents) -> Sharding | None:
         sizes.append(sum(parameter.nbytes for parameter in own))
         counted |= own
     *blocks, rest = sizes
-    kept, size, dtype = device.reshard == "step", device.shard_size, components.config.communication.param_dtype
+    wire = components.config.communication
+    dtype = wire.param_dtype
     if dtype == "auto":
         (dtype,) = find_strategy("fsdp").measure_settings(model, components.config, components.world).values()
-    half = 0.5 if dtype == "bf16" else 1.0
-    return Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=kept, group_size=size, exact=exact, share=half)
+    kept, size, each_pass = device.reshard == "step", device.shard_size, wire.reduce == "pass"
+    sharding = Sharding(blocks=tuple(blocks), rest=rest, keeps_weights=kept, group_size=size, exact=exact)
+    return replace(sharding, each_pass=each_pass, share=0.5 if dtype == "bf16" else 1.0)
 
 
 def _run_worker(config: Config) -> tuple[tuple[float, ...], float, list[float]]:

@@ -289,9 +289,7 @@ class ExactFSDP2(FSDP2):
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)
         self._micro_batches = micro_batches
-        self._changes.nodes.clear()  # like the rest, of a step that was not finished
-        for parameter, _ in self._pairs:
-            parameter.grad = None
+        self._changes.nodes.clear()  # of a step that was not finished
         for rows in self._sums:
             rows.begin_step(micro_batches)
 
@@ -301,10 +299,6 @@ class ExactFSDP2(FSDP2):
             yield
         for rows in self._sums:
             rows.end_pass()
-
-    def local_gradients(self) -> list[Tensor]:
-        """None: they are sent in each pass."""
-        return []
 
     def after_backward(self, number: int) -> None:
         self._push_changes(self._buffers.take_change())

@@ -42,7 +42,7 @@ class FSDP2(Strategy):
     name = "fsdp"
     sharded = True
     keeps_casts = False
-    reduces_each_pass = False
+    reduces_each_pass = False  # less memory between the passes of a step: no gradient of whole weights
     min_workers = 2
     compile_note = ", each gathered block by itself"
     memory_remedy = (
@@ -62,10 +62,12 @@ class FSDP2(Strategy):
         source: int | None = 0,  # whose weights all get; None: nobody's, a state is loaded before the first pass
         shard_size: int | None = None,  # workers of each group that has all rows; None: all workers are one
         param_dtype: torch.dtype | None = None,  # in which weights are gathered; None: as they are
+        reduces_each_pass: bool = False,  # gradients, rather than once per step
     ) -> None:
         probe.check_can_be_sharded(model)
         whole = dict(model.named_parameters())  # they are emptied, and tell which rows are in their place
         self._keeps_weights, self._casts = keeps_weights, param_dtype is not None
+        self.reduces_each_pass |= reduces_each_pass
         mesh = create_mesh(world, shard_size)
         self.groups = tuple(mesh.get_all_groups()) if mesh.ndim > 1 else ()
         self.num_shards = mesh.size(-1)
@@ -131,7 +133,8 @@ class FSDP2(Strategy):
         freed = "each pass" if device.reshard == "forward" else "the step"
         groups = f" within groups of {device.shard_size} workers" if device.shard_size not in (None, workers) else ""
         halved = " in bf16" if config.communication.param_dtype == "bf16" else ""
-        words = f"by {blocks}{groups}; weights are gathered{halved}, and freed after {freed}"
+        reduced = "; gradients are reduced in each pass" if config.communication.reduce == "pass" else ""
+        words = f"by {blocks}{groups}; weights are gathered{halved}, and freed after {freed}{reduced}"
         return {"sharding": words if workers > 1 else "none: one process holds everything"}
 
     @classmethod
@@ -147,6 +150,7 @@ class FSDP2(Strategy):
             shard_size=device.shard_size,
             finds_unused=setup.config.communication.find_unused_parameters,
             param_dtype=torch.bfloat16 if setup.config.communication.param_dtype == "bf16" else None,
+            reduces_each_pass=setup.config.communication.reduce == "pass",
         )
         strategy.callable = model
         return strategy
@@ -244,6 +248,8 @@ class FSDP2(Strategy):
     def begin_step(self, micro_batches: int) -> None:
         super().begin_step(micro_batches)
         self._rounds, self._done = -(-micro_batches // self._world.size), 0
+        for parameter, _ in self._pairs:
+            parameter.grad = None  # of a step that was not finished
         if self._usage:
             self._usage.begin_step()
 
@@ -276,6 +282,9 @@ class FSDP2(Strategy):
                         held.unsharded_accumulated_grad = sums
 
     def local_gradients(self) -> list[Tensor]:
+        """None are kept if they are reduced in each pass."""
+        if self.reduces_each_pass:
+            return []
         held = [parameter for group in probe.list_groups(self._roots[:1]) for parameter in group.fsdp_params]
         found = [getattr(each, "_unsharded_param", each.sharded_param).grad for each in held]
         found += [each.unsharded_accumulated_grad for each in held]
@@ -317,8 +326,6 @@ class FSDP2(Strategy):
     def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
         self.check_passes()
         return self._state.gather(state)
-
-    copy_state = gather_state
 
     def sharded_state_dict(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
         self.check_passes()

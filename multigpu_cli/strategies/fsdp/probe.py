@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from multigpu_cli.checkpoint.pieces import iterate_tensors
 from multigpu_cli.config.schema import Config
 from multigpu_cli.errors import RequestError
 
@@ -126,31 +129,43 @@ def check_can_be_sharded(model: nn.Module) -> None:
         )
 
 
-_ROWS, _STEPS = 6, 3
+_SIZES = ((6, 4), (256, 32))  # halves of the second have 4,096 elements, from which on 8-bit Adam stores blocks
+_STEPS = 3
 
 
 def check_is_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Try the optimizer on a small weight, whole and in two pieces, with the settings of each of its groups.
+    """Try the optimizer on a small and a large weight, whole and in two halves, with the settings of each group.
 
-    One whose results differ needs whole weights, as Muon, LAMB and Adafactor do, and is refused.
+    RequestError: the results differ, as those of Muon, LAMB and Adafactor do, which need whole weights; or a state has
+    another shape than its weight, so that no checkpoint could divide it into the rows of each rank.
     """
-    for group in filter(lambda each: each["params"], optimizer.param_groups):
-        shape = (_ROWS, 4) if any(parameter.ndim > 1 for parameter in group["params"]) else (_ROWS,)
-        like: Tensor = group["params"][0]
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    for group, size in product(groups, _SIZES):  # rows and columns
+        name, like = type(optimizer).__name__, group["params"][0]
+        shape = size if any(parameter.ndim > 1 for parameter in group["params"]) else (prod(size),)
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randn(shape, generator=generator).to(like.device, like.dtype) for _ in range(1 + _STEPS)]
-        whole = _optimize(optimizer, group, drawn)
-        pieces = [_optimize(optimizer, group, list(part)) for part in zip(*(d.chunk(2) for d in drawn), strict=True)]
-        if not torch.allclose(torch.cat(pieces), whole, rtol=1e-3, atol=1e-5):
+        whole, state = _optimize(optimizer, group, drawn)
+        halves = [_optimize(optimizer, group, list(half))[0] for half in zip(*(d.chunk(2) for d in drawn), strict=True)]
+        reasons = [
+            f"its state {key} has shape {tuple(each.shape)} for a weight of shape {shape}"
+            for key, value in state.items()
+            for each in iterate_tensors(value)
+            if each.ndim and each.shape != whole.shape
+        ]
+        if not torch.allclose(torch.cat(halves), whole, rtol=1e-3, atol=1e-5):
+            reasons = ["its step is not element-wise"]
+        if reasons:
             raise RequestError(
-                f"--multi-gpu fsdp: each worker has only some rows of a weight, and {type(optimizer).__name__} needs "
-                "all of them: its step is not element-wise",
-                remedy="an element-wise optimizer, such as AdamW or SGD, or --multi-gpu ddp",
+                f"--multi-gpu fsdp: each worker has some rows of a weight, and {name} needs all of them: {reasons[0]}",
+                remedy="use an element-wise optimizer, such as AdamW or SGD, or --multi-gpu ddp",
             )
 
 
-def _optimize(optimizer: torch.optim.Optimizer, group: dict[str, Any], drawn: list[Tensor]) -> Tensor:
-    """A weight after some steps of a copy of the optimizer; the weight and its gradients are drawn."""
+def _optimize(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], drawn: list[Tensor]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return a weight and its state after some steps of a copy of the optimizer; `drawn` has weight and gradients."""
     weight = torch.nn.Parameter(drawn[0].clone())
     trial = copy(optimizer)
     vars(trial).update(vars(optimizer) | vars(trial))  # torch copies no attributes of a user's own
@@ -161,7 +176,7 @@ def _optimize(optimizer: torch.optim.Optimizer, group: dict[str, Any], drawn: li
     for gradient in drawn[1:]:
         weight.grad = gradient.clone()
         type(optimizer).step(trial)  # not `trial.step`, which a scheduler may have replaced by one for the original
-    return weight.detach()
+    return weight.detach(), dict(trial.state[weight])
 
 
 def _resize_state(state: dict[str, Any], parameter: Tensor, weight: Tensor) -> dict[str, Any]:

@@ -21,10 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from multigpu_cli.checkpoint.files import check_owner, read_owner
 from multigpu_cli.checkpoint.manifest import find_damaged_piece
-from multigpu_cli.checkpoint.pieces import Rows, write_piece
+from multigpu_cli.checkpoint.pieces import Pieces, Rows, fill_outlines, write_piece
 from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState, Writer
-from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.checkpoint.store import Peers, Store
+from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.distributed.world import World, all_reduce_max, broadcast_object
+from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.rank_exits import RankExits
 from multigpu_cli.runtime.module_state import TensorPath, broadcast_outline, broadcast_tensor, map_tensors, name_tensor
 from multigpu_cli.strategies.base import ReadRows, Saver, Strategy
@@ -63,6 +65,7 @@ class ShardedState:
             if like is None:
                 return value
             rows = value.to_local() if isinstance(value, DTensor) else value
+            self._check_rows(path, rows, like)
             if self._is_first:
                 own[name_tensor(path)] = rows.detach(), self._find_rows(like)[0]
             return torch.empty(like.shape, dtype=value.dtype, device="meta")
@@ -89,9 +92,20 @@ class ShardedState:
         begin = min(length * self._shard, whole.shape[0])
         return begin, min(begin + length, whole.shape[0])
 
+    def _check_rows(self, path: TensorPath, rows: Tensor, like: Tensor) -> None:
+        """Raise a TrainingError if a tensor is not of the shape of this rank's rows: they could never be read again."""
+        begin, end = self._find_rows(like)
+        if tuple(rows.shape) != (shape := (end - begin, *like.shape[1:])):
+            raise TrainingError(
+                f"--multi-gpu fsdp: {name_tensor(path)} has shape {tuple(rows.shape)}, and this rank's rows of its "
+                f"weight have {shape}: a checkpoint can't divide it",
+                remedy="use an optimizer whose state has the shape of its weights, such as AdamW, or --multi-gpu ddp",
+            )
+
     def _gather(self, path: TensorPath, value: Tensor) -> Tensor | None:
         like = self._find_parameter(path, value)
         if like is not None and not isinstance(value, DTensor):
+            self._check_rows(path, value, like)
             value = _as_dtensor(value, like)
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         return whole.detach().to("cpu", copy=True) if self._world.is_main else None
@@ -139,6 +153,9 @@ class GatheringSaver(Saver):
         whole = self._strategy.gather_state(held)
         return Snapshot(whole) if self._world.is_main else None
 
+    def capture_best(self, weights: dict[str, Any]) -> dict[str, Any]:
+        return dict(self._strategy.gather_state({"model": weights}).get("model", {}))
+
 
 class RowSaver(Saver):
     """Each rank writes its rows, and rank 0 the rest; see `ShardedSave`."""
@@ -146,6 +163,8 @@ class RowSaver(Saver):
     def __init__(self, strategy: Strategy, world: World, store: Store, writer: Writer, owner: str) -> None:
         super().__init__(strategy, world, store, writer)
         self._owner, self._numbers = owner, count()
+        self._best: dict[str, Any] = {}  # on rank 0, until best.pt is written
+        self._best_rows: dict[str, Rows] = {}
 
     def wait(self) -> None:
         """By a collective, which fails if a rank is gone."""
@@ -153,15 +172,33 @@ class RowSaver(Saver):
             self._writer.wait()  # rank 0 was told of an error
         all_reduce_max(self._world, [0.0])
 
+    def capture_best(self, weights: dict[str, Any]) -> dict[str, Any]:
+        self._best_rows = {}  # earlier ones give their memory
+        outline, rows = self._strategy.sharded_state_dict({"model": weights})
+        self._best_rows = {name: Rows(copy_to_host(tensor), begin) for name, (tensor, begin) in rows.items()}
+        self._best = super().capture_best(outline["model"])
+        return self._best
+
     def capture(self, state: TrainState, held: dict[str, Any], step: int) -> Snapshot | None:
+        if not all_reduce_max(self._world, [float(bool(self._best))])[0]:  # rank 0 has written them
+            self._best_rows = {}
         outline, rows = self._strategy.sharded_state_dict(held)
         rest = outline if self._world.is_main else {"model": {}}
         snapshot = self._capture(state, rest | {_ROWS: {name: tensor for name, (tensor, _) in rows.items()}})
         copied = {name: Rows(tensor, rows[name][1]) for name, tensor in snapshot.state[_ROWS].items()}
         save = ShardedSave(self._world, self._store, self._owner, step, copied, next(self._numbers))
+        save.best = self._best_rows
         if self._world.is_main:
             return replace(snapshot, state={name: snapshot.state[name] for name in rest}, peers=save)
         self._writer.submit(snapshot.finish, save.take_part)
+        return None
+
+    def share_best(self, step: int) -> Peers | None:
+        save = ShardedSave(self._world, self._store, self._owner, step, {}, next(self._numbers))
+        save.best = self._best_rows
+        if self._world.is_main:
+            return save
+        self._writer.add(save.take_part)
         return None
 
 
@@ -170,7 +207,10 @@ class ShardedSave:
 
     The owner is what the lock of the run folder says. The rows are those that this rank writes, by tensor; complete
     once the state has been staged. The number is of the save in this run, since a step may be saved more than once.
+    `best` are this rank's rows of the best weights, if best.pt does not have them yet.
     """
+
+    best: Mapping[str, Rows] = {}
 
     def __init__(
         self, world: World, store: Store, owner: str, step: int, rows: Mapping[str, Rows], number: int
@@ -183,7 +223,9 @@ class ShardedSave:
         written: dict[str, Any] = {"error": "its writer failed"}
         try:
             check_owner(self._store.folder.parent, self._owner)
-            written = {"files": self._write(self._store.open_draft(self._step))}
+            written = {"best": self._write_best(), "files": {}}
+            if self._rows:
+                written["files"] = self._write(self._store.open_draft(self._step), "rank", self._rows)
         except OSError as error:
             written = {"error": str(error)}
             raise
@@ -193,15 +235,22 @@ class ShardedSave:
 
     def add_pieces(self, draft: Path) -> dict[str, dict[str, Any]]:
         """Rank 0: see `Peers`; an OSError where a rank could not write its rows."""
-        listed = self._write(draft)
-        for rank, written in self._wait_for("written").items():
-            if "error" in written:
-                raise OSError(f"rank {rank}: {written['error']}")
+        listed = self._write(draft, "rank", self._rows)
+        for written in self._wait_for("written").values():
             listed |= written["files"]
         for name, file in listed.items():
             if (draft / name).stat().st_size != file["size"]:  # raises where another machine's disk has it
                 raise OSError(f"{name} is not as large as its rank says")
         return listed
+
+    def complete_best(self, outline: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0: see `Peers`; by files in the draft, because a collective would hold up the training."""
+        names = [*self._write_best()]
+        names += [name for written in self._wait_for("written").values() for name in written["best"]]
+        pieces = Pieces(self._store.open_draft(self._step, "best"), names)
+        complete = fill_outlines({"model": outline}, pieces.read)
+        self._store.discard_draft(self._step, "best")
+        return dict(complete["model"])
 
     def find_damaged_pieces(self) -> dict[str, str] | None:
         """Rank 0: see `Peers`."""
@@ -217,13 +266,16 @@ class ShardedSave:
         with suppress(OSError):
             self._wait_for("written")
         self._store.discard_draft(self._step)
+        self._store.discard_draft(self._step, "best")
 
-    def _write(self, draft: Path) -> dict[str, dict[str, Any]]:
-        """The files that this rank adds, with their sizes and sums; a replica of another rank's rows adds none."""
-        if not self._rows:
-            return {}
-        name = f"rank_{self._world.rank}.safetensors"
-        return {name: write_piece(draft / name, self._rows, self._store.moved)}
+    def _write_best(self) -> dict[str, dict[str, Any]]:
+        """Write this rank's rows of the best weights to a folder of their own: the step's folder becomes a checkpoint."""
+        return self._write(self._store.open_draft(self._step, "best"), "best", self.best) if self.best else {}
+
+    def _write(self, draft: Path, kind: str, rows: Mapping[str, Rows]) -> dict[str, dict[str, Any]]:
+        """The file that this rank adds, with its size and sum; a replica of another rank's rows adds none."""
+        name = f"{kind}_{self._world.rank}.safetensors"
+        return {name: write_piece(draft / name, rows, self._store.moved)} if rows else {}
 
     def _find_damaged_share(self) -> dict[str, str]:
         """Damage of this rank's share of the pieces of old checkpoints, by the folder's name."""
@@ -242,13 +294,19 @@ class ShardedSave:
                 self._exits.store.delete(self._name(what, self._world.rank, self._number - 2))
 
     def _wait_for(self, what: str) -> dict[int, dict[str, Any]]:
-        """What the other ranks told, by rank; waits for as long as all of them are there, however slow a disk is."""
+        """Return the replies of the other ranks; wait as long as all of them are alive, because a disk may be slow.
+
+        OSError: one of them could not write, or has ended.
+        """
         names = {rank: self._name(what, rank) for rank in range(1, self._world.size)}
         store, alive = self._exits.store, time.monotonic()
         while store is not None and time.monotonic() - alive < _GRACE:
             with suppress(RuntimeError):
                 if store.check([*names.values()]):
-                    return {rank: json.loads(store.get(name)) for rank, name in names.items()}
+                    told = {rank: json.loads(store.get(name)) for rank, name in names.items()}
+                    if errors := [f"rank {rank}: {reply['error']}" for rank, reply in told.items() if "error" in reply]:
+                        raise OSError(errors[0])
+                    return told
                 if not self._exits.has_exits():
                     alive = time.monotonic()
             time.sleep(_POLL)

@@ -51,6 +51,31 @@ def measured_batch(folder: Path) -> dict[str, Any]:
     return figures(done) | {"batch_size": plan["batch_size"]}
 
 
+def growing_segments(folder: Path) -> dict[str, Any]:
+    """The allocator's segments grow unless the user chose: it has read the variable that the program sets."""
+    kinds = {}
+    for choice in ("", "expandable_segments:False"):
+        os.environ.update({"PYTORCH_ALLOC_CONF": choice, "PYTORCH_CUDA_ALLOC_CONF": choice} if choice else {})
+        name = choice.partition(":")[2] or "default"
+        noted = ("--hook", "tests.gpu.checks.memory:Segments", *sets(f"hook.args.Segments={{file: {folder / name}}}"))
+        done = run(folder / f"run_{name}", *ALONE, *noted, "--max-steps", "5")
+        assert done.summary["status"] == "completed", done.summary
+        kinds[name] = (folder / name).read_text()
+    assert is_simulated() or kinds == {"default": "[True]", "False": "[False]"}, f"is_expandable of segments: {kinds}"
+    return {"is_expandable": kinds}
+
+
+class Segments:
+    """A hook that notes whether the segments of GPU memory can grow."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def end(self, numbers: object) -> None:
+        kinds = {} if is_simulated() else {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}
+        self.file.write_text(str(sorted(kinds)))
+
+
 @contextmanager
 def little_memory() -> Iterator[None]:
     """Somebody else, this process, holds all of the GPU's memory but a little; a simulated GPU has no more."""

@@ -48,7 +48,11 @@ def killed_rank(folder: Path) -> dict[str, Any]:
     again = run(folder / "restarts", *flags, *deed, "--max-restarts", "1")
     assert again.summary["status"] == "completed", again.summary
     assert again.of("resume"), "the restart began afresh"
-    return figures(again) | {"said": ended.said[-500:]}
+    starts = [event["time"] for event in again.events if event["event"] == "start"]
+    last = max(event["time"] for event in again.events if event["time"] < starts[-1])
+    # ranks that waited for the agent's SIGKILL would take 30 s alone
+    assert starts[-1] - last < 30, f"the restart came {starts[-1] - last:.0f} s after the last line"
+    return figures(again) | {"said": ended.said[-500:], "seconds_to_restart": round(starts[-1] - last, 1)}
 
 
 def without_peer_to_peer(folder: Path) -> dict[str, Any]:
