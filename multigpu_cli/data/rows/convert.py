@@ -113,7 +113,7 @@ def _join_batches(files: list[Path]) -> Iterator[Any]:
     """Tables of about `_BATCH` bytes, with the columns of the first file; an error names file and row."""
     pyarrow = load_pyarrow()
     schema, waiting, size = None, [], 0
-    codes: set[str] | None = None  # of the first file, which decides the types
+    codes: set[str] | None = None  # found in the first file, since its types hold for all
     for file in files:
         row = 0
         try:
