@@ -58,6 +58,16 @@ def test_large_tables_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.
     assert found["bytes"] == sum(file.stat().st_size for file in (tmp_path / "to").glob("*.arrow"))
 
 
+def test_numbers_with_leading_zeros_stay_texts(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("zip,x,label\n01067,1,007\n80331,02.5,7\n1067,0.5,0070\n")
+    convert_to_arrow(tmp_path / "a.csv", tmp_path / "to")
+    assert read(tmp_path / "to") == [
+        {"zip": "01067", "x": "1", "label": "007"},
+        {"zip": "80331", "x": "02.5", "label": "7"},
+        {"zip": "1067", "x": "0.5", "label": "0070"},
+    ]
+
+
 def test_an_existing_target_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "to").mkdir()
     with pytest.raises(RequestError, match="exists already"):

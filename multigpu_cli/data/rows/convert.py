@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,6 +26,7 @@ _KINDS = {
     ".jsonl.gz": "json",
     ".ndjson": "json",
 }
+_LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
 _PIECE = 2**23  # bytes of text that are parsed at once; the first piece decides the types
 _BATCH = 2**25  # bytes of a record batch
 _FILE = 2**29  # bytes of an Arrow file
@@ -110,10 +113,12 @@ def _join_batches(files: list[Path]) -> Iterator[Any]:
     """Tables of about `_BATCH` bytes, with the columns of the first file; an error names file and row."""
     pyarrow = load_pyarrow()
     schema, waiting, size = None, [], 0
+    codes: set[str] | None = None  # found in the first file, since its types hold for all
     for file in files:
         row = 0
         try:
-            for batch in _read_batches(file):
+            codes = _find_codes(file) if codes is None else codes
+            for batch in _read_batches(file, codes):
                 table = _decode_dictionaries(pyarrow.Table.from_batches([batch]))
                 schema = schema or table.schema
                 if table.schema.names != schema.names:
@@ -134,7 +139,26 @@ def _join_batches(files: list[Path]) -> Iterator[Any]:
         yield pyarrow.concat_tables(waiting)
 
 
-def _read_batches(file: Path) -> Iterator[Any]:
+def _open_csv(file: Path, texts: Collection[str]) -> Any:
+    from pyarrow import csv
+
+    separator = "\t" if ".tsv" in file.name.lower() else ","
+    types = csv.ConvertOptions(column_types=dict.fromkeys(texts, load_pyarrow().string()))
+    parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+    return csv.open_csv(file, csv.ReadOptions(block_size=_PIECE), parse, types)
+
+
+def _find_codes(file: Path) -> set[str]:
+    """Return the columns of a CSV file in whose first piece a number has leading zeros, as codes do: 007 is not 7."""
+    if _find_kind(file) != "csv":
+        return set()
+    types, schema = load_pyarrow().types, _open_csv(file, ()).schema
+    numbers = {field.name for field in schema if types.is_integer(field.type) or types.is_floating(field.type)}
+    columns = (column for batch in islice(_open_csv(file, schema.names), 1) for column in batch.to_pydict().items())
+    return {name for name, cells in columns if name in numbers and any(map(_LEADING_ZERO.match, cells))}
+
+
+def _read_batches(file: Path, texts: Collection[str]) -> Iterator[Any]:
     kind = _find_kind(file)
     if kind == "parquet":
         from pyarrow.parquet import ParquetFile
@@ -142,12 +166,7 @@ def _read_batches(file: Path) -> Iterator[Any]:
         with ParquetFile(file, pre_buffer=False) as opened:
             yield from opened.iter_batches(batch_size=8192)
     elif kind == "csv":
-        from pyarrow import csv
-
-        separator = "\t" if ".tsv" in file.name.lower() else ","
-        yield from csv.open_csv(
-            file, csv.ReadOptions(block_size=_PIECE), csv.ParseOptions(delimiter=separator, newlines_in_values=True)
-        )
+        yield from _open_csv(file, texts)
     else:
         from pyarrow import json as arrow_json
 

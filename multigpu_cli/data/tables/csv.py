@@ -85,7 +85,7 @@ class CsvTable:
         return Counter({cell: n for cell, n in Counter(self.select(column)).items() if not is_missing(cell)})
 
     def parse(self, column: str) -> Parsed:
-        """Return a column as (n,) float64, nan for anything but numbers, and (n,) bool, which cells are words.
+        """Return a column as (n,) float64, nan if a cell is a word or missing, and (n,) bool, whether it is a word.
 
         The first call learns the column's notation, from all cells. RequestError: there is no such column.
         """

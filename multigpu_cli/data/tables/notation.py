@@ -116,12 +116,12 @@ def to_number(cell: str) -> float | None:
 
 
 def _has_no_codes(text: str) -> bool:
-    """Return whether cells, each after a line break, are no codes that float() reads as numbers."""
+    """Return whether float() can be trusted with cells, each after a line break: it reads some codes as numbers."""
     return text.isascii() and "_" not in text and not _LEADING_ZERO.search(text)
 
 
 def parse_numbers(cells: Sequence[str], notation: Notation) -> Parsed:
-    """Return (n,) float64, nan for anything but numbers, and (n,) bool, which cells are words: not missing either."""
+    """Return (n,) float64, nan if a cell holds a word or nothing, and (n,) bool, whether it holds a word."""
     gaps = {cell for cell in {cell for cell in cells if len(cell) <= _LONGEST_GAP} if is_missing(cell)}
     text = "\n".join(["", *cells])
     if notation == PLAIN and _has_no_codes(text):  # float() reads what to_number does, and in C

@@ -74,7 +74,7 @@ def load(
         raise RequestError(f"--data csv: {table.path} has no column but the target, {target!r}, and ignored ones")
     table = _drop_unlabeled(table, table, target, kind, notes)
     for name in [target, *columns]:
-        _refuse_file_names(table, name)  # parsed here, which learns the notation in which other files are read
+        _refuse_file_names(table, name)  # parses the column: other files are read in its notation
     parts = [Part(table, rows.numpy()) for rows in split_by_sample(len(table.rows), (0.1, 0.1), seed)]
     if test_file:
         tests = _read_test(locate_other_file("csv", Path(str(data_dir)), test_file), table, form)
