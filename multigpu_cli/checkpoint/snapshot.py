@@ -220,11 +220,13 @@ class Writer(AbstractContextManager["Writer"]):
     def wait(self) -> OSError | None:
         """Wait for the current jobs, if any; returns the first one's OSError, or None; any other error is raised."""
         jobs, self._jobs = self._jobs, []
-        errors = [error for job in jobs if (error := job.exception())]
-        for error in errors:
-            if not isinstance(error, OSError):
-                raise error
-        return errors[0] if errors else None  # a full or missing disk: the caller decides whether training continues
+        failure: OSError | None = None
+        for job in jobs:
+            try:
+                job.result()
+            except OSError as error:  # a full or missing disk: the caller decides whether training continues
+                failure = failure or error
+        return failure
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True)
