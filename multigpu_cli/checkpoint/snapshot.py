@@ -220,14 +220,13 @@ class Writer(AbstractContextManager["Writer"]):
     def wait(self) -> OSError | None:
         """Wait for the current jobs, if any; returns the first one's OSError, or None; any other error is raised."""
         jobs, self._jobs = self._jobs, []
-        first: OSError | None = None
+        failure: OSError | None = None
         for job in jobs:
-            error = job.exception()
-            if isinstance(error, OSError):  # a full or missing disk: the caller decides whether training continues
-                first = first or error
-            elif error:
-                raise error
-        return first
+            try:
+                job.result()
+            except OSError as error:  # a full or missing disk: the caller decides whether training continues
+                failure = failure or error
+        return failure
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True)

@@ -182,7 +182,7 @@ class Store:
         try:
             listed = {"state.pt": write_state(draft / "state.pt", state, self.moved)}
             listed |= peers.add_pieces(draft) if peers else {}
-            if final.exists():  # the same step once more, after a resume
+            if final.exists():  # a resumed run saves this step again
                 self._set_aside_damaged(final)
             self._publish(draft, final, {"step": step, "files": listed} | facts, best)
         except OSError:
@@ -214,7 +214,7 @@ class Store:
             raise
 
     def _publish(self, draft: Path, final: Path, manifest: dict[str, Any], best: BestWeights | None) -> None:
-        """Complete a draft, and put it in the place of a checkpoint of the same step, if there is one."""
+        """Complete a draft and rename it; it replaces a checkpoint of the same step, if one exists."""
         if best and add_best(draft, best, self.list_folders(), self.moved):
             # not among the listed files: the state is complete without it
             manifest = manifest | {"best": {"file": BEST, "sha256": best.sha256}}

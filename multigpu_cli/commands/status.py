@@ -100,9 +100,7 @@ def read_status(run: Path, now: float, history: History | None = None) -> Status
     total, saved = plan.get("total_steps"), history.checkpoints[-1] if history.checkpoints else {}
     end = forecast_step(history, total, now) if total and state in _RUNNING else None
     back = history.recoveries[-1] if history.recoveries else {}
-    summary = load_summary(run)
-    result = summary.get("final") or {} if state == "completed" else {}
-    error = next(iter(str(summary.get("error") or "").splitlines()), "")
+    result = load_summary(run).get("final") or {} if state == "completed" else {}
     evals = {split: event for (_, split), event in sorted(history.evals.items())}
     return Status(
         run=str(run),
@@ -126,7 +124,7 @@ def read_status(run: Path, now: float, history: History | None = None) -> Status
         attempts=len(history.attempts),
         recovery_seconds=back.get("seconds"),
         lost_steps=back.get("lost_steps"),
-        alarms=[*_list_alarms(history, attempt, state, detail, silent, error), *_list_companion_alarms(run, state)],
+        alarms=[*_list_alarms(history, attempt, state, detail, silent), *_list_companion_alarms(run, state)],
     )
 
 
@@ -259,20 +257,7 @@ def _list_companion_alarms(run: Path, state: str) -> Iterator[str]:
         yield explain_missing(run, mirror.url, mirror.error or "it was not sent")
 
 
-def _list_failures(history: History, attempt: Attempt, state: str, error: str) -> Iterator[str]:
-    """Say how this attempt failed, or the newest one that did; `error` is that of its summary, "" if unknown."""
-    ends = [(number, tried.end or {}) for number, tried in enumerate(history.attempts, 1)]
-    failures = [(number, end) for number, end in ends if end.get("status") == "failed"]
-    if failures and state != "completed":
-        number, end = failures[-1]
-        current = end is attempt.end and state == "failed"
-        cause = end.get("cause") or (error if current else "") or "the journal does not say why"
-        yield f"{'' if current else f'attempt {number} '}failed at step {end.get('step', 0):,}: {cause}"
-
-
-def _list_alarms(
-    history: History, attempt: Attempt, state: str, detail: str, silent: float, error: str
-) -> Iterator[str]:
+def _list_alarms(history: History, attempt: Attempt, state: str, detail: str, silent: float) -> Iterator[str]:
     if state == "unknown":
         yield f"unknown: {detail}"
     patience = max(_FIRST_PATIENCE if state == "starting" else _PATIENCE, 3 * attempt.longest_silence)
@@ -283,9 +268,19 @@ def _list_alarms(
         at = history.checkpoints[-1]["step"] if history.checkpoints else None
         again = f"resumes from step {at}" if at is not None else "starts from the beginning: there is no checkpoint"
         yield f"died: no process uses the folder, and the journal has no end; the same command {again}"
-    yield from _list_failures(history, attempt, state, error)
-    for kind in dict.fromkeys(str(fault.get("kind")) for fault in history.faults):
-        faults = [fault for fault in history.faults if str(fault.get("kind")) == kind]
+    failures = [
+        (number, each.end)
+        for number, each in enumerate(history.attempts, 1)
+        if each.end and each.end.get("status") == "failed"
+    ]
+    for number, end in failures[-1:] if state != "completed" else ():
+        subject = "" if state == "failed" and end is attempt.end else f"attempt {number} "
+        cause = end.get("cause") or "summary.json says why"  # as an older version left it
+        yield f"{subject}failed at step {end.get('step', 0):,}: {cause}"
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for fault in history.faults:
+        kinds.setdefault(str(fault.get("kind")), []).append(fault)
+    for kind, faults in kinds.items():
         times = f" ({len(faults)} times)" if len(faults) > 1 else ""
         yield f"{kind}{times}: at step {faults[-1].get('step')}: {faults[-1].get('action')}"
     loss = (history.last_train or {}).get("loss")

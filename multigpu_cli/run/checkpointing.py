@@ -23,8 +23,9 @@ from multigpu_cli.run.run import Run
 def save_checkpoint(run: Run) -> None:
     """Copy the state, and write it in the background while training goes on; all ranks call it together.
 
-    That of an epoch's end is written before the evaluation; whoever resumes from it makes the evaluation first. Then
-    `save_evaluation` completes it. best.pt is never older than a checkpoint says.
+    At the end of an epoch the checkpoint is written before the evaluation, and `save_evaluation` adds the result. A run
+    that resumes from a checkpoint without the result makes the evaluation first. best.pt is never older than a
+    checkpoint says.
     """
     run.observer.watchdog.set_position(run.progress.step, "saving")
     checkpointer = run.checkpointer

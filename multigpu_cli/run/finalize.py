@@ -34,7 +34,7 @@ def finish_run(run: Run, status: str) -> dict[str, Any]:
     if status == "completed":
         try:
             end = finish_completed(run)
-        except EvaluationStopped:  # everything but the evaluation of the test split is saved
+        except EvaluationStopped:  # all that came before it is saved
             status = "stopped"
             run.log.console.note("stopped in the evaluation of the test split; the same command repeats it")
     else:

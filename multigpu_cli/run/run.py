@@ -213,7 +213,7 @@ class Checkpointer:
     writer: Writer
     saver: Saver
     schedule: CheckpointSchedule
-    saved_step: int  # that of the newest checkpoint, in which the evaluation after it is or will be
+    saved_step: int  # step of the newest checkpoint, to which the result of its evaluation is added; -1: none
     best: dict[str, Tensor] = field(default_factory=dict)  # host copy of the best weights, until they are written
     best_sha256: str = ""  # of the best weights that were written, on rank 0
     in_flight: int = -1  # step of the checkpoint that is being written, or was last, on rank 0

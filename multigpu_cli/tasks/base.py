@@ -220,12 +220,8 @@ class Task(ABC):
         self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int, own: "_RankSums"
     ) -> Iterator[None]:
         """Add this rank's batches to its sums, one in each pass."""
-        done, slots, meter, seed = (
-            0,
-            own.slots,
-            own.meter,
-            getattr(loader, "seed", 0),
-        )  # a task's own loader may have none
+        done, slots, meter = 0, own.slots, own.meter
+        seed = getattr(loader, "seed", 0)  # a task's own loader may lack it
         for done, batch in enumerate(loader.eval_batches(batch_size, world.rank, world.size), 1):
             seed_micro_batch(seed, EVAL_EPOCH, batch.micro_batch_index, world.device)
             # a model may change buffers without asking for its mode: the previous batch may be another worker's

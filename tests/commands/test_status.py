@@ -137,7 +137,7 @@ def test_status_keeps_the_cause_of_an_earlier_failure(tmp_path: Path) -> None:
     with lock_folder(folder):
         assert read_status(folder, now=5001).alarms == ["attempt 1 failed at step 30: rank 1 was killed (SIGKILL)"]
     for number, (status, alarms) in enumerate(
-        [("completed", []), ("failed", ["failed at step 40: the journal does not say why"])]
+        [("completed", []), ("failed", ["failed at step 40: summary.json says why"])]
     ):
         end = line(5002, "end", status=status, step=40)
         assert read_status(run(tmp_path / str(number), [*BEGUN, failure, *again, end]), now=5003).alarms == alarms

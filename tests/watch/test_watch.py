@@ -99,9 +99,7 @@ def test_a_state_is_what_can_be_known(tmp_path: Path) -> None:
     owned(tmp_path / "failed, restarting", f"{HERE} {GONE}", failure, launcher_started=started, **lost)
     interrupted_run(tmp_path / "completed")
     for status in ("stopped", "failed"):
-        end = event(time.time(), "end", status=status, step=12)
-        folder = owned(tmp_path / status, f"{HERE} {GONE}", end)
-        (folder / "summary.json").write_text('{"error": "OutOfMemory: too much\\n  try: --batch-size 8"}')
+        owned(tmp_path / status, f"{HERE} {GONE}", failure | {"status": status, "cause": "OutOfMemory: too much"})
     owned(tmp_path / "without reason", f"{HERE} {GONE}", failure)
     run_folder(tmp_path / "copy", [event(1, "start", plan=PLAN), *lines(1, 2, 1)])
     with serving(tmp_path) as server:
@@ -119,8 +117,8 @@ def test_a_state_is_what_can_be_known(tmp_path: Path) -> None:
         }
         assert (found["dead"]["state"], found["dead"]["detail"]) == ("died", f"process {GONE} on {HERE} is gone")
         assert "can't be seen from this machine" in found["elsewhere"]["detail"]
-        assert found["failed"]["alarms"][-1] == "failed at step 12: OutOfMemory: too much", "of an older version"
-        assert found["without reason"]["alarms"] == ["failed at step 12: the journal does not say why"]
+        assert found["failed"]["alarms"][-1] == "failed at step 12: OutOfMemory: too much"
+        assert found["without reason"]["alarms"] == ["failed at step 12: summary.json says why"]
         assert found["dead"]["end"] is None
 
 
