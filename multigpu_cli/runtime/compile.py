@@ -43,7 +43,7 @@ class CompiledModel(nn.Module):
         self.model = model
         self.full_batch_size: Callable[[], int] = lambda: 0  # the samples of a full micro-batch
         self.seconds: float | None = None  # of the compilation, after the first full micro-batch
-        self._samples = self._compilations = 0  # of the latest full micro-batch; passes that compiled for it
+        self._samples = self._compilations = 0  # samples of the latest full micro-batch; passes that compiled for it
         self._most_compilations: float = 2  # without a warning: for the first shape, and for all others
         compiled = partial(torch.compile, mode=mode, backend=backend)
         self._is_full = False
@@ -150,7 +150,7 @@ def compile_model(
 
 
 def _choose_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules to compile one by one, given those that a strategy requires; none for the whole model.
+    """Return the modules to compile one by one, given those that a strategy requires; [] means the whole model.
 
     If the second pass of a checkpointed block restores its buffers, torch can't trace the checkpoint, so these blocks
     are compiled inside of it. Before torch 2.13 DDP can't split a graph with any checkpoint in it (pytorch#104674).
