@@ -164,9 +164,8 @@ def load_data_source(
     A user's factory is called once per split with those arguments that it names among `split` (train, val, test),
     `data_dir`, `mode`, `seed` and the data.args; it returns a map-style Dataset or None. A factory without a `split`
     parameter, or with `split` among the data.args, returns a single dataset, which is divided by seed, 80/10/10. Arrays
-    (X, y) count as a dataset. `data.args.new` are the arguments for the samples to predict. Of the model's settings
-    conversations depend on its folder and on whether it is compiled. `moved` is called as samples are read to count the
-    classes.
+    (X, y) count as a dataset. `data.args.new` are the arguments for the samples to predict. Conversations depend
+    on the model's folder, and on whether it is compiled. `moved` is called as samples are read to count the classes.
     """
     factory = factories.find_factory(config.name, DATASETS, flag="--data")
     call = partial(factories.call_factory, factory, where="data")

@@ -244,22 +244,16 @@ def check_packing(model: nn.Module, vocabulary: int, device: torch.device) -> No
         )
 
 
-@torch.no_grad()
 def _measure_leak(model: nn.Module, vocabulary: int, device: torch.device, rows: int) -> Tensor:
-    """Return how far logits of other texts move, as a share (,) of how far those of the changed text do."""
+    """Return how far logits of other texts move, as a share () of how far those of the changed text do."""
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)]).repeat(rows, 1).to(device)
     texts = (positions == 0).flatten().cumsum(0).view_as(positions)  # the number of each token's text, from 1
     tokens = (torch.arange(positions.numel(), device=device) * 7 % vocabulary).view_as(positions)
-
-    def run(changed: Tensor) -> Tensor:
-        ids = torch.where(changed, (tokens + 1 + vocabulary // 2) % vocabulary, tokens)
-        logits: Tensor = model({"input_ids": ids, "position_ids": positions})
-        return logits.float()
-
+    changed, leaks = (tokens + 1 + vocabulary // 2) % vocabulary, []
     with eval_mode(model):
-        plain = run(texts == 0)
-        leaks = []
-        for number in (1, 2 * rows):  # the first text and the last one: towards both sides
-            moved = (run(texts == number) - plain).abs()
-            leaks.append(moved[texts != number].max() / moved[texts == number].max())
+        plain = model({"input_ids": tokens, "position_ids": positions}).float()
+        for text in (texts == 1, texts == 2 * rows):  # the first and the last: a leak may go either way
+            logits = model({"input_ids": torch.where(text, changed, tokens), "position_ids": positions}).float()
+            moved = (logits - plain).abs()
+            leaks.append(moved[~text].max() / moved[text].max())
     return torch.stack(leaks).max()

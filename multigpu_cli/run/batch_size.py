@@ -169,9 +169,8 @@ def _find_largest_micro_batch(components: TrainComponents) -> None:
     while size <= limit and _fits_in_memory(components, size):
         size, best = size * 2, size
     if components.compiled and best:
-        best = next(
-            filter(partial(_fits_compiled, components), (best >> times for times in range(best.bit_length()))), 0
-        )
+        halves = (best >> times for times in range(best.bit_length()))
+        best = next((size for size in halves if _fits_compiled(components, size)), 0)
         while best and (size := 2 * best) <= limit and _fits_compiled(components, size):
             best = size
     if not best:

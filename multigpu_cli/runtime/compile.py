@@ -43,7 +43,7 @@ class CompiledModel(nn.Module):
         self.model = model
         self.full_batch_size: Callable[[], int] = lambda: 0  # the samples of a full micro-batch
         self.seconds: float | None = None  # of the compilation, after the first full micro-batch
-        self._samples = self._compilations = 0  # of the current full micro-batch; passes that compiled for it
+        self._samples = self._compilations = 0  # samples of the latest full micro-batch; passes that compiled for it
         self._most_compilations: float = 2  # without a warning: for the first shape, and for all others
         compiled = partial(torch.compile, mode=mode, backend=backend)
         self._is_full = False
@@ -69,27 +69,28 @@ class CompiledModel(nn.Module):
             return self.model(*inputs, **named)
         if self._in_graphs:
             self._keep_gradients()
-        if self._samples != self.full_batch_size():
+        if self._samples not in (0, self.full_batch_size()):
             self.reset()
-        began, graphs = time.perf_counter(), _count_graphs()
+        self._samples = self.full_batch_size()
+        stats, began = torch._dynamo.utils.counters["stats"], time.perf_counter()
+        graphs = stats["unique_graphs"]
         result = self._fast[0](*inputs, **named)
         self.seconds = self.seconds or time.perf_counter() - began
-        self._compilations += _count_graphs() > graphs
+        self._compilations += stats["unique_graphs"] > graphs
         return result
 
     def reset(self) -> None:
         """Forget all graphs, those of other micro-batches, and free the memory that CUDA graphs keep."""
         torch._dynamo.reset()
-        self._samples, self._compilations = self.full_batch_size(), 0
+        self._samples = self._compilations = 0
 
     def take_warning(self) -> str:
-        """Return a warning, once, after the second recompilation; otherwise ""."""
+        """Return a warning, once, after the second recompilation; after eight torch gives up. Otherwise ""."""
         if self._compilations <= self._most_compilations:
             return ""
         self._most_compilations = inf
         return (
-            "--compile: the model was recompiled twice, for batches of other shapes; if that goes on, torch runs it "
-            "uncompiled. Pad batches to few shapes, for example in a collate_fn, or use --compile off"
+            "--compile: recompiled twice, for other shapes of batches; pad them in a collate_fn, or use --compile off"
         )
 
     def _run_full_ones(self, compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,15 +143,14 @@ def compile_model(
     blocks = _choose_blocks(model, blocks)
     if blocks and wanted == "reduce-overhead":  # FSDP has refused it before
         raise RequestError(
-            "--compile reduce-overhead with --grad-checkpointing: blocks with buffers, as BatchNorm has, are compiled "
-            "one by one and run again in the backward pass, where CUDA graphs would overwrite their results",
+            "--compile reduce-overhead with --grad-checkpointing: CUDA graphs can't repeat blocks that have buffers",
             remedy="use --compile default, or leave out --grad-checkpointing",
         )
     return CompiledModel(model, None if wanted == "default" else wanted, blocks=blocks)
 
 
 def _choose_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules to compile one by one, given those that a strategy requires; none for the whole model.
+    """Return the modules to compile one by one, given those that a strategy requires; [] means the whole model.
 
     If the second pass of a checkpointed block restores its buffers, torch can't trace the checkpoint, so these blocks
     are compiled inside of it. Before torch 2.13 DDP can't split a graph with any checkpoint in it (pytorch#104674).
@@ -172,10 +172,6 @@ def _replace_forward(block: nn.Module, wrap: Callable[[Callable[..., Any]], Call
         block.forward = partial(checkpoint, wrap(outer.args[0]), *outer.args[1:], **outer.keywords)
     else:
         block.forward = wrap(outer)
-
-
-def _count_graphs() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 def _length(inputs: tuple[Any, ...]) -> int:

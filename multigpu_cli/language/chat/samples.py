@@ -20,6 +20,8 @@ from multigpu_cli.runtime.model_call import IGNORED
 
 _PACKING = 0x9AC4  # separates the stream of packs from the epochs' orders
 
+TextRow = dict[str, Tensor]  # input_ids, position_ids and labels, (t,) int64 each
+
 Packs = tuple[np.ndarray, np.ndarray]
 """The samples of all packs in turn, (n,), and (packs + 1,) where each begins and the last ends."""
 
@@ -111,9 +113,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         }
 
 
-def pad_samples(
-    samples: Sequence[dict[str, Tensor]], *, padding: int, multiple: int = 1, limit: int = 0
-) -> dict[str, Tensor]:
+def pad_samples(samples: Sequence[TextRow], *, padding: int, multiple: int = 1, limit: int = 0) -> TextRow:
     """Fill samples up to the longest one, or to a multiple of a length that a limit cuts; returns (n, t) each.
 
     Padding is a text of its own, of which nothing is learned.
