@@ -197,12 +197,12 @@ def explain_torchvision(what: str, error: BaseException | None = None) -> Reques
     except Exception as fault:  # a library that can't be loaded may raise any error
         import torch  # late: torchvision has loaded it
 
-        version, _, build = torch.__version__.partition("+")
-        own = f"'torchvision==0.{int(version.split('.')[1]) + 15}.*'"  # 0.15 is that of torch 2.0
+        base, _, build = torch.__version__.partition("+")
         index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
         return RequestError(
             f"{what}: the installed torchvision is not built for torch {torch.__version__} ({fault})",
-            remedy=f"pip install --force-reinstall --no-deps {own}{index}",
+            # torchvision 0.15 is that of torch 2.0
+            remedy=f"pip install --force-reinstall --no-deps 'torchvision==0.{int(base.split('.')[1]) + 15}.*'{index}",
         )
     return None
 

@@ -207,8 +207,7 @@ def judge_estimate(estimate: ConfigEstimate) -> Finding:
 
 
 def _judge_batch_size(components: TrainComponents, size: int) -> Finding:
-    parameters = sum(p.numel() for p in components.state.model.parameters())
-    evidence = f"{components.spec.model}, {parameters:,} parameters"
+    evidence = f"{components.spec.model}, {sum(p.numel() for p in components.state.model.parameters()):,} parameters"
     device, fits = components.world.device, components.plan.batches.micro_batch
     if fits < size:
         fix = f"--batch-size {fits}, with more --grad-accum-steps for the same global batch"

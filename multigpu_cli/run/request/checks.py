@@ -71,11 +71,10 @@ def _check_class_settings(spec: RunSpec) -> Iterator[RequestError]:
     if counts and (error := find_unlike_label(spec.source)):
         yield error
         return
-    resolvers = {"task.class_weights": resolve_class_weights, "data.sample_weights": resolve_sample_weights}
-    for key, resolve in resolvers.items():
+    for key, check in (("task.class_weights", resolve_class_weights), ("data.sample_weights", resolve_sample_weights)):
         try:
             if wanted[key] is not None:
-                resolve(wanted[key], spec.source, key)
+                check(wanted[key], spec.source, key)
         except RequestError as error:
             yield error
 
