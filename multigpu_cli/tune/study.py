@@ -103,11 +103,7 @@ def build_study(given: Mapping[str, Any], config: Config, space: Sequence[Dimens
         (not goals, "tune needs --objective", "--objective val_accuracy:max"),
         (other, f"--objective {other}: must be a number of the validation split", f"did you mean {near}?"),
         (len(set(names)) < len(names), f"--objective {', '.join(goals)}: a number is named twice", "name each once"),
-        (
-            limit and by_epochs,
-            f"{limit}: may end a run within epochs that tune counts",
-            f"--epochs, --set {limit}=null",
-        ),
+        (limit and by_epochs, f"{limit}: may end a run within its epochs", f"use --epochs, and --set {limit}=null"),
         (mixed, "several --objective can't be used with --rungs or --order async", "leave out one of them"),
     )
     if wrong := [RequestError(problem, remedy=remedy) for broken, problem, remedy in rules if broken]:
