@@ -30,7 +30,7 @@ def strike(where: str, epoch: int, batch: int, act: Callable[[], object], rank: 
         with model.register_forward_pre_hook(before_forward):
             return inner(run, model, split, loader)
 
-    evaluation._evaluate_in_batches = evaluate  # type: ignore[assignment]
+    evaluation._evaluate_in_batches = evaluate
 
 
 def terminate_self() -> None:

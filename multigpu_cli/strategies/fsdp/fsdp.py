@@ -89,7 +89,6 @@ class FSDP2(Strategy):
         if not keeps_weights:
             model.register_forward_hook(self._free_rest_without_backward)  # after FSDP's own
         self._reduces_next, self._probes = True, False
-        self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
         self._watch_order(model, blocks)
 
     def _watch_order(self, model: nn.Module, blocks: Sequence[str]) -> None:
@@ -97,6 +96,7 @@ class FSDP2(Strategy):
 
         Each gathering is a collective, so workers that run blocks in another order would wait for each other.
         """
+        self._rounds = self._done = 0  # passes of each worker in the step, and those that this one has begun
         self._order = 0  # a hash of the blocks that have run
         for number, block in enumerate([*blocks, ""]):
             hook = partial(self._note_gather, number)

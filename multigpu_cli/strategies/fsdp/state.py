@@ -269,7 +269,7 @@ class ShardedSave:
         self._store.discard_draft(self._step, "best")
 
     def _write_best(self) -> dict[str, dict[str, Any]]:
-        """Write this rank's rows of the best weights to a folder of their own: the step's folder becomes a checkpoint."""
+        """Write this rank's rows of the best weights; the folder is not the step's, which becomes a checkpoint."""
         return self._write(self._store.open_draft(self._step, "best"), "best", self.best) if self.best else {}
 
     def _write(self, draft: Path, kind: str, rows: Mapping[str, Rows]) -> dict[str, dict[str, Any]]:
