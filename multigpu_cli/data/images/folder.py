@@ -85,19 +85,19 @@ def load(
     larger = transforms.choose_shorter_side(size, resize)
     transforms.check_pillow("image-folder")
     root = files.locate_data("image-folder", data_dir, _LAYOUT)
-    names: list[str] = []
     if form.ignored is None:
         names, parts = _read_classes(root)
         num_classes = len(names)
     else:
-        parts = read_pairs(root)
+        names, parts = [], read_pairs(root)
         num_classes = choose_num_classes(parts, values, form, moved)
     parts = _divide(parts, seed)
     if new:
         parts["new"] = [(path, 0) for path in _list_new(files.locate_other_file("image-folder", root, new))]
     open_mask = partial(read_mask, values=values, ignored=form.ignored)
     make = partial(Images, size=size, resize=larger, open_mask=open_mask)
-    splits = {name: make(parts[name], augment=augment and name == "train") for name in parts if parts[name]}
+    part_names = [name for name in (*SPLITS, "new") if parts.get(name)]  # not "", which was divided
+    splits = {name: make(parts[name], augment=augment and name == "train") for name in part_names}
     return DataSource(
         **splits,  # type: ignore[arg-type]
         input_shape=transforms.model_input_shape((3, size, size), mode),
