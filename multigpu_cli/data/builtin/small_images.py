@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from multigpu_cli.data.files import DatasetFiles
 from multigpu_cli.data.order import KeyedRandom, split_by_sample
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.data.transforms import fit_standardised, model_input_shape, shift, shift_and_mirror
+
+Pair = tuple[Tensor, Tensor]  # images (n, C, H, W) uint8 and labels (n,) int64
 
 
 def digits(seed: int, augment: bool = True, val_fraction: float = 0.1, test_fraction: float = 0.2) -> DataSource:
@@ -95,23 +98,26 @@ def _source(
     augment: Callable[[Tensor, KeyedRandom], Tensor] | None,
 ) -> DataSource:
     folder = download.folder(data_dir, _spellings("train-images-idx3-ubyte"))
-    images, labels = _read_idx(download, folder, "train", len(names))
-    test_images, test_labels = _read_idx(download, folder, "t10k", len(names))
-    train, val = split_by_sample(len(images), (val_fraction,), seed)
+    train, test = (_read_idx(download, folder, part, len(names)) for part in ("train", "t10k"))
+    return _hold_out(train, test, mode, seed, val_fraction, class_names=names, augment=augment, model="convnet")
+
+
+def _hold_out(train: Pair, test: Pair, mode: str, seed: int, val_fraction: float, **facts: Any) -> DataSource:
+    """Set aside a share of the training samples for validation, and standardise by the others."""
+    images, labels = train
+    rest, val = split_by_sample(len(images), (val_fraction,), seed)
     return DataSource(
-        train=TensorDataset(images[train], labels[train]),
+        train=TensorDataset(images[rest], labels[rest]),
         val=TensorDataset(images[val], labels[val]),
-        test=TensorDataset(test_images, test_labels),
+        test=TensorDataset(*test),
         input_shape=model_input_shape(images.shape[1:], mode),
-        num_classes=len(names),
-        class_names=names,
-        prepare=fit_standardised(images[train], mode),
-        augment=augment,
-        model="convnet",
+        num_classes=len(facts["class_names"]),
+        prepare=fit_standardised(images[rest], mode),
+        **facts,
     )
 
 
-def _read_idx(download: DatasetFiles, folder: Path, part: str, classes: int) -> tuple[Tensor, Tensor]:
+def _read_idx(download: DatasetFiles, folder: Path, part: str, classes: int) -> Pair:
     """Images (n, 1, 28, 28) uint8 and labels (n,) int64 of 'train' or 't10k'."""
     image_file, label_file = (
         next(filter(Path.exists, [folder / each for each in _spellings(name)]), folder / name)
@@ -156,7 +162,6 @@ def _plain(download: DatasetFiles, file: Path) -> bytes:
         raise download.damaged_error(file, f"is damaged or cut short ({broken})") from broken
 
 
-_SHAPE = (3, 32, 32)
 _RECORD = 1 + 3 * 32 * 32  # bytes
 _TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -177,27 +182,17 @@ def cifar10(data_dir: str | None, mode: str, seed: int, augment: bool = True, va
     """
     folder = _CIFAR10.folder(data_dir, _TRAIN_FILES[:1])
     parts = [_records(folder / name) for name in (*_TRAIN_FILES, "test_batch.bin")]
-    for name, (labels, _) in zip((*_TRAIN_FILES, "test_batch.bin"), parts, strict=True):
-        if len(labels) != len(parts[0][0]):
-            fault = f"has {len(labels):,} images where {_TRAIN_FILES[0]} has {len(parts[0][0]):,}"
+    for name, (images, _) in zip((*_TRAIN_FILES, "test_batch.bin"), parts, strict=True):
+        if len(images) != len(parts[0][0]):
+            fault = f"has {len(images):,} images where {_TRAIN_FILES[0]} has {len(parts[0][0]):,}"
             raise _CIFAR10.damaged_error(folder / name, fault)
-    targets, images = (torch.cat(tensors) for tensors in zip(*parts[:-1], strict=True))
-    train, val = split_by_sample(len(images), (val_fraction,), seed)
-    return DataSource(
-        train=TensorDataset(images[train], targets[train]),
-        val=TensorDataset(images[val], targets[val]),
-        test=TensorDataset(parts[-1][1], parts[-1][0]),
-        input_shape=model_input_shape(_SHAPE, mode),
-        num_classes=len(_CLASSES),
-        class_names=_CLASSES,
-        prepare=fit_standardised(images[train], mode),
-        augment=partial(shift_and_mirror, reach=4) if augment else None,
-        model="resnet18",
-    )
+    images, labels = (torch.cat(tensors) for tensors in zip(*parts[:-1], strict=True))
+    facts = {"class_names": _CLASSES, "augment": partial(shift_and_mirror, reach=4) if augment else None}
+    return _hold_out((images, labels), parts[-1], mode, seed, val_fraction, model="resnet18", **facts)
 
 
-def _records(file: Path) -> tuple[Tensor, Tensor]:
-    """Labels (n,) int64 and images (n, 3, 32, 32) uint8 of one file.
+def _records(file: Path) -> Pair:
+    """Images (n, 3, 32, 32) uint8 and labels (n,) int64 of one file.
 
     A record is one label byte, then 1,024 bytes each of red, green and blue. The Python version is not read: unpickling
     runs code.
@@ -207,5 +202,5 @@ def _records(file: Path) -> tuple[Tensor, Tensor]:
         raise _CIFAR10.damaged_error(file, f"has {len(content):,} bytes, not a whole number of records of {_RECORD:,}")
     records = content.reshape(-1, _RECORD)
     labels = _CIFAR10.check_labels(file, records[:, 0], 0, len(_CLASSES) - 1)
-    images = np.ascontiguousarray(records[:, 1:]).reshape(-1, *_SHAPE)
-    return torch.from_numpy(labels), torch.from_numpy(images)
+    images = np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32)
+    return torch.from_numpy(images), torch.from_numpy(labels)
