@@ -48,9 +48,8 @@ def get_samples(dataset: Dataset[Any], indices: list[int]) -> Sequence[Any]:
         items: Sequence[Any] = dataset.__getitems__(indices)  # type: ignore[attr-defined]
     if len(items) != len(indices):
         raise RequestError(
-            f"--data: {type(unwrap_dataset(dataset)).__name__}.__getitems__ gave "
-            f"{len(items)} samples where {len(indices)} were "
-            "asked for",
+            f"--data: {type(unwrap_dataset(dataset)).__name__}.__getitems__ gave {len(items)} samples "
+            f"where {len(indices)} were asked for",
             remedy="one for each index, in their order",
         )
     return items

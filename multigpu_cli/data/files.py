@@ -217,7 +217,6 @@ class OpenFiles:
 
 
 _REMEDY = "one JSON object per line, or all in an array: [{…}, {…}]"
-Extents = Iterator[tuple[int, int, int]]  # of each record: its line from 1, its first byte, and its bytes
 
 
 class JsonLines:
@@ -234,8 +233,8 @@ class JsonLines:
             file.seek(0)
             begin = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
             file.seek(0)
-            for place in _find_elements(path) if begin == b"[" else _find_lines(file):
-                self._places.extend(place)
+            for line, at, content in _find_elements(path) if begin == b"[" else find_lines(file):
+                self._places.extend((line, at, len(content)))
 
     def __len__(self) -> int:
         return len(self._places) // 3
@@ -266,16 +265,17 @@ class JsonLines:
         return f"{self.path}:{self._places[3 * index]}"
 
 
-def _find_lines(file: BinaryIO) -> Extents:
+def find_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the lines of a file that are not empty: number from 1, first byte, and content."""
     at = 0
     for number, line in enumerate(file, 1):
         if line.strip():
-            yield number, at, len(line)
+            yield number, at, line
         at += len(line)
 
 
-def _find_elements(path: Path) -> Extents:
-    """The places of the elements of a JSON array; the file is read as a whole, and its text is not kept."""
+def _find_elements(path: Path) -> Iterator[tuple[int, int, str]]:
+    """Yield the elements of a JSON array as `find_lines` does, a character a byte; the file is read as a whole."""
     text, decode = path.read_bytes().decode("latin-1"), json.JSONDecoder().raw_decode  # a character is a byte
     line, counted, at = 1, 0, _skip_blank(text, text.index("[") + 1)
     try:
@@ -285,7 +285,7 @@ def _find_elements(path: Path) -> Extents:
             if text[after : after + 1] not in (",", "]"):
                 raise json.JSONDecodeError("expecting , or ]", text, after)
             line, counted = line + text.count("\n", counted, at), at
-            yield line, at, end - at
+            yield line, at, text[at:end]
             at = _skip_blank(text, after + (text[after] == ","))
         if (after := _skip_blank(text, at + 1)) < len(text):
             raise json.JSONDecodeError("the array has ended", text, after)

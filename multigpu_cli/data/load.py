@@ -177,9 +177,8 @@ def load_data_source(
         offered |= {"shuffle_block": config.shuffle_block, "shuffle_window": config.shuffle_window}
         alone = partial(load_data_source, seed=seed, form=replace(form, classes=None), model=model, moved=moved)
         offered["mix"] = [_load_mixed(config, entry, alone) for entry in config.mix]
-    parameters, args, new = inspect.signature(factory).parameters, dict(config.args), None
-    if "new" not in parameters:
-        new = args.pop("new", None)
+    parameters, args = inspect.signature(factory).parameters, dict(config.args)
+    new = None if "new" in parameters else args.pop("new", None)
     infer = partial(infer_source, seed=seed, form=form, moved=moved)
     if "split" in parameters and "split" not in args:
         source = infer(**_load_splits(call, offered, args, config.name, seed))

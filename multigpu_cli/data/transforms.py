@@ -194,9 +194,8 @@ def read_colors(file: Path | bytes, where: str, shorter: int = 0) -> Any:
         image = ImageOps.exif_transpose(opened)
         if image.mode in ("I", "F") or image.mode.startswith("I;"):
             # Pillow's own conversion clips these at 255, so that 16 bits become white, and floats up to 1 black
-            image = Image.fromarray(
-                _scale_to_bytes(np.asarray(image), image.mode, getattr(opened, "tag_v2", {}), where)
-            )
+            tags = getattr(opened, "tag_v2", {})
+            image = Image.fromarray(_scale_to_bytes(np.asarray(image), image.mode, tags, where))
         return image.convert("RGB")
 
 

@@ -144,12 +144,11 @@ def _check_schemas(files: Sequence[Path], batches: Sequence[Any]) -> Any:
     if not sum(batch.num_rows for batch in batches):
         raise RequestError(f"--data arrow: {files[0].parent} holds no rows", remedy="a dataset with rows")
     first = batches[0].schema
-    for batch in batches:
-        if not batch.schema.equals(first):
-            raise RequestError(
-                f"--data arrow: the files in {files[0].parent} have different columns",
-                remedy="files of one dataset, all with the same columns and types",
-            )
+    if not all(batch.schema.equals(first) for batch in batches):
+        raise RequestError(
+            f"--data arrow: the files in {files[0].parent} have different columns",
+            remedy="files of one dataset, all with the same columns and types",
+        )
     return first
 
 
@@ -165,7 +164,7 @@ def _describe(field: Any, feature: Any, chunks: Sequence[Any]) -> Column:
     if types.is_string(kind) or types.is_large_string(kind):
         return Column(kind="text", **known)
     sizes: list[int] = []
-    first = _storage(chunks[0])[:1]
+    first = getattr(chunks[0], "storage", chunks[0])[:1]
     while types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         first, kind = first.flatten(), kind.value_type
         sizes.append(len(first) // max(1, int(np.prod(sizes))))
@@ -187,14 +186,10 @@ def _holds_lists_of_fixed_length(kind: Any) -> bool:
     return types.is_list(inner) or types.is_large_list(inner) or _holds_lists_of_fixed_length(inner)
 
 
-def _storage(chunk: Any) -> Any:
-    return getattr(chunk, "storage", chunk)
-
-
 def _open_chunk(chunk: Any) -> _Chunk:
     """NumPy's views of a column's buffers."""
     offsets: list[np.ndarray] = []
-    types, chunk = load_pyarrow().types, _storage(chunk)
+    types, chunk = load_pyarrow().types, getattr(chunk, "storage", chunk)
     if types.is_struct(chunk.type):
         chunk = chunk.field("bytes")
     while types.is_list(chunk.type) or types.is_large_list(chunk.type) or types.is_fixed_size_list(chunk.type):

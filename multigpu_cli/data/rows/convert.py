@@ -16,15 +16,10 @@ from multigpu_cli.config.types import path
 from multigpu_cli.data.files import load_pyarrow
 from multigpu_cli.errors import RequestError, pluralize
 
-_KINDS = {
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".csv.gz": "csv",
-    ".tsv.gz": "csv",
-    ".jsonl": "json",
-    ".jsonl.gz": "json",
-    ".ndjson": "json",
+_ENDINGS = {
+    "parquet": (".parquet",),
+    "csv": (".csv", ".tsv", ".csv.gz", ".tsv.gz"),
+    "json": (".jsonl", ".jsonl.gz", ".ndjson"),
 }
 _LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
 _PIECE = 2**23  # bytes of text that are parsed at once; the first piece decides the types
@@ -74,7 +69,7 @@ def _find_files(source: Path) -> list[Path]:
 
 
 def _find_kind(file: Path) -> str:
-    return next((kind for ending, kind in _KINDS.items() if file.name.lower().endswith(ending)), "")
+    return next((kind for kind, endings in _ENDINGS.items() if file.name.lower().endswith(endings)), "")
 
 
 def _write_folder(files: list[Path], folder: Path) -> dict[str, Any]:
@@ -94,19 +89,17 @@ def _write_folder(files: list[Path], folder: Path) -> dict[str, Any]:
             rows += table.num_rows
     if schema is None or not rows:
         raise RequestError(f"{files[0]}: no rows", remedy=_SUPPORTED)
-    names = [f"data-{number:05d}-of-{len(written):05d}.arrow" for number in range(len(written))]
-    sizes = []
-    for file, name in zip(written, names, strict=True):
-        file.rename(folder / name)
-        sizes.append((folder / name).stat().st_size)
-        flush_folder(folder / name)
+    count = f"of-{len(written):05d}"
+    stored = [file.rename(folder / f"data-{number:05d}-{count}.arrow") for number, file in enumerate(written)]
     (folder / "dataset_info.json").write_text("{}\n")
-    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": os.urandom(8).hex(), **_AS_STORED}
+    entries = [{"filename": file.name} for file in stored]
+    state = {"_data_files": entries, "_fingerprint": os.urandom(8).hex(), **_AS_STORED}
     (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
-    flush_folder(folder / "state.json")
-    flush_folder(folder)
+    for each in (*stored, folder / "state.json", folder):
+        flush_folder(each)
     columns = {field.name: str(field.type) for field in schema}
-    return {"rows": rows, "bytes": sum(sizes), "files": len(names), "columns": columns}
+    size = sum(file.stat().st_size for file in stored)
+    return {"rows": rows, "bytes": size, "files": len(stored), "columns": columns}
 
 
 def _join_batches(files: list[Path]) -> Iterator[Any]:

@@ -47,8 +47,9 @@ class NumberRows(Dataset[tuple[Tensor, Tensor]]):
 
     def fetch_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs (n, …) and targets (n, …) of some samples."""
-        inputs = make_batch(len(indices), self.shape, self.dtype)
-        return torch.from_numpy(inputs), self.fetch_into(indices, inputs, range(len(indices)))
+        dtype = torch.from_numpy(np.empty(0, self.dtype)).dtype
+        inputs = torch.empty((len(indices), *self.shape), dtype=dtype)  # aligned by torch, so sums have the same bits
+        return inputs, self.fetch_into(indices, inputs.numpy(), range(len(indices)))
 
     def fetch_into(self, indices: np.ndarray, out: np.ndarray, at: Sequence[int]) -> Tensor:
         """Write the inputs of some samples to the entries `at` of a batch; returns their targets."""
@@ -106,11 +107,6 @@ class ImageRows(Dataset[tuple[Tensor, Tensor]]):
         (content,) = self.store.read(name, rows)
         pixels = decode_image(content, self.resize, f"--data: {self.store.label}: row {rows[0]}, column {name!r},")
         return cut_square(pixels, self.size, augment=self.augment), read_targets(self.store, rows, self.roles)[0]
-
-
-def make_batch(count: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """An empty batch, whose first byte lies as in any tensor of torch's: sums over it have the same bits."""
-    return torch.empty((count, *shape), dtype=torch.from_numpy(np.empty(0, dtype)).dtype).numpy()
 
 
 def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRoles) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from multigpu_cli.data.files import UNCHANGED, OpenFiles
+from multigpu_cli.data.files import UNCHANGED, OpenFiles, find_lines
 from multigpu_cli.data.rows.store import Column, RowStore, open_index
 from multigpu_cli.errors import RequestError
 
@@ -66,8 +66,7 @@ class JsonStore(RowStore):
         """The records of some rows; asked for once for each field, so the last ones are kept."""
         key = rows.tobytes()
         if self._last[0] != key:
-            places = self._rows[rows].tolist()
-            where = f"--data jsonl: {self.label}"
+            where, places = f"--data jsonl: {self.label}", self._rows[rows].tolist()
             self._last = key, [_parse_line(self._open.read(*place), where) for place in places]
         return self._last[1]
 
@@ -75,14 +74,12 @@ class JsonStore(RowStore):
         fields: dict[str, dict[str, Any]] = {}
         first = ""
         for number, file in enumerate(self.files):
-            at = 0
             with file.open("rb") as opened:
-                for line, text in enumerate(opened, 1):
-                    if text.strip():
-                        first = first or f"{file}:{line}"
-                        _note_record(fields, _parse_line(text, f"{file}:{line}"), f"{file}:{line}", first)
-                        write((number, at, len(text)))
-                    at += len(text)
+                for line, at, text in find_lines(opened):
+                    location = f"{file}:{line}"
+                    first = first or location
+                    _note_record(fields, _parse_line(text, location), location, first)
+                    write((number, at, len(text)))
         for field in fields.values():
             field["values"] = None if field["values"] is None else sorted(field["values"])
         return {"fields": fields}

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from inspect import Signature, signature
+from operator import attrgetter
 from typing import Annotated, Any
 
 import numpy as np
@@ -135,11 +136,10 @@ def _find_target(name: str, store: RowStore, target: str | None, ignored: Sequen
 
 
 def _check_same_columns(name: str, train: RowStore, store: RowStore, used: Sequence[Column]) -> None:
+    get_type = attrgetter("kind", "shape", "class_names")
     for column in used:
         other = store.columns.get(column.name)
-        if other is None or (other.kind, other.shape, other.class_names) != (
-            column.kind, column.shape, column.class_names,
-        ):  # fmt: skip
+        if other is None or get_type(other) != get_type(column):
             raise RequestError(
                 f"--data {name}: column {column.name!r} differs between {train.label} and {store.label}",
                 remedy="parts of one dataset, with the same columns",

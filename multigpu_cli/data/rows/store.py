@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from multigpu_cli.checkpoint.files import publish_stream
+from multigpu_cli.checkpoint.files import DraftFile, publish_stream
 from multigpu_cli.config.regular_files import is_trusted, open_regular
 from multigpu_cli.distributed.processes import say_before_run
 from multigpu_cli.errors import RequestError
@@ -81,13 +81,6 @@ class Index(NamedTuple):
     facts: dict[str, Any]
 
 
-class _Output(Protocol):
-    """A file, or the draft of one."""
-
-    def write(self, content: bytes, /) -> object: ...
-    def flush(self) -> None: ...
-
-
 def open_index(name: str, files: Sequence[Path], width: int, build: Build, version: str) -> Index:
     """Return the index that an earlier process left beside the first file, or else one that is made now.
 
@@ -101,9 +94,10 @@ def open_index(name: str, files: Sequence[Path], width: int, build: Build, versi
     facts = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     mark = {"version": version, "files": facts, "width": width}
     folder, owner = files[0].parent, files[0].stat().st_uid
-    path = folder / f".multigpu-{_sum(repr([file.name for file in files]))[:12]}.index"
+    names = repr([file.name for file in files]).encode()
+    path = folder / f".multigpu-{hashlib.sha256(names).hexdigest()[:12]}.index"
 
-    def write(file: _Output) -> None:
+    def write(file: BinaryIO | DraftFile) -> None:
         digest = hashlib.sha256()
 
         def add(row: Sequence[int]) -> None:
@@ -111,9 +105,8 @@ def open_index(name: str, files: Sequence[Path], width: int, build: Build, versi
             digest.update(content)
             file.write(content)
 
-        learned = build(add)
-        foot = {**mark, "facts": learned, "sha256": _sign(digest, {**mark, "facts": learned})}
-        text = json.dumps(foot).encode()
+        foot = {**mark, "facts": build(add)}
+        text = json.dumps({**foot, "sha256": _sign(digest, foot)}).encode()
         file.write(text + len(text).to_bytes(8, "little") + _MAGIC)
         file.flush()
 
@@ -151,23 +144,20 @@ def _find(path: Path, mark: dict[str, Any], owner: int) -> tuple[Index | None, s
             return _open(file, mark), ""
     except FileNotFoundError:
         return None, ""
-    except _Damaged:
-        return None, "it is damaged"
     except OSError as error:
         return None, str(error.strerror or error)
 
 
-class _Damaged(Exception):
-    """A file that claims to be an index of these files is not what was written."""
+_DAMAGED = "it is damaged"  # a file that claims to be an index of these files is not what was written
 
 
 def _open(file: BinaryIO, mark: dict[str, Any]) -> Index | None:
     """Return the index in a file; None if it is of other files or versions.
 
-    Raises _Damaged if the checksum is wrong.
+    Raises OSError if the file is damaged: too short, unreadable, or with a wrong checksum.
     """
     if os.fstat(file.fileno()).st_size < 16:
-        raise _Damaged
+        raise OSError(_DAMAGED)
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     end = len(mapped) - 16
     length = int.from_bytes(mapped[end : end + 8], "little")
@@ -176,20 +166,16 @@ def _open(file: BinaryIO, mark: dict[str, Any]) -> Index | None:
         foot = json.loads(mapped[max(0, size) : end])
         known, facts, checksum = {key: foot[key] for key in mark}, foot["facts"], foot.get("sha256")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _Damaged from error
+        raise OSError(_DAMAGED) from error
     if known != mark:
         return None
     if mapped[-8:] != _MAGIC or size % (8 * mark["width"]):
-        raise _Damaged
+        raise OSError(_DAMAGED)
     with memoryview(mapped) as content:
         digest = hashlib.sha256(content[:size])
     if _sign(digest, {**known, "facts": facts}) != checksum:
-        raise _Damaged
+        raise OSError(_DAMAGED)
     return Index(np.frombuffer(mapped, dtype=np.int64, count=size // 8).reshape(-1, mark["width"]), facts)
-
-
-def _sum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _sign(rows: "hashlib._Hash", foot: dict[str, Any]) -> str:

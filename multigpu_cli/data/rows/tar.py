@@ -204,10 +204,9 @@ def _read_number(text: bytes, where: str) -> int:
 
 def _load_array(content: bytes, ending: str, label: str) -> np.ndarray:
     try:
-        found: np.ndarray = np.load(BytesIO(content), allow_pickle=False)
+        return np.load(BytesIO(content), allow_pickle=False)  # type: ignore[no-any-return]
     except (ValueError, OSError, EOFError) as error:
         raise RequestError(f"--data tar: {label}: a .{ending} is no array ({error})", remedy="np.save(…)") from error
-    return found
 
 
 def _decode(content: bytes, ending: str, label: str) -> str:

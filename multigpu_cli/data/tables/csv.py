@@ -18,17 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.config.types import ValueType, quote_value
-from multigpu_cli.data.tables.notation import (
-    DECIMAL_COMMA,
-    PLAIN,
-    Notation,
-    Parsed,
-    is_missing,
-    is_number_like,
-    learn_notation,
-    parse_numbers,
-    to_number,
-)
+from multigpu_cli.data.tables.notation import DECIMAL_COMMA, PLAIN, Notation, Parsed, is_missing, is_number_like
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "space": " ", "bar": "|"}
@@ -53,6 +43,10 @@ class CsvFormat(NamedTuple):
     header: str = "first"  # first: the first row names the columns; none: they are called 0, 1, 2, …
     decimal: str = "auto"  # the sign before a fraction: auto, comma or point; it settles if 1,234 is 1234
 
+    def list_decimals(self, likeliest: str) -> str:
+        """Return the decimal signs that numbers may have, the likeliest first; `likeliest` are those of auto."""
+        return {"auto": likeliest, "comma": ",", "point": "."}[self.decimal]
+
 
 @dataclass(frozen=True, eq=False)
 class CsvTable:
@@ -66,7 +60,7 @@ class CsvTable:
     columns: list[str]
     rows: list[list[str]]
     lines: Sequence[int]  # which line of the file each row begins in, from 1
-    warnings: tuple[str, ...]  # a first row that looks like data
+    warnings: tuple[str, ...] = ()  # a first row that looks like data
     unnamed: tuple[str, ...] = ()  # columns without a name in the file, called column_1, … by their places
     decimals: str = ".,"  # the decimal signs that numbers may have, the likeliest first
     notations: dict[str, Notation] = field(default_factory=dict)  # of the columns that were parsed
@@ -91,17 +85,17 @@ class CsvTable:
         """
         if column not in self._parsed:
             cells, is_known = self.select(column), column in self.notations
-            self._parsed[column] = parse_numbers(cells, self.notations.setdefault(column, PLAIN))
+            self._parsed[column] = self.notations.setdefault(column, PLAIN).parse(cells)
             if not is_known and (self._parsed[column][1].any() or self.decimals == ","):
                 notation = self.learn_notation(column)
                 if notation not in (PLAIN, DECIMAL_COMMA):  # decimal commas were replaced by points before
                     self.notations[column] = notation
-                    self._parsed[column] = parse_numbers(cells, notation)
+                    self._parsed[column] = notation.parse(cells)
         return self._parsed[column]
 
     def learn_notation(self, column: str) -> Notation:
         """Return how a column writes its numbers, and note in `doubts` if that is not certain."""
-        notation, doubt = learn_notation(self.count_cells(column), self.decimals)
+        notation, doubt = Notation.learn(self.count_cells(column), self.decimals)
         if doubt:
             self.doubts[column] = f"{self.path}: column {column!r}: {doubt}"
         return notation
@@ -129,19 +123,19 @@ def read_csv(path: Path, format: CsvFormat) -> CsvTable:
         rows, lines = rows[1:], lines[1:]
     if not rows:
         raise RequestError(f"--data csv: {path}: no rows")
-    _check_lengths(path, rows, lines)
-    unnamed: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    if odd := next((at for at, row in enumerate(rows) if len(row) != len(rows[0])), 0):
+        raise RequestError(
+            f"--data csv: {path}:{lines[odd]}: {len(rows[odd])} cells for {len(rows[0])} columns",
+            remedy="the same number in every line; quote cells that contain the separator, "
+            "or say which it is: --set data.separator=semicolon",
+        )
+    decimals = format.list_decimals(".," if separator == "," else ",.")
     if format.header == "none":
-        columns = [str(number) for number in range(len(rows[0]))]
-    else:
-        head, rows, lines = rows[0], rows[1:], lines[1:]
-        columns = _name_columns(head)
-        unnamed = tuple(name for name, written in zip(columns, head, strict=True) if not written)
-        warnings = _check_header(path, head, columns, rows)
-    likeliest = ".," if separator == "," else ",."
-    decimals = {"auto": likeliest, "comma": ",", "point": "."}[format.decimal]
-    return CsvTable(path, columns, rows, lines, warnings, unnamed, decimals)
+        return CsvTable(path, list(map(str, range(len(rows[0])))), rows, lines, decimals=decimals)
+    head, rows, lines = rows[0], rows[1:], lines[1:]
+    columns = _name_columns(head)
+    unnamed = tuple(name for name, written in zip(columns, head, strict=True) if not written)
+    return CsvTable(path, columns, rows, lines, _check_header(path, head, columns, rows), unnamed, decimals)
 
 
 def _name_columns(head: list[str]) -> list[str]:
@@ -158,10 +152,10 @@ def _name_columns(head: list[str]) -> list[str]:
 def _looks_like_data(columns: list[str], rows: list[list[str]]) -> bool:
     """Whether names of columns are rather values: numbers above all numbers, or words that come again below."""
     below = [[row[at] for row in rows[:_LOOK] if not is_missing(row[at])] for at in range(len(columns))]
-    numeric = [at for at, cells in enumerate(below) if cells and None not in map(to_number, cells)]
+    numeric = [at for at, cells in enumerate(below) if cells and None not in map(PLAIN.read, cells)]
     if numeric:
         names = [columns[at] for at in numeric]
-        return any(names) and all(is_missing(name) or to_number(name) is not None for name in names)
+        return any(names) and all(is_missing(name) or PLAIN.read(name) is not None for name in names)
     return bool(rows) and all(name in cells for name, cells in zip(columns, below, strict=True))
 
 
@@ -229,16 +223,6 @@ def _parse(path: Path, text: str, separator: str) -> tuple[list[list[str]], list
             remedy='close each quote, and write one within quotes twice: "a ""b"" c"',
         ) from error
     return rows, lines
-
-
-def _check_lengths(path: Path, rows: list[list[str]], lines: list[int]) -> None:
-    for row, line in zip(rows, lines, strict=True) if len(set(map(len, rows))) > 1 else ():
-        if len(row) != len(rows[0]):
-            raise RequestError(
-                f"--data csv: {path}:{line}: {len(row)} cells for {len(rows[0])} columns",
-                remedy="the same number in every line; quote cells that contain the separator, "
-                "or say which it is: --set data.separator=semicolon",
-            )
 
 
 def _check_header(path: Path, head: list[str], columns: list[str], rows: list[list[str]]) -> tuple[str, ...]:

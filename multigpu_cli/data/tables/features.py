@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multigpu_cli.data.source import FEW, Codec
 from multigpu_cli.data.tables.csv import CsvTable
-from multigpu_cli.data.tables.notation import MOST, PLAIN, is_missing, is_number_like
+from multigpu_cli.data.tables.notation import MOST, is_missing, is_number_like
 
 _CATEGORIES = 50  # of one column; rarer ones share a place
 _EXAMPLES = 16
@@ -74,19 +74,6 @@ class TableFeatures(Codec):
         marks = missing[:, [self.numbers.index(each["column"]) for each in gaps]]
         means, scales = ([each[name] for each in (*numbers, *gaps)] for name in ("mean", "scale"))
         return np.asarray((np.hstack([filled, marks]) - means) / scales, dtype=np.float32)
-
-    def describe_reading(self) -> str:
-        """Return how cells are read that version 0.2 read otherwise; the features of all others are as they were."""
-        notations = [(name, way) for name in self.numbers if (way := self.examples.notations[name]) != PLAIN]
-        return repr(notations) if notations else ""
-
-    def find_words(self, part: Part) -> list[str]:
-        """The first cell of each column of numbers that holds something else, in words."""
-        return [
-            f"{part.table.describe_cell(name, at)} is not a number, as in the training rows"
-            for name in self.numbers
-            if (at := part.find_word(name)) is not None
-        ]
 
 
 def learn_features(train: Part, columns: Sequence[str]) -> TableFeatures:

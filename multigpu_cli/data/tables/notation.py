@@ -17,6 +17,7 @@ _MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
 _LONGEST_GAP = max(map(len, _MISSING))
 MOST = 0.9  # if this share of a column are numbers, the other cells look like mistakes
 _UNITS = "$€£¥₹%"
+_GROUPS = ("", *",.' ")  # signs between groups of three digits
 _SPACES = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'"})
 _LEADING_ZERO = re.compile(r"\n[+-]?0[0-9]")  # in cells that each follow a line break
 _NUMBER_LIKE = re.compile(rf"[+-]?[{_UNITS}]? ?[+-]?[0-9][0-9.,:/' TZeE+-]*[{_UNITS}]?")
@@ -43,6 +44,50 @@ class Notation(NamedTuple):
             return None
         return to_number("".join(match.groups()).replace(self.group, "").replace(self.decimal, "."))
 
+    def parse(self, cells: Sequence[str]) -> Parsed:
+        """Return (n,) float64, nan if a cell holds a word or nothing, and (n,) bool, whether it holds a word."""
+        gaps = {cell for cell in {cell for cell in cells if len(cell) <= _LONGEST_GAP} if is_missing(cell)}
+        text = "\n".join(["", *cells])
+        if self == PLAIN and _has_no_codes(text):  # float() reads what to_number does, and in C
+            try:
+                texts = ("nan" if cell in gaps else cell for cell in cells) if gaps else cells
+                numbers = np.fromiter(map(float, texts), dtype=np.float64, count=len(cells))
+                if np.isfinite(numbers).sum() == len(cells) - (sum(map(gaps.__contains__, cells)) if gaps else 0):
+                    return numbers, np.zeros(len(cells), dtype=bool)
+            except ValueError:
+                pass  # there are words, so cells are read one by one
+        values = {cell: None if cell in gaps else self.read(cell) for cell in set(cells)}
+        numbers = np.array([values[cell] for cell in cells], dtype=np.float64)
+        return numbers, np.isnan(numbers) & np.array([cell not in gaps for cell in cells], dtype=bool)
+
+    @classmethod
+    def learn(cls, cells: Collection[str], decimals: str) -> "tuple[Notation, str]":
+        """Return the notation that most of the cells fit, and a warning if they fit another one as well, or nothing.
+
+        Args:
+            cells: different cells, none of which is missing.
+            decimals: the decimal signs that may occur, the likeliest first.
+        """
+        if sum(map(is_number_like, cells)) < MOST * len(cells):
+            return PLAIN, ""
+        text = "".join(cells).translate(_SPACES)
+        unit = max(_UNITS, key=text.count)
+        unit *= unit in text
+        others = [cls(sign, group, unit) for sign in decimals for group in _GROUPS if sign != group and group in text]
+        plain = [PLAIN] * ("." in decimals)  # preferred to others that fit as many
+        notations = [*plain, *others, PLAIN, cls(is_date=True)]
+        values = {notation: [notation.read(cell) for cell in cells] for notation in notations}
+        best = min(values, key=lambda notation: values[notation].count(None))
+        fewest = values[best].count(None)
+        if len(cells) - fewest < MOST * len(cells):
+            return PLAIN, ""
+        for rival in (each for each in values if each.decimal in decimals and values[each].count(None) == fewest):
+            for cell, value, other in zip(cells, values[best], values[rival], strict=True):
+                if value is not None and other not in (None, value):
+                    sign = "comma" if rival.decimal == "," else "point"
+                    return best, f"{cell!r} is read as {value:.12g}; --set data.decimal={sign} if it is {other:.12g}"
+        return best, ""
+
 
 PLAIN, DECIMAL_COMMA = Notation(), Notation(",")
 
@@ -61,34 +106,6 @@ def _read_date(cell: str) -> float | None:
     except ValueError:  # such as month 13
         return None
     return moment.replace(tzinfo=moment.tzinfo or UTC).timestamp() / 86_400 if moment else None
-
-
-def learn_notation(cells: Collection[str], decimals: str) -> tuple[Notation, str]:
-    """Return the notation that most of the cells fit, and a warning if they fit another one as well, or nothing.
-
-    Args:
-        cells: different cells, none of which is missing.
-        decimals: the decimal signs that may occur, the likeliest first.
-    """
-    if sum(map(is_number_like, cells)) < MOST * len(cells):
-        return PLAIN, ""
-    text = "".join(cells).translate(_SPACES)
-    unit = max(_UNITS, key=text.count)
-    unit *= unit in text
-    signs = [(decimal, group) for decimal in decimals for group in ("", *",.' ") if decimal != group and group in text]
-    plain = [PLAIN] * ("." in decimals)  # preferred to others that fit as many
-    notations = [*plain, *(Notation(*pair, unit) for pair in signs), PLAIN, Notation(is_date=True)]
-    values = {notation: [notation.read(cell) for cell in cells] for notation in notations}
-    best = min(values, key=lambda notation: values[notation].count(None))
-    fewest = values[best].count(None)
-    if len(cells) - fewest < MOST * len(cells):
-        return PLAIN, ""
-    for rival in (each for each in values if each.decimal in decimals and values[each].count(None) == fewest):
-        for cell, value, other in zip(cells, values[best], values[rival], strict=True):
-            if value is not None and other not in (None, value):
-                sign = "comma" if rival.decimal == "," else "point"
-                return best, f"{cell!r} is read as {value:.12g}; --set data.decimal={sign} if it is {other:.12g}"
-    return best, ""
 
 
 def is_number_like(cell: str) -> bool:
@@ -118,20 +135,3 @@ def to_number(cell: str) -> float | None:
 def _has_no_codes(text: str) -> bool:
     """Return whether float() can be trusted with cells, each after a line break: it reads some codes as numbers."""
     return text.isascii() and "_" not in text and not _LEADING_ZERO.search(text)
-
-
-def parse_numbers(cells: Sequence[str], notation: Notation) -> Parsed:
-    """Return (n,) float64, nan if a cell holds a word or nothing, and (n,) bool, whether it holds a word."""
-    gaps = {cell for cell in {cell for cell in cells if len(cell) <= _LONGEST_GAP} if is_missing(cell)}
-    text = "\n".join(["", *cells])
-    if notation == PLAIN and _has_no_codes(text):  # float() reads what to_number does, and in C
-        try:
-            texts = ("nan" if cell in gaps else cell for cell in cells) if gaps else cells
-            numbers = np.fromiter(map(float, texts), dtype=np.float64, count=len(cells))
-            if np.isfinite(numbers).sum() == len(cells) - (sum(map(gaps.__contains__, cells)) if gaps else 0):
-                return numbers, np.zeros(len(cells), dtype=bool)
-        except ValueError:
-            pass  # there are words, so cells are read one by one
-    values = {cell: None if cell in gaps else notation.read(cell) for cell in set(cells)}
-    numbers = np.array([values[cell] for cell in cells], dtype=np.float64)
-    return numbers, np.isnan(numbers) & np.array([cell not in gaps for cell in cells], dtype=bool)

@@ -9,7 +9,7 @@ from hashlib import sha256
 from itertools import compress, islice
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 from multigpu_cli.config.types import choice
 from multigpu_cli.data.files import JsonLines, locate_other_file, locate_single_file
 from multigpu_cli.data.order import split_by_sample
-from multigpu_cli.data.source import FEW, DataSource, Kind
+from multigpu_cli.data.source import FEW, SPLITS, DataSource, Kind
 from multigpu_cli.data.tables.csv import SEPARATOR, CsvFormat, CsvTable, read_csv, read_decimal_commas
 from multigpu_cli.data.tables.features import AS_NUMBERS, Part, TableFeatures, describe_words, learn_features
-from multigpu_cli.data.tables.notation import is_missing
+from multigpu_cli.data.tables.notation import PLAIN, is_missing
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _WHOLE = re.compile(r"(0|-?[1-9][0-9]*)(\.0*)?")  # 1 and 1.0 are one class, if all labels are such
@@ -99,19 +99,21 @@ def _build_source(
     warnings += dict.fromkeys(filter(None, doubts))
     inputs = features.transform(table)
     tests = inputs if parts[2].table is table else features.transform(parts[2].table)
-    found = zip((inputs, inputs, tests), parts, targets, strict=True)
-    splits = [TensorDataset(each[torch.from_numpy(part.rows)], labels) for each, part, labels in found]
+    splits: dict[str, Any] = {
+        split: TensorDataset(values[torch.from_numpy(part.rows)], labels)
+        for split, values, part, labels in zip(SPLITS, (inputs, inputs, tests), parts, targets, strict=True)
+    }
     rows = list(map(repr, parts[0].table.rows))  # in the order of the file, since memory is slow in any other
     indices = list(map(table.columns.index, columns))
     learned_from = f"({indices}, [{', '.join([rows[row] for row in parts[0].rows.tolist()])}])"
-    learned_from += features.describe_reading()
+    # how cells are read that version 0.2 read otherwise; the features of all others are as they were
+    notations = [(name, way) for name in features.numbers if (way := table.notations[name]) != PLAIN]
+    learned_from += repr(notations) if notations else ""
     spread = None if names else (float(targets[0].mean()), float(targets[0].std(correction=0)) or 1.0)
     return DataSource(
-        train=splits[0],
-        val=splits[1],
-        test=splits[2],
+        **splits,
         new=TensorDataset(features.transform(new), targets[0].new_zeros(len(new.rows))) if new else None,
-        input_shape=tuple(splits[0].tensors[0].shape[1:]),
+        input_shape=tuple(inputs.shape[1:]),
         num_classes=len(names),
         class_names=names,
         target_scale=spread,
@@ -232,7 +234,12 @@ def _read_alike(others: CsvTable, table: CsvTable) -> CsvTable:
 
 def _check_numbers(features: TableFeatures, parts: Sequence[Part], path: Path) -> list[str]:
     """Return warnings about words of the same file among numbers; raise RequestError if another file has some."""
-    words = [(part.table.path, line) for part in parts for line in features.find_words(part)]
+    words = [
+        (part.table.path, f"{part.table.describe_cell(name, row)} is not a number, as in the training rows")
+        for part in parts
+        for name in features.numbers
+        if (row := part.find_word(name)) is not None
+    ]
     if wrong := dict.fromkeys(line for file, line in words if file != path):
         raise RequestError("\n".join(wrong), remedy="numbers there, or nothing")
     return [f"{line}; it counts as missing" for _, line in words]
@@ -264,22 +271,18 @@ def _read_targets(
     is_merged = all(map(_WHOLE.fullmatch, counts))
     labels = {cell: match[1] if is_merged and (match := _WHOLE.fullmatch(cell)) else cell for cell in values}
     known = {labels[cell] for cell in counts}
-    _check_labels(parts[2], target, [cell for cell in dict.fromkeys(cells[2]) if labels[cell] not in known], table)
+    if strange := [cell for cell in dict.fromkeys(cells[2]) if labels[cell] not in known]:
+        test, listed = parts[2].table, ", ".join(map(repr, strange[:5])) + ", …" * (len(strange) > 5)
+        line = test.lines[test.select(target).index(strange[0])]
+        raise RequestError(
+            f"{test.path}:{line}: labels that {table.path} does not have: {listed}",
+            remedy=f"labels of column {target!r} that training knows, or data.kind=regression for numbers",
+        )
     names: dict[str, str] = {}
     for cell in sorted(set().union(*cells), key=lambda cell: (values[cell] or 0.0 if is_whole else 0.0, cell)):
         names.setdefault(labels[cell], cell)
     indices = {label: index for index, label in enumerate(names)}
     return [torch.tensor([indices[labels[cell]] for cell in each]) for each in cells], tuple(names.values())
-
-
-def _check_labels(test: Part, target: str, strange: Sequence[str], table: CsvTable) -> None:
-    if strange:
-        names = ", ".join(map(repr, strange[:5])) + (", …" if len(strange) > 5 else "")
-        line = test.table.lines[test.table.select(target).index(strange[0])]
-        raise RequestError(
-            f"{test.table.path}:{line}: labels that {table.path} does not have: {names}",
-            remedy=f"labels of column {target!r} that training knows, or data.kind=regression for numbers",
-        )
 
 
 def read_table(path: Path, format: CsvFormat) -> CsvTable:
@@ -298,8 +301,7 @@ def read_table(path: Path, format: CsvFormat) -> CsvTable:
         for record, place in zip(found, places, strict=True)
     ]
     lines = [int(place.rpartition(":")[2]) for place in places]
-    decimals = {"auto": ".,", "comma": ",", "point": "."}[format.decimal]
-    return CsvTable(path, columns, rows, lines, (), decimals=decimals, doubts=doubts)
+    return CsvTable(path, columns, rows, lines, decimals=format.list_decimals(".,"), doubts=doubts)
 
 
 def _to_cell(value: object, name: str, place: str, doubts: dict[str, str]) -> str:
