@@ -197,6 +197,9 @@ def run_distributed(
         amp = "off" if amp == "fp16" and world.device.type == "cpu" else amp  # of a run on GPUs
         precision = agree_on_precision(amp, world, [world.device])
         part = run_on_all_ranks(world, lambda: _prepare_pass(request, run, world, precision, needs_targets))
+        if world.is_main and any(key.startswith("data") for key in request.changes):  # the training has told the others
+            for warning in run.source.warnings:
+                Console("quiet", sys.stderr).warn(warning)
         with closing(part.loader):
             result = work(part)
         return result if world.is_main else None

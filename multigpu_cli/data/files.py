@@ -253,7 +253,7 @@ class JsonLines:
             raise RequestError(
                 f"{self.describe(index)}: not UTF-8 text ({error})", remedy=f"{_REMEDY}; as UTF-8"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             fault = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else error
             raise RequestError(f"{self.describe(index)}: not JSON ({fault})", remedy=_REMEDY) from error
         if not isinstance(record, dict):

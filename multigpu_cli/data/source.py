@@ -8,6 +8,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
@@ -117,6 +118,22 @@ class UnlabeledDataset(Dataset[Any]):
         if isinstance(item, Mapping):
             return {**item, TARGETS[0]: self.target}
         return (*item, self.target) if isinstance(item, tuple | list) else (item, self.target)
+
+
+def check_precision(values: np.ndarray, name: str) -> None:
+    """Raise RequestError if float32, in which training computes, loses what tells numbers (n, …) apart.
+
+    That is more than a thousandth of the deviation of some column, as with seconds since 1970.
+    """
+    rows = values.reshape(len(values), -1).astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        lost, spread = np.abs(rows - rows.astype(np.float32)).max(axis=0, initial=0), rows.std(axis=0)
+    for column in ((lost > 1e-3 * spread) & (spread > 0)).nonzero()[0][:1]:
+        raise RequestError(
+            f"{name}: numbers such as {rows[0, column]:.17g} differ by {spread[column]:.3g} and are rounded by "
+            f"{lost[column]:.3g} in float32",
+            remedy="subtract an offset from the column, such as its first value",
+        )
 
 
 def wrap_unlabeled(dataset: Dataset[Any], train: Dataset[Any], form: SampleForm = PAIR) -> UnlabeledDataset | None:

@@ -234,3 +234,33 @@ def test_tables_of_earlier_versions_have_the_same_signature(file: Path) -> None:
     grouped = open_table(write(file, {"a": ["1,000", "2,000.5"] * 30, "y": [0, 1] * 30}))
     same = open_table(write(file, {"a": ["1,000", "2,000.5"] * 30, "y": [0, 1] * 30}), decimal="point")
     assert grouped.signature() == same.signature()
+
+
+@given(
+    st.lists(st.integers(-999_999, 999_999), min_size=12, max_size=40, unique=True), st.sampled_from(["(", "\u2212"])
+)
+def test_negative_numbers_of_accountants_are_read(file: Path, numbers: list[int], sign: str) -> None:
+    """In brackets, or with the typographic minus, alone and with thousands separators."""
+    for group in ("", ","):
+        negative = "({})" if sign == "(" else f"{sign}{{}}"
+        cells = [f"{n:{group}}" if n >= 0 else negative.format(f"{-n:{group}}") for n in numbers]
+        table = read_numbers(file, {"a": cells, "b": cells})
+        assert table.parse("a")[0].tolist() == numbers
+
+
+@pytest.mark.parametrize("values", [[1.7e9 + at for at in range(40)], [1e8 + at % 30 for at in range(90)]])
+def test_target_that_float32_would_round_is_refused(file: Path, values: list[float]) -> None:
+    write(file, {"a": list(range(len(values))), "y": [f"{value:.0f}" for value in values]})
+    with pytest.raises(RequestError, match=r"column 'y': numbers such as .* are rounded by .* in float32"):
+        open_table(file, kind="regression")
+
+
+def test_column_whose_name_yaml_reads_as_a_number_is_found(file: Path) -> None:
+    """`--set data.target=007` arrives as 7, and 1_1 as 11."""
+    rows = {"a": range(40), "1_1": [at % 2 for at in range(40)], "07": range(40)}
+    write(file, rows)
+    assert open_table(file, 11).num_classes == 2  # type: ignore[arg-type]
+    write(file, rows | {"7": [at % 3 for at in range(40)]})
+    with pytest.raises(RequestError, match=r"7 may be column '07' or '7', which YAML reads as the same number"):
+        open_table(file, 7)  # type: ignore[arg-type]
+    assert open_table(file, "7").num_classes == 3

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.files import locate_other_file, locate_single_file
 from multigpu_cli.data.order import split_by_sample
-from multigpu_cli.data.source import SPLITS, DataSource
+from multigpu_cli.data.source import SPLITS, DataSource, check_precision
 from multigpu_cli.errors import RequestError
 
 _LAYOUT = "np.savez('data.npz', X_train=…, y_train=…, X_test=…, y_test=…), or X=… and y=…"
@@ -81,6 +81,8 @@ def _tensor(arrays: dict[str, np.ndarray], name: str, path: Path) -> Tensor:
         raise RequestError(f"--data npz: {path} holds no {name} ({', '.join(arrays)})", remedy=_LAYOUT)
     if arrays[name].dtype.kind not in "fiub" or not arrays[name].ndim:
         raise RequestError(f"--data npz: {name} in {path} is {arrays[name].dtype} {arrays[name].shape}, no numbers")
+    if arrays[name].dtype == np.float64:
+        check_precision(arrays[name], f"--data npz: {name} in {path}")
     tensor = torch.from_numpy(np.ascontiguousarray(arrays[name]))
     return tensor.float() if tensor.dtype == torch.float64 else tensor
 

@@ -18,9 +18,10 @@ _LONGEST_GAP = max(map(len, _MISSING))
 MOST = 0.9  # if this share of a column are numbers, the other cells look like mistakes
 _UNITS = "$€£¥₹%"
 _GROUPS = ("", *",.' ")  # signs between groups of three digits
-_SPACES = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'"})
+_SPACES = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
 _LEADING_ZERO = re.compile(r"\n[+-]?0[0-9]")  # in cells that each follow a line break
-_NUMBER_LIKE = re.compile(rf"[+-]?[{_UNITS}]? ?[+-]?[0-9][0-9.,:/' TZeE+-]*[{_UNITS}]?")
+_NUMBER_LIKE = re.compile(rf"\(?[+-]?[{_UNITS}]? ?[+-]?\(?[0-9][0-9.,:/' TZeE+-]*[{_UNITS}]?\)?")
+_NEGATIVE = re.compile(r"([^()]?)\(([^()]+)\)")  # as accountants write it: (500), $(500), ($500)
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}\S*)?")
 
 Parsed = tuple[np.ndarray, np.ndarray]
@@ -39,6 +40,8 @@ class Notation(NamedTuple):
         if self.is_date:
             return _read_date(cell)
         text = cell.translate(_SPACES)
+        if bracketed := _NEGATIVE.fullmatch(text):
+            text = f"-{bracketed[1]}{bracketed[2]}"
         match = _compile(self).fullmatch(text)
         if match is None or (self.unit and text.count(self.unit) != 1):
             return None

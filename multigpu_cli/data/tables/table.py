@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.types import choice
+from multigpu_cli.config.yaml_text import UnreadableError, compose, parse_typed
 from multigpu_cli.data.files import JsonLines, locate_other_file, locate_single_file
 from multigpu_cli.data.order import split_by_sample
-from multigpu_cli.data.source import FEW, SPLITS, DataSource, Kind
+from multigpu_cli.data.source import FEW, SPLITS, DataSource, Kind, check_precision
 from multigpu_cli.data.tables.csv import SEPARATOR, CsvFormat, CsvTable, read_csv, read_decimal_commas
 from multigpu_cli.data.tables.features import AS_NUMBERS, Part, TableFeatures, describe_words, learn_features
 from multigpu_cli.data.tables.notation import PLAIN, is_missing
@@ -61,7 +62,7 @@ def load(
         locate_single_file("csv", data_dir, file, "a .csv file, its first row the names of the columns"), form
     )
     read_decimal_commas(table, {})
-    ignored = [str(name) for name in ([ignore] if isinstance(ignore, str | int) else ignore)]
+    ignored = [_name_column(table, name) for name in ([ignore] if isinstance(ignore, str | int) else ignore)]
     if "" in ignored:  # as the file calls it
         ignored = [name for name in ignored if name] + list(table.unnamed)
     target = _find_target(table, target, ignored)
@@ -135,7 +136,7 @@ def _first_counts_rows(table: CsvTable) -> bool:
 
 def _find_target(table: CsvTable, target: str | int | None, ignored: list[str]) -> str:
     """The column to predict, after all that are named are found."""
-    asked = [] if target is None else [("target", str(target))]
+    asked = [] if target is None else [("target", _name_column(table, target))]
     for setting, name in [*asked, *(("ignore", name) for name in ignored)]:
         if name not in table.columns:
             remedy = _suggest_target(table) if table.warnings else did_you_mean(name, table.columns)
@@ -144,7 +145,29 @@ def _find_target(table: CsvTable, target: str | int | None, ignored: list[str]) 
     if target is None:
         columns = ", ".join(table.columns[:10]) + (", …" if len(table.columns) > 10 else "")
         raise RequestError(f"--data csv: which column is the target? ({columns})", remedy=_suggest_target(table))
-    return str(target)
+    return asked[0][1]
+
+
+def _name_column(table: CsvTable, name: str | int) -> str:
+    """Return the column that a setting names; YAML reads some names, such as 007 and 1_1, as numbers.
+
+    RequestError: several columns are read as the same number.
+    """
+    alike = [column for column in table.columns if not isinstance(name, str) and _read_as_number(column) == name]
+    if len(alike) > 1:
+        raise RequestError(
+            f"--data csv: {name} may be column {' or '.join(map(repr, alike))}, which YAML reads as the same number",
+            remedy=f"""put it in quotes: --set 'data.target="{alike[0]}"'""",
+        )
+    return alike[0] if alike else str(name)
+
+
+def _read_as_number(name: str) -> int | float | None:
+    try:
+        number = parse_typed(compose(name))  # type: ignore[arg-type]
+    except (UnreadableError, AttributeError):  # no YAML; or nothing
+        return None
+    return number if type(number) in (int, float) else None
 
 
 def _suggest_target(table: CsvTable) -> str:
@@ -261,7 +284,9 @@ def _read_targets(
             if (at := part.find_word(target)) is not None:
                 word = part.table.select(target)[at]
                 raise RequestError(f"data.kind: column {target!r} holds {word!r}, no number", remedy="classification")
-        return [torch.from_numpy(part.table.parse(target)[0][part.rows]).float() for part in parts], ()
+        numbers_of = [part.table.parse(target)[0][part.rows] for part in parts]
+        check_precision(numbers_of[0], f"{table.path}: column {target!r}")
+        return [torch.from_numpy(each).float() for each in numbers_of], ()
     if kind == "auto" and None in numbers and len(counts) > max(FEW, counts.total() / 2):
         odd = table.describe_cell(target, int(table.parse(target)[1].argmax()))
         raise RequestError(

@@ -84,9 +84,10 @@ def load(
     tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, text.ends, identity))
     splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(text))
     notes = [check_samples(name, part, overlong, learns, text) for name, part in splits.items()]
-    packs = PackedDataset(splits["train"], seed) if packing == "on" and not paired else None
-    if compiled:  # torch compiles for each length, and gives up after eight of them
-        splits["train"].collate_fn = _pad_to_few_lengths(text, limit if packs else _FILL, limit)
+    is_packed = packing == "on" and not paired
+    if compiled:  # torch compiles for each length, and gives up after eight of them; packs take this function over
+        splits["train"].collate_fn = _pad_to_few_lengths(text, limit if is_packed else _FILL, limit)
+    packs = PackedDataset(splits["train"], seed) if is_packed else None
     pairs = {name: PreferenceDataset(part) for name, part in splits.items() if isinstance(part, AnswerDataset)}
     datasets: dict[str, Any] = splits | pairs | ({"train": packs} if packs else {})
     notes.insert(0, _describe(form, learns, splits["train"], packs))
