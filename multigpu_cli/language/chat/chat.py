@@ -89,10 +89,9 @@ def load(
         splits["train"].collate_fn = _pad_to_few_lengths(text, limit if is_packed else _FILL, limit)
     packs = PackedDataset(splits["train"], seed) if is_packed else None
     pairs = {name: PreferenceDataset(part) for name, part in splits.items() if isinstance(part, AnswerDataset)}
-    datasets: dict[str, Any] = splits | pairs | ({"train": packs} if packs else {})
     notes.insert(0, _describe(form, learns, splits["train"], packs))
     return DataSource(
-        **datasets,
+        **(splits | pairs | ({"train": packs} if packs else {})),  # type: ignore[arg-type]
         input_shape=(limit,),
         num_classes=text.config.get_text_config().vocab_size,
         transform_signature=f"{identity} {learns} {limit}",
