@@ -29,7 +29,7 @@ from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import explicit_dump
 from multigpu_cli.distributed.launch_env import write_error
 from multigpu_cli.distributed.placement import Placement
-from multigpu_cli.distributed.processes import check_spawned_script, die_with_parent, quote_last_lines
+from multigpu_cli.distributed.processes import check_spawned_script, die_with_parent, python_command, quote_last_lines
 from multigpu_cli.errors import FAILED, GRACE, TrainingError
 from multigpu_cli.faults.explain import describe_unexpected_error, is_peer_failure
 from multigpu_cli.monitor.history import JOURNAL, History, load_history
@@ -104,7 +104,7 @@ def _run_until_done(config: Config, placement: Placement, screen: str, run_folde
 
 def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     """Run main_multi_gpu.py with these arguments in a process; returns what it printed, or raises WorkersFailed."""
-    command, pipe = [sys.executable, str(_FRONT_DOOR), *argv], subprocess.PIPE
+    command, pipe = python_command(str(_FRONT_DOOR), *argv), subprocess.PIPE
     with subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True) as process:
         try:
             printed, complaint = process.communicate()

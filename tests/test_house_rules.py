@@ -262,6 +262,16 @@ def the_environment_is_read_in_one_place(tree: Tree) -> Iterator[str]:
                 yield f"{path}:{node.lineno}"  # type: ignore[attr-defined]
 
 
+def python_is_started_in_one_place(tree: Tree) -> Iterator[str]:
+    """`python_command` keeps the modules of the working directory from being imported."""
+    places = {"main_multi_gpu.py", "multigpu_cli/launch.py", "multigpu_cli/distributed/processes.py"}
+    for path, module in product(tree):
+        if path not in places:
+            for node in walk(module):
+                if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable":
+                    yield f"{path}:{node.lineno}"
+
+
 def loading_runs_no_code(tree: Tree) -> Iterator[str]:
     """No pickle but torch's weights_only one, no full YAML, no shell, no eval."""
     code = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
@@ -398,6 +408,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (the_environment_is_read_in_one_place, HOME, "from os import environ"),
     (the_environment_is_read_in_one_place, HOME, "import os\nos.getenv('RANK')"),
     (the_environment_is_read_in_one_place, HOME, "import os\nos.environ.setdefault('RANK', '0')"),
+    (python_is_started_in_one_place, HOME, "import sys\ncommand = [sys.executable, '-c', code]"),
     (loading_runs_no_code, HOME, "torch.load(path)"),
     (loading_runs_no_code, HOME, "torch.load(path, weights_only=False)"),
     (loading_runs_no_code, HOME, "from torch import load"),

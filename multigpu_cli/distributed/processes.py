@@ -51,6 +51,15 @@ _START = (
 _NICE = 10  # less of a busy machine's time than a training gets
 
 
+def python_command(*words: str) -> list[str]:
+    """Return the command that starts this Python; no other place starts one.
+
+    With -c and -m, Python would import modules of the working directory before its own, and a stranger's json.py there
+    would run. A script's own folder, which is this program's, comes first instead.
+    """
+    return [sys.executable, *(["-P"] if words[0] in ("-c", "-m") else []), *words]
+
+
 class Companion:
     """The process, seen from rank 0; nothing here waits for it. OSError: the machine can't start one.
 
@@ -65,7 +74,7 @@ class Companion:
         hear: Callable[[str], None],
         errors: int | IO[bytes] = subprocess.DEVNULL,
     ) -> None:
-        command = [sys.executable, "-P", "-c", _START, str(_ROOT), module, *arguments]
+        command = python_command("-c", _START, str(_ROOT), module, *arguments)
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
         assert self.process.stdin

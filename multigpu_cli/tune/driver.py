@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,10 +17,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from multigpu_cli.checkpoint.files import publish, wait_until_unlocked
+from multigpu_cli.config.regular_files import open_new
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.config.yaml_text import dump, dump_value
-from multigpu_cli.distributed.processes import die_with_parent
-from multigpu_cli.errors import WRONG_REQUEST, TrainingError
+from multigpu_cli.distributed.processes import die_with_parent, python_command
+from multigpu_cli.errors import WRONG_REQUEST, RequestError, TrainingError
 from multigpu_cli.monitor.history import History, load_history, load_summary
 from multigpu_cli.monitor.journal import Event, Journal, read_events
 from multigpu_cli.tune.sampler import export_journal, propose
@@ -58,7 +58,7 @@ class Slots(NamedTuple):
         """Start the front door on some slots of one node, on CPUs with one thread a worker."""
         gpus, count = ",".join(self.names[each] for each in taken).strip(","), len(taken)
         environ = ({} if gpus else {"OMP_NUM_THREADS": "1"}) | dict(self.environ)
-        command, end = [sys.executable, str(FRONT_DOOR), *argv], partial(die_with_parent, os.getpid(), self.kill)
+        command, end = python_command(str(FRONT_DOOR), *argv), partial(die_with_parent, os.getpid(), self.kill)
         if node := self.nodes[taken[0]]:  # SLURM itself chooses which GPUs of it
             gres = f"gpu:{count}" if gpus else "none"
             use = [f"--nodelist={node}", f"--cpus-per-task={self.cores * count}", f"--gres={gres}"]
@@ -185,6 +185,8 @@ class Driver:
             if len(taken := self.slots.pick(self._free, wanted)) < least:
                 return
             folder, kind = self._folder(job), self.study.multi_gpu
+            if folder.resolve() != self.path.resolve() / folder.relative_to(self.path):
+                raise RequestError(f"{folder}: leads elsewhere by a symbolic link", remedy="remove the link")
             if not wait_until_unlocked(folder, patience=_PATIENCE):
                 problem = f"{folder}: a process that an earlier driver started is still at work"
                 raise TrainingError(problem, remedy="end it, and run the same command again")
@@ -193,7 +195,8 @@ class Driver:
             sets = [*self._batches[job.trial][0], f"seed={self.study.seed + job.run}", f"tune.pause_at={job.epochs}"]
             argv += ["--config", str(self.path / BASE), *(word for each in sets for word in ("--set", each))]
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / "output.log", "wb") as log:
+            (folder / "output.log").unlink(missing_ok=True)  # of the previous rung; a link goes, and is not followed
+            with open_new(folder / "output.log") as log:
                 pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
                 process = self.slots.start([*argv, "--save-dir", str(folder), "--quiet"], taken, **pipes)
             self._free -= set(taken)

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.config.yaml_text import list_arguments
 from multigpu_cli.monitor.journal import read_json
@@ -32,7 +33,7 @@ def report_study(path: Path, top: int | None) -> dict[str, Any]:
         return {"study": path, "best": found}
     summary, picture = read_json(path / SUMMARY), path / "report.png"
     space = parse_search([f"{key}={text}" for key, text in study.search.items()])
-    picture.write_bytes(draw_study(study, space, ranked, trials))
+    publish(picture, draw_study(study, space, ranked, trials))
     more = {
         name: summary.get(name) for name in ("status", "idle_share", "start_share", "slot_hours", "epochs", "front")
     }

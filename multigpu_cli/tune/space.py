@@ -36,6 +36,13 @@ class Dimension:
         """Whether its condition does."""
         return not self.parent or params[self.parent] in self.wanted
 
+    def contains(self, value: Any) -> bool:
+        """Return whether a trial may have this value; the ends of a grid are met up to rounding."""
+        if self.kind == "choice":
+            return any(type(value) is type(each) and value == each for each in self.values)
+        low, high = self.values
+        return type(value) in (int, float) and low - 1e-9 * abs(low) <= value <= high + 1e-9 * abs(high)
+
     def grid(self) -> Sequence[Any]:
         """Its points: all of a choice or of a few whole numbers, or `points` of them from one end to the other."""
         if self.kind == "choice":
@@ -126,6 +133,19 @@ def list_points(space: Sequence[Dimension], *, grid: bool = False) -> Iterator[P
         if (mark := repr(params)) not in seen:
             seen.add(mark)
             yield params
+
+
+def check_params(space: Sequence[Dimension], params: Params) -> None:
+    """Raise ValueError unless these are settings of the space, each within its range.
+
+    They become settings of a run, and a file that names others may be a stranger's: `notify` names a program.
+    """
+    expected = {each.key: each for each in space if each.holds({each.parent: None} | params)}
+    for key in params.keys() ^ expected.keys():
+        raise ValueError(f"params: {key} is {'not varied by the study' if key in params else 'missing'}")
+    for key, each in expected.items():
+        if not each.contains(params[key]):
+            raise ValueError(f"params: {key}={params[key]!r} is not of {each.text}")
 
 
 def keep_active(space: Sequence[Dimension], params: Params) -> Params:

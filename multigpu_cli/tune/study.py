@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,14 @@ from multigpu_cli.checkpoint.files import fail_on_write_error, lock_folder, publ
 from multigpu_cli.commands.clean import Cleaning, clean_folders
 from multigpu_cli.commands.options import print_result, reject_idle_flags
 from multigpu_cli.commands.requests import build_config, parse_option
+from multigpu_cli.config.code_names import NAMING
 from multigpu_cli.config.resume_rules import without_setting
 from multigpu_cli.config.rules import find_rule_errors
 from multigpu_cli.config.schema import LENGTH, Config
-from multigpu_cli.config.sources import explicit_dump, gather
+from multigpu_cli.config.sources import explicit_dump, gather, resolve
 from multigpu_cli.config.types import ValueType, best, choice, integer
-from multigpu_cli.config.yaml_text import dump
+from multigpu_cli.config.yaml_text import dump, dump_value
+from multigpu_cli.distributed.processes import python_command
 from multigpu_cli.errors import STOPPED, RequestError, TrainingError, combine_errors, pluralize
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.monitor.format import format_bytes, format_duration
@@ -131,7 +132,7 @@ def check_space(study: Study, config: Config, space: Sequence[Dimension], *, mea
         wanted = {"corners": corners, "measure": measure, "objectives": study.objectives}
         wanted |= {"gpus_per_trial": study.gpus_per_trial, "gpu_ids": config.device.gpu_ids, "began": time.time()}
         Path(name, "check.json").write_text(json.dumps(wanted))
-        command = [sys.executable, "-c", _START, str(FRONT_DOOR.parent), name]
+        command = python_command("-c", _START, str(FRONT_DOOR.parent), name)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise TrainingError(f"the check of the search space failed: {done.stderr.strip()[-500:]}")
@@ -175,7 +176,7 @@ def find_allocation(environ: Mapping[str, str]) -> Slots:
         problem = "--srun: this is no SLURM allocation (no SLURM_JOB_ID and SLURM_JOB_NUM_NODES, or no srun)"
         raise RequestError(problem, remedy="the same command in a job of sbatch or salloc; or leave out --srun")
     own = {name: value for name, value in environ.items() if not re.match("SRUN_|SLURM_(?!CONF$|JOB_ID$)", name)}
-    look = ["srun", "--overlap", f"--nodes={count}", "--ntasks-per-node=1", sys.executable, "-c", _LOOK]
+    look = ["srun", "--overlap", f"--nodes={count}", "--ntasks-per-node=1", *python_command("-c", _LOOK)]
     done = subprocess.run(look, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     said = sorted(re.findall(r"^node (\S+) (\d+) (\d+)$", done.stdout, re.MULTILINE))  # a prolog may print as well
     if done.returncode or not said:
@@ -228,7 +229,7 @@ def evaluate_trial(driver: Driver, number: int) -> dict[str, float] | None:
     found, pipe = [], subprocess.PIPE
     for run in range(driver.study.seeds):
         folder = driver.study.run_folder(driver.path, number, run)
-        argv = ["evaluate", str(folder), "--split", "test", "--own-code", "--json"]
+        argv = ["evaluate", str(folder), "--split", "test", "--json", *_name_code(driver, number)]
         with driver.slots.start(argv, [0], stdout=pipe, stderr=pipe, text=True) as process:
             printed, complaint = process.communicate()
         if process.returncode:
@@ -237,6 +238,22 @@ def evaluate_trial(driver: Driver, number: int) -> dict[str, float] | None:
         found.append(json.loads(printed))
     names = [name for name, value in found[0].items() if isinstance(value, float)]
     return {name: math.fsum(each[name] for each in found) / len(found) for name in names}
+
+
+def _name_code(driver: Driver, number: int) -> list[str]:
+    """Return the words that allow an evaluation to import the code that this study's own settings name, and no other.
+
+    The trial's folder may be a stranger's, and name something else.
+    """
+    config = resolve({}, list_sets(driver.trials[number].params), str(driver.path / BASE))
+    words = ["--own-code"] if config.checkpoint.own_code else []
+    for part in NAMING:
+        if ":" in str(config.get(part)):
+            words += [f"--{part}", str(config.get(part))]
+        for name, value in (config.get(f"{part}.args") or {}).items():
+            if ":" in str(value):
+                words += ["--set", f"{part}.args.{name}={dump_value(value)}"]
+    return words
 
 
 def clean_study(path: Path, *, remove: bool) -> list[Cleaning]:

@@ -14,7 +14,7 @@ from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.monitor.history import load_history, load_summary
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.monitor.tensorboard import flatten
-from multigpu_cli.tune.space import Params
+from multigpu_cli.tune.space import Params, check_params, parse_search
 
 STUDY, TRIAL = "study.yaml", "trial.json"
 _NO_METRIC = ("event", "time", "epoch", "step", "split", "samples")
@@ -94,12 +94,14 @@ def read_study(path: Path) -> tuple[Study, list[Trial]]:
         raise RequestError(f"{path}: holds no study", remedy="the --save-dir of tune")
     try:
         study, trials = Study(**parse_typed(compose(read_small(file).decode()))), []  # type: ignore[arg-type]
+        space = parse_search([f"{key}={text}" for key, text in study.search.items()])
         for number, file in enumerate(sorted(path.glob(f"trials/*/{TRIAL}"))):
             content = json.loads(read_small(file))
             values = {int(at): each if isinstance(each, list) else [each] for at, each in content["values"].items()}
             trials.append(Trial(**content | {"values": values}))
             if trials[-1].number != number:
                 raise ValueError(f"trial {number} is missing")
+            check_params(space, trials[-1].params)
     except (OSError, UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
         problem = f"{file}: can't be read ({getattr(error, 'problem', error)})"
         raise RequestError(problem, remedy="another --save-dir") from error

@@ -20,6 +20,9 @@ from multigpu_cli.tune.trials import Study, Trial
 ROOT = Path(__file__).resolve().parents[2]
 FAKE = Path(__file__).parent / "fake_trainer.py"
 SEARCH = ("--search", "lr=log(1e-3,1e-1)")
+PARAMS = {"lr": 0.01, "model.args.width": 16}
+"""A point of the space of `make_study`."""
+
 GOAL = ("--objective", "val_accuracy:max")
 
 
@@ -47,7 +50,7 @@ def make_study(**given: Any) -> Study:
 def make_trials(*stands: tuple[int, str, float | None]) -> list[Trial]:
     """Trials by rung, state and newest value."""
     return [
-        Trial(number, {}, rung, state, {} if value is None else {rung: [value]})
+        Trial(number, dict(PARAMS), rung, state, {} if value is None else {rung: [value]})
         for number, (rung, state, value) in enumerate(stands)
     ]
 

@@ -12,7 +12,7 @@ from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.tune import driver
 from multigpu_cli.tune.study import clean_study, summarize
 from multigpu_cli.tune.trials import Trial, continue_study, read_study
-from tests.tune.studies import FAKE, make_driver, make_study, make_trials, read_trials
+from tests.tune.studies import FAKE, PARAMS, make_driver, make_study, make_trials, read_trials
 
 SMALL: dict[str, Any] = {"trials": 6, "generation": 3, "rungs": [1, 3, 9], "sampler": "random"}
 
@@ -80,7 +80,7 @@ def test_tune_clean_keeps_the_front_and_frees_each_seed(tmp_path: Path) -> None:
     study = make_study(**SMALL | {"objectives": ["val_a:max", "val_b:min"], "rungs": [9], "trials": 3, "seeds": 2})
     study.write(tmp_path)
     for number, values in enumerate([[0.9, 0.9], [0.1, 0.1], [0.1, 0.5]]):
-        Trial(number, {}, 0, "completed", {9: values}).write(tmp_path)
+        Trial(number, dict(PARAMS), 0, "completed", {9: values}).write(tmp_path)
         for run in range(2):
             plant(study.run_folder(tmp_path, number, run))
     clean_study(tmp_path, remove=True)

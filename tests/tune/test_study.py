@@ -171,6 +171,7 @@ def test_the_report_of_a_study_under_way_and_where_its_lines_cross(tmp_path: Pat
     ]
     assert places[:2] == [0.5, 1.0]
     assert places[2] != places[2]
+    make_study(search={"lr": "log(0.01,1)"}).write(tmp_path)
     trial.params = {"lr": 0.1}
     trial.write(tmp_path)
     (best,) = report_study(tmp_path, 1)["best"]

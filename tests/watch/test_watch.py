@@ -314,7 +314,7 @@ def test_checkpoints_are_checked(tmp_path: Path) -> None:
 
 def test_a_study(tmp_path: Path) -> None:
     (tmp_path / "study").mkdir()
-    make_study(rungs=[1, 3]).write(tmp_path / "study")
+    make_study(rungs=[1, 3], search={"lr": "log(1e-4,1e-1)"}).write(tmp_path / "study")
     for trial in make_trials((0, "paused", 0.5), (1, "completed", 0.9), (0, "waiting", None)):
         trial.params = {"lr": 0.01 * (trial.number + 1)}
         trial.write(tmp_path / "study")
