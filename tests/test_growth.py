@@ -17,6 +17,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed import send
 from torch.utils.data import Dataset
 
@@ -282,7 +283,7 @@ def test_predictions_are_kept_as_text_and_not_as_numbers(tmp_path: Path) -> None
 
     def write(world: World) -> int:
         part = SimpleNamespace(
-            world=world, task=Task(), loader=Stream(), batch_size=100, names=None, has_targets=False, model=None
+            world=world, task=Task(), loader=Stream(), batch_size=100, names=None, has_targets=False, model=nn.Module()
         )
         part.precision = Precision("fp32", world.device)
         tracemalloc.start()

@@ -122,6 +122,8 @@ def is_locked(folder: Path) -> bool:
 
     RequestError: the file system does not support locks.
     """
+    if (folder / ".lock").is_symlink():
+        refuse_links(folder)
     try:
         with open_regular(folder / ".lock") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -96,7 +96,7 @@ def save_evaluation(run: Run) -> None:
             checkpointer.store.add_evaluation(step, state, so_far)
 
     if run.world.is_main and (best or state):
-        checkpointer.writer.add(write)
+        checkpointer.writer.add(partial(_write_or_abandon, write, peers) if peers else write)
 
 
 def _write_best(

@@ -186,12 +186,12 @@ class Task(ABC):
         it raises torch.OutOfMemoryError, or a RuntimeError like it, on this rank, and others wait for its part.
         """
         batches = -(-loader.size // batch_size)
-        slots = torch.zeros(1 + len(self.sums), batches, dtype=torch.float64, device=world.device)
-        own = _RankSums(slots, MetricMeter(self.own_metrics, batches, world))
+        own = _RankSums(batches, MetricMeter(self.own_metrics, batches, world))
         with eval_mode(model):
             self.run_passes(world, self._measure_batches(model, loader, world, precision, batch_size, own))
         size = int(all_reduce_max(world, [0 if own.counts is None else own.counts.numel()])[0])
         counts = torch.zeros(size) if own.counts is None else own.counts  # of a rank without a batch
+        slots = own.slots
         units = torch.as_tensor(own.units).to(slots)  # whole numbers are exact below 2⁵³
         parts = [slots.flatten(), units[None], counts.to(slots)]
         totals, number, whole = all_reduce_sum(world, torch.cat(parts)).cpu().split([len(part) for part in parts])
@@ -220,7 +220,9 @@ class Task(ABC):
         self, model: nn.Module, loader: Loader, world: World, precision: Precision, batch_size: int, own: "_RankSums"
     ) -> Iterator[None]:
         """Add this rank's batches to its sums, one in each pass."""
-        done, slots, meter = 0, own.slots, own.meter
+        # made here, within a pass: it may not fit, and other ranks must hear of that
+        slots = own.slots = torch.zeros(1 + len(self.sums), own.batches, dtype=torch.float64, device=world.device)
+        done, meter = 0, own.meter
         seed = getattr(loader, "seed", 0)  # a task's own loader may lack it
         for done, batch in enumerate(loader.eval_batches(batch_size, world.rank, world.size), 1):
             seed_micro_batch(seed, EVAL_EPOCH, batch.micro_batch_index, world.device)
@@ -250,8 +252,9 @@ def _take(passes: Iterator[Result], count: int) -> list[Result]:
 class _RankSums:
     """The sums of one rank over its batches of an evaluation."""
 
-    slots: Tensor  # (1 + sums, batches of all ranks) float64, zero for those of other ranks
+    batches: int  # of all ranks
     meter: MetricMeter
+    slots: Tensor = torch.empty(0)  # (1 + sums, batches) float64, zero for those of other ranks; made in the first pass
     counts: Tensor | None = None  # (k,) int64; None without a batch
     units: Tensor | int = 0  # () int64, in the batches so far
 

@@ -150,7 +150,8 @@ def test_the_checkpoints_are_whole(run: Path) -> None:
     folders = sorted((run / "checkpoints").iterdir())
     assert [folder.name for folder in folders] == ["step_00000010", "step_00000020"]
     for folder in folders:
-        assert sorted(path.name for path in folder.iterdir()) == ["best_weights.pt", "manifest.json", "state.pt"]
+        names = ["best_weights.pt", "evaluation.pt", "manifest.json", "state.pt"]
+        assert sorted(path.name for path in folder.iterdir()) == names
         assert find_damage(folder) is None
         manifest = json.loads((folder / "manifest.json").read_text())
         assert {"files", "step", "world_size", "versions"} <= set(manifest)

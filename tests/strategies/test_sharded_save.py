@@ -95,7 +95,7 @@ def test_best_weights_are_completed_from_the_rows_of_all_ranks(run: Run) -> None
 
 def test_best_weights_of_a_rank_that_cannot_write_stay_pending(run: Run) -> None:
     run.rank(2).take_part()
-    (run.store.folder / ".draft_step_00000010" / "best_1.safetensors").mkdir()  # in the way of the file
+    (run.store.folder / ".draft_best_00000010" / "best_1.safetensors").mkdir(parents=True)  # in the way of the file
     save = run.rank(1)
     save.best = ROWS[1]
     with pytest.raises(OSError, match="best_1"):

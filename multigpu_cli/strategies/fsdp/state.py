@@ -223,9 +223,9 @@ class ShardedSave:
         written: dict[str, Any] = {"error": "its writer failed"}
         try:
             check_owner(self._store.folder.parent, self._owner)
-            written = {"best": self._write_best(), "files": {}}
-            if self._rows:
-                written["files"] = self._write(self._store.open_draft(self._step), "rank", self._rows)
+            best = self._write_best()
+            files = self._write(self._store.open_draft(self._step), "rank", self._rows) if self._rows else {}
+            written = {"best": best, "files": files}
         except OSError as error:
             written = {"error": str(error)}
             raise

@@ -80,7 +80,7 @@ FLOATS, NUMBERS = torch.zeros(2, 6), torch.tensor([0, 1])
             nn.Linear(6, 3),
             FLOATS,
             {"boxes": NUMBERS},
-            ["TypeError in ", "  it was called with  float32 (2, 6)", "  it returned         float32 (2, 3)"],
+            ["AttributeError in ", "  it was called with  float32 (2, 6)", "  it returned         float32 (2, 3)"],
             "--task my_code:Task, a class of your own; or --task from-model, if the model returns its loss",
         ),
         (
@@ -111,7 +111,7 @@ FLOATS, NUMBERS = torch.zeros(2, 6), torch.tensor([0, 1])
 def test_a_batch_that_does_not_fit_is_told_whole(
     model: nn.Module, inputs: Any, targets: Any, said: list[str], remedy: str, tmp_path: Path
 ) -> None:
-    batch = Batch(inputs, targets, torch.arange(len(NUMBERS)), 0)
+    batch = Batch(inputs, targets, torch.arange(len(targets) if isinstance(targets, torch.Tensor) else len(NUMBERS)), 0)
     found = prepare(tmp_path)
     own = FromObjects(source=found.source, model=model)
     objects = prepare(tmp_path, factories=own)
