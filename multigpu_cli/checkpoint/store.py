@@ -227,9 +227,9 @@ class Store:
             shutil.rmtree(_name_earlier(final))
 
     def open_draft(self, step: int, kind: str = "step") -> Path:
-        """Create the folder where files of a step are written; several ranks may do so at once.
+        """Create the folder where files of a step are written, which several ranks may do at the same time.
 
-        `kind` is "step" for those of its checkpoint, which becomes this folder, or "best" for rows of best weights.
+        `kind` is "step" for the files of a checkpoint, or "best" for each rank's rows of the best weights.
         """
         self.folder.mkdir(exist_ok=True)  # but not its parent: if that was removed, this run must not write there
         draft = self._name_draft(step, kind)

@@ -125,7 +125,7 @@ _SUPPORTED = (
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file or folder is no data: dot files, and what macOS (in archives) and Synology add."""
+    """Return whether a name marks a file or folder that is not data: dot files, `__MACOSX`, Synology's `@eaDir`."""
     return (name.startswith(".") and name not in (".", "..")) or name in ("__MACOSX", "@eaDir")
 
 

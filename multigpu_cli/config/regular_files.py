@@ -1,4 +1,4 @@
-"""Opening files in folders that others may write into: what lies there is data, and may be a trap.
+"""Functions that open files in folders into which others may write: a file there is data, and may be a trap.
 
 A link could lead a write to another file, a FIFO blocks its reader until somebody writes, and a device never ends.
 Small files of run folders, studies and indexes are read by `read_small`; new files are created by `open_new`.

@@ -27,7 +27,7 @@ class SampleForm:
     needs_target: bool = True
     keeps_mappings: bool = False  # a mapping stays whole, with its targets in it
     ignored: int | None = None  # targets are a class for each pixel, but for this number; None: they are not
-    classes: int | None = None  # number of classes, if known before the samples are read; 0: targets are no classes
+    classes: int | None = None  # number of classes, if known before the samples are read; 0 if targets are numbers
 
 
 PAIR = SampleForm()

@@ -195,7 +195,7 @@ class Driver:
             sets = [*self._batches[job.trial][0], f"seed={self.study.seed + job.run}", f"tune.pause_at={job.epochs}"]
             argv += ["--config", str(self.path / BASE), *(word for each in sets for word in ("--set", each))]
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "output.log").unlink(missing_ok=True)  # of the previous rung; a link goes, and is not followed
+            (folder / "output.log").unlink(missing_ok=True)  # an earlier log; the target of a link stays
             with open_new(folder / "output.log") as log:
                 pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
                 process = self.slots.start([*argv, "--save-dir", str(folder), "--quiet"], taken, **pipes)

@@ -67,7 +67,7 @@ def _name_files(pictures: Sequence[Picture]) -> list[str]:
     """Return a file name for each picture, from whose name nothing but letters, digits and a few marks is taken.
 
     A picture is called after a metric, whose name stands in a journal that may be a stranger's: it must not lead to
-    another folder. Of pictures whose names then are the same, the later ones get a number.
+    another folder. If two names become the same, the later picture gets a number.
     """
     names: list[str] = []
     for number, picture in enumerate(pictures):

@@ -79,7 +79,7 @@ def load(
     resize: Annotated[int | None, integer(1)] = None,  # what the shorter side becomes first (default: a seventh more)
     augment: bool = True,
     new: str | None = None,  # a folder of images whose classes nobody knows, for predictions
-    values: Sequence[int] = (),  # of masks: the pixel values of class 0, 1, …, where they are not the class numbers
+    values: Sequence[int] = (),  # pixel values of class 0, 1, … in masks; empty if they are the class numbers
 ) -> DataSource:
     """The images of a folder, with their classes, or for --task segmentation with their masks."""
     larger = transforms.choose_shorter_side(size, resize)

@@ -54,7 +54,7 @@ def choose_num_classes(
 ) -> int:
     """Return the number of classes: of the listed values, as a run counted them, or else as all masks hold them.
 
-    Raises RequestError if `values` is no list of integers, if the masks have less than two classes, or if most class
+    Raises RequestError if `values` is not a list of integers, if the masks have less than two classes, or if most class
     numbers are missing there: then pixels are not class numbers.
     """
     if not isinstance(values, list | tuple) or not all(type(value) is int for value in values):

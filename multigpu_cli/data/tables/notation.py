@@ -21,7 +21,7 @@ _GROUPS = ("", *",.' ")  # signs between groups of three digits
 _SPACES = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
 _LEADING_ZERO = re.compile(r"\n[+-]?0[0-9]")  # in cells that each follow a line break
 _NUMBER_LIKE = re.compile(rf"\(?[+-]?[{_UNITS}]? ?[+-]?\(?[0-9][0-9.,:/' TZeE+-]*[{_UNITS}]?\)?")
-_NEGATIVE = re.compile(r"([^()]?)\(([^()]+)\)")  # as accountants write it: (500), $(500), ($500)
+_NEGATIVE = re.compile(r"([^()]?)\(([^()]+)\)")  # accountants write negative numbers in brackets: (500), $(500), ($500)
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}\S*)?")
 
 Parsed = tuple[np.ndarray, np.ndarray]
