@@ -39,6 +39,10 @@ def cheap(split: str, train: int = 10_000) -> Cheap:
     return Cheap({"train": train, "val": 30, "test": 30}[split])
 
 
+ONE_MORE_BATCH = 1_000
+"""Calls to fetch a batch. --num-workers auto fetches batches for some milliseconds, so one start may fetch one more."""
+
+
 def start(folder: Path, monkeypatch: pytest.MonkeyPatch, samples: int, **flags: Any) -> tuple[Counter[str], int]:
     """Functions called up to the first step, and the bytes of memory that were used for it at most."""
     calls, begun, result = Counter[str](), 0, folder / "start.json"
@@ -80,7 +84,7 @@ def test_a_start_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest
     start(tmp_path, monkeypatch, 10_000, save_dir=str(tmp_path / "first"))
     calls, memory = start(tmp_path, monkeypatch, 10_000, save_dir=str(tmp_path / "small"))
     more_calls, more_memory = start(tmp_path, monkeypatch, 3_000_000, save_dir=str(tmp_path / "large"))
-    assert (more := more_calls - calls).total() < 200, more.most_common(9)
+    assert (more := more_calls - calls).total() < 200 + ONE_MORE_BATCH, more.most_common(9)
     assert more_memory - memory < 60e6
 
 
@@ -102,5 +106,8 @@ def test_a_start_does_not_read_the_finished_runs_before_it(tmp_path: Path, monke
 
     monkeypatch.setattr(manifest, "compute_sha256", refuse)
     more_calls, more_memory = start(tmp_path, monkeypatch, 10_000)
-    assert (more := more_calls - calls).total() < 10 * 200, ("a look at each summary", more.most_common(9))
+    assert (more := more_calls - calls).total() < 10 * 200 + ONE_MORE_BATCH, (
+        "a look at each summary",
+        more.most_common(9),
+    )
     assert more_memory - memory < 60e6

@@ -324,7 +324,7 @@ def test_a_study(tmp_path: Path) -> None:
         (study,) = ask(server, "/runs")["studies"]
         shown = ask(server, f"/study?id={study['id']}")
         (table,) = shown["tables"]
-        assert table["rows"][0] == ["trial 1", ["best", "completed", "1", "0.9", "0.02", ""]]
+        assert table["rows"][0] == ["trial 1", ["best", "completed", "1", "0.9", "0.02"]]
         (run,) = ask(server, "/runs")["runs"]
         assert shown["links"]["trial 1"] == run["id"]
         assert shown["plots"][0]["lines"][-1]["label"] == "trial 1"
