@@ -96,7 +96,7 @@ class UserInputs:
         )
 
     def settings(self, config: MultiGPUConfig) -> MultiGPUConfig:
-        """The settings, with the optimizer's learning rate, and with a task where there is no criterion."""
+        """Return the settings with the optimizer's learning rate, and with a task if there is no criterion."""
         more = dict(config.settings)
         if self.optimizer is not None:
             if TrainingMode.named(config.training_mode) is TrainingMode.FULLY_SHARDED_DATA_PARALLEL:

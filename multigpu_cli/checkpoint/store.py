@@ -243,7 +243,7 @@ class Store:
         return self.folder / f".draft_{kind}_{step:08d}"
 
     def list_old(self, step: int) -> list[Path]:
-        """The checkpoints that go once that of this step is there; later ones are damaged, and stay."""
+        """Return the checkpoints to delete once `step` is saved. Later steps are damaged ones, which are kept."""
         return [folder for folder in self.list_folders() if 0 <= parse_step(folder) < step][self.keep - 1 :]
 
     def _set_aside_damaged(self, folder: Path, damaged_pieces: dict[str, str] | None = None) -> bool:

@@ -54,7 +54,7 @@ def load_run(
 
     `checks_base`: this process compares files of a pretrained model, and the network's code, with the run's. The parts
     are those of the run that may be its own code, and are used. RequestError: the code is not allowed, the dataset or
-    the pretrained model is not there, or the weights do not fit it.
+    the pretrained model is missing, or the weights do not fit it.
     """
     config, command = _merge_config(weights, request.changes), _make_command_config(request)
     with _explain_objects(weights.origin):
@@ -74,7 +74,7 @@ def load_run(
 
 
 def load_run_without_data(weights: TrainedWeights, request: InferenceRequest) -> LoadedRun:
-    """Build the network from the run's record of its data, which need not be there: a source without samples.
+    """Build the network from the run's record of its data, which may be missing: the source has no samples.
 
     RequestError: the code is not allowed, or the file has no record of the data.
     """

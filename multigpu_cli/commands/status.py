@@ -148,7 +148,7 @@ def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool, sort_by: st
 def _follow(run: Path, followed: dict[Path, tuple[JournalTail, History]]) -> History:
     """The history of a run, to which each call adds what is new in its journal."""
     file = run / JOURNAL
-    if run not in followed or file.stat().st_size < followed[run][0].end:  # another journal is there
+    if run not in followed or file.stat().st_size < followed[run][0].end:  # a different journal replaced it
         followed[run] = JournalTail(file), History()
     tail, history = followed[run]
     return history.follow(line.event for line in tail.read())

@@ -219,7 +219,7 @@ def _describe_sample(source: DataSource) -> str:
 
 
 def _join(parts: Sequence[Dataset[Any] | None], classes: int) -> Dataset[Any] | None:
-    """The parts that are there, as one: in memory if all are, and by whole batches if all can be."""
+    """Join the datasets that exist: in memory if all are, and read by whole batches if all can be."""
     there = [part for part in parts if part is not None]
     if not there:
         return None

@@ -280,7 +280,7 @@ def find_ranks_with_output(logs: Path, size: int) -> list[int]:
 
 
 def say_before_run(text: str) -> None:
-    """On stderr, by the first process of a machine: until the data is there, there is no run that could tell."""
+    """Print a text to stderr from the first process of a node, before there is a run whose console could do so."""
     launch_env = LaunchEnv.current()
     if launch_env is None or launch_env.local_rank == 0:
         getLogger(__name__).warning("%s", text)

@@ -1,4 +1,4 @@
-"""The program that --notify names: it must be there before a run begins."""
+"""The rules of --notify: its program exists before a run starts, and no address holds a password."""
 
 import shlex
 import shutil

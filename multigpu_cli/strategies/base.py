@@ -302,7 +302,7 @@ def find_strategy(name: str, *, exact: bool = False) -> type[Strategy]:
 
 
 def choose_strategy(placement: Placement, world: World, *, exact: bool) -> type[Strategy]:
-    """The class that this process trains with: on its own where the placement's other processes are not there."""
+    """Return the strategy of this process: a single one if the placement's other processes have not been started."""
     planned = find_strategy(placement.strategy, exact=exact)
     alone = placement.num_processes_to_launch or world.size < planned.min_workers
     return find_strategy("single", exact=exact) if alone else planned

@@ -12,7 +12,7 @@ from multigpu_cli.config.schema import LENGTH
 from multigpu_cli.config.yaml_text import UnreadableError, compose, parse_plain, parse_typed
 from multigpu_cli.errors import RequestError, did_you_mean
 
-Params = dict[str, Any]  # one trial's settings by key; those whose condition does not hold are not there
+Params = dict[str, Any]  # one trial's settings by key, without those whose condition does not hold
 KINDS = ("range", "int", "log", "choice")
 OWNED = {"save_dir", "resume", "best", "tune.pause_at", "multi_gpu", "nproc_per_node", "gpu_ids", "seed", *LENGTH}
 _FORM = re.compile(r"(\w+)\((.*)\)(?::(\d+))?(?:\s+when\s+([\w.]+)\s*=\s*(.+))?", re.DOTALL)

@@ -54,7 +54,7 @@ class RunFollower:
         with open_regular(self.folder / JOURNAL) as journal:
             head, size = journal.read(_HEAD), os.fstat(journal.fileno()).st_size
         before, self._head = self._head, None  # what can't be read is read anew, to the same end
-        if head != before or size < self._tail.end:  # another journal is there
+        if head != before or size < self._tail.end:  # a different journal replaced it
             self._begin(size)
         _read_on(self._tail, self._newest, None)
         if self._whole is not self._newest and seconds:
@@ -98,7 +98,7 @@ def _time_of(file: Path) -> int:
 class WatchedRuns:
     """The `runs`, and the folders of `studies`, below some folders, by an id that any address can hold.
 
-    Nothing else is ever read. RequestError: one of the folders is not there.
+    Nothing else is ever read. RequestError: one of the folders is missing.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
