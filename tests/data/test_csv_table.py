@@ -307,3 +307,20 @@ def test_the_user_hears_of_what_looks_wrong(
     assert "mlp on csv (iris.csv.gz is a .csv.gz file: 32 training samples)" in said
     assert main_multi_gpu.run([*words, "--set", "data.test_file=test.csv"]) == 2
     assert "test.csv:1: labels that iris.csv.gz does not have: 'k3'" in capsys.readouterr().err
+
+
+def test_words_that_training_does_not_know_are_counted(tmp_path: Path) -> None:
+    """For every file but the training rows' own, and each column by itself."""
+    file = write(tmp_path / "t.csv", "kind,size,y\n" + rows_of(60, "cat{odd},{at},{odd}"))
+    new = write(tmp_path / "new.csv", "kind,size\ncat1,1\nzebra,2\n,3\ncat0,4\n")
+    warning = f"{new}:3: 'zebra' in column 'kind' is in no training row and counts as no known word; so in 2 of 4 rows"
+    assert open_table(file, target="y", new=str(new)).warnings == (warning,)
+    write(new, "kind,size\ncat1,1\ncat0,2\n")
+    assert not open_table(file, target="y", new=str(new)).warnings
+
+
+@pytest.mark.parametrize("cell", ["{} kg", "{}k", "{}.5 cm²", "€{}M"])
+def test_numbers_with_units_that_become_words_are_told(tmp_path: Path, cell: str) -> None:
+    file = write(tmp_path / "t.csv", "weight,y\n" + rows_of(90, cell.replace("{}", "{at}") + ",{odd}"))
+    (warning,) = open_table(file, target="y").warnings
+    assert "in column 'weight' is not a number, so the whole column is read as words" in warning

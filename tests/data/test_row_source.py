@@ -212,3 +212,16 @@ def test_nan_and_infinity_are_refused_with_row_and_column(tmp_path: Path, name: 
     assert load(name, path, target="label", ignore="a").input_shape == (1,)
     with pytest.raises(RequestError, match="column 'a'"):
         load(name, path, target="a", columns=["b"])
+
+
+@pytest.mark.parametrize("name", ["arrow", "jsonl"])
+@pytest.mark.parametrize("column", ["seconds", "label"])
+def test_numbers_that_float32_would_round_are_refused(tmp_path: Path, name: str, column: str) -> None:
+    rows = [{"a": number / 3, "seconds": number % 9, "label": float(number)} for number in range(60)]
+    path = tmp_path / "rows.jsonl" if name == "jsonl" else tmp_path / "arrow"
+    write = write_jsonl if name == "jsonl" else write_arrow
+    load(name, write(path, rows), target="label", kind="regression")
+    for row in rows:
+        row[column] += 1.7e9
+    with pytest.raises(RequestError, match=f"column {column!r}: numbers such as .* are rounded by .* in float32"):
+        load(name, write(path, rows), target="label", kind="regression")

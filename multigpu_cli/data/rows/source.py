@@ -18,7 +18,7 @@ from multigpu_cli.data.rows.dataset import ImageRows, NumberRows, RowRoles, Toke
 from multigpu_cli.data.rows.jsonl import JsonStore
 from multigpu_cli.data.rows.store import Column, RowStore
 from multigpu_cli.data.rows.tar import TarStore
-from multigpu_cli.data.source import FEW, DataSource, Kind
+from multigpu_cli.data.source import FEW, DataSource, Kind, check_precision
 from multigpu_cli.data.transforms import IMAGENET, Standardised, check_pillow, choose_shorter_side, model_input_shape
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.runtime.model_call import TARGETS
@@ -68,8 +68,10 @@ def build_row_source(
             labels=labels,
             num_classes=len(names),
         )
-        build = partial(_build_images, name, options) if inputs[0].kind == "bytes" else _build_numbers
-        samples, facts = build(parts, roles, mode)
+        images = inputs[0].kind == "bytes"
+        rounded = [each for each in inputs if roles.stacked or each.dtype == "float64"] if not images else []
+        _check_rounding(name, *parts["train"], [*rounded, *([] if names else [target])])
+        samples, facts = (partial(_build_images, name, options) if images else _build_numbers)(parts, roles, mode)
         task = "classification" if names else "regression"
         facts |= {"num_classes": len(names), "class_names": names, "task": task}
     return DataSource(**samples, shuffle_block=block, **facts)
@@ -212,7 +214,7 @@ def _build_numbers(parts: Parts, roles: RowRoles, mode: str) -> Built:
     """Single numbers are standardised by what some training rows, spread evenly, teach; arrays stay as they are."""
     samples = {part: NumberRows(store, rows, roles) for part, (store, rows) in parts.items()}
     train = samples["train"]
-    some = np.unique(np.linspace(0, len(train) - 1, min(len(train), _SCALED_BY)).astype(np.int64))
+    some = _spread_evenly(len(train))
     inputs, targets = train.fetch_batch(some)
     for values, columns in ((inputs, roles.inputs), (targets, [roles.target])):
         _check_finite(values, train.selection.find_rows(some), train, columns)
@@ -228,6 +230,18 @@ def _build_numbers(parts: Parts, roles: RowRoles, mode: str) -> Built:
     if not roles.num_classes and targets.ndim == 1:
         facts["target_scale"] = float(targets.mean()), float(targets.std(correction=0)) or 1.0
     return samples, facts
+
+
+def _spread_evenly(count: int) -> np.ndarray:
+    """The indices of up to `_SCALED_BY` of so many rows."""
+    return np.unique(np.linspace(0, count - 1, min(count, _SCALED_BY)).astype(np.int64))
+
+
+def _check_rounding(name: str, store: RowStore, selection: RowSelection, columns: Sequence[Column]) -> None:
+    """Raise RequestError if float32 rounds what tells some rows' numbers apart, in a column that becomes float32."""
+    rows = selection.find_rows(_spread_evenly(len(selection)))
+    for column in columns:
+        check_precision(store.read(column.name, rows), f"--data {name}: {store.label}: column {column.name!r}")
 
 
 def _check_finite(values: Tensor, rows: np.ndarray, train: NumberRows, columns: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multigpu_cli.data.source import FEW, Codec
 from multigpu_cli.data.tables.csv import CsvTable
-from multigpu_cli.data.tables.notation import MOST, is_missing, is_number_like
+from multigpu_cli.data.tables.notation import MOST, has_unit, is_missing, is_number_like
 
 _CATEGORIES = 50  # of one column; rarer ones share a place
 _EXAMPLES = 16
@@ -134,7 +134,8 @@ def _encode_words(column: Mapping[str, Any], cells: Sequence[str]) -> np.ndarray
 def describe_words(part: Part, column: str) -> str:
     """Return a warning about a column of words that looks like a mistake, or nothing.
 
-    Almost all cells are numbers, dates or the like, many and different; or almost every row has a text of its own.
+    Almost all cells are numbers, with a unit or without, dates or the like, many and different; or almost every row has
+    a text of its own.
     """
     is_word = part.table.parse(column)[1][part.rows]
     if not is_word.any():
@@ -144,12 +145,27 @@ def describe_words(part: Part, column: str) -> str:
     most = MOST * counts.total()
     if len(counts) <= FEW:
         return ""
-    if sum(counts[cell] for cell in counts if is_number_like(cell)) >= most:
+    if sum(counts[cell] for cell in counts if is_number_like(cell) or has_unit(cell)) >= most:
         odd = part.table.describe_cell(column, int(part.rows[is_word].min()))
         return f"{odd} is not a number, so the whole column is read as words; {AS_NUMBERS}"
     way = f"teach nothing of other rows; --set {quote(f'data.ignore=[{column}]')}"
     what = f"{part.table.path}: column {column!r}: {len(counts):,} different texts in {len(part.rows):,} training rows"
     return f"{what} {way}" if len(counts) >= most else ""
+
+
+def describe_unknown_words(features: TableFeatures, part: Part) -> list[str]:
+    """Return a warning for each column of categories in which some rows have words that no training row has."""
+    warnings = []
+    for column in features.learned["categories"]:
+        known = {word for words in column["words"] for word in words}
+        cells = _name_gaps(part.table.select(column["column"]))
+        if rows := [row for row in part.rows.tolist() if cells[row] not in known]:
+            cell = part.table.describe_cell(column["column"], rows[0])
+            effect = "counts as no known word" if column["other"] is None else "counts as a rare word"
+            warnings.append(
+                f"{cell} is in no training row and {effect}; so in {len(rows):,} of {len(part.rows):,} rows"
+            )
+    return warnings
 
 
 def _name_gaps(cells: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ _GROUPS = ("", *",.' ")  # signs between groups of three digits
 _SPACES = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
 _LEADING_ZERO = re.compile(r"\n[+-]?0[0-9]")  # in cells that each follow a line break
 _NUMBER_LIKE = re.compile(rf"\(?[+-]?[{_UNITS}]? ?[+-]?\(?[0-9][0-9.,:/' TZeE+-]*[{_UNITS}]?\)?")
+_WITH_UNIT = re.compile(rf"[+-]?[{_UNITS}]?[0-9]+([.,][0-9]+)* ?[^\W\d_]{{1,4}}[.²³]?")
 _NEGATIVE = re.compile(r"([^()]?)\(([^()]+)\)")  # accountants write negative numbers in brackets: (500), $(500), ($500)
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}\S*)?")
 
@@ -114,6 +115,11 @@ def _read_date(cell: str) -> float | None:
 def is_number_like(cell: str) -> bool:
     """Return whether a cell is of digits and the signs of numbers, dates and times; so are many codes."""
     return _NUMBER_LIKE.fullmatch(cell.translate(_SPACES)) is not None
+
+
+def has_unit(cell: str) -> bool:
+    """Return whether a cell is a number with a short word behind it, as in 12 kg or 3k; so are some codes."""
+    return _WITH_UNIT.fullmatch(cell.translate(_SPACES)) is not None
 
 
 def is_missing(cell: str) -> bool:

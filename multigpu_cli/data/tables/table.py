@@ -22,7 +22,14 @@ from multigpu_cli.data.files import JsonLines, locate_other_file, locate_single_
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import FEW, SPLITS, DataSource, Kind, check_precision
 from multigpu_cli.data.tables.csv import SEPARATOR, CsvFormat, CsvTable, read_csv, read_decimal_commas
-from multigpu_cli.data.tables.features import AS_NUMBERS, Part, TableFeatures, describe_words, learn_features
+from multigpu_cli.data.tables.features import (
+    AS_NUMBERS,
+    Part,
+    TableFeatures,
+    describe_unknown_words,
+    describe_words,
+    learn_features,
+)
 from multigpu_cli.data.tables.notation import PLAIN, is_missing
 from multigpu_cli.errors import RequestError, did_you_mean
 
@@ -96,6 +103,8 @@ def _build_source(
     warnings = [*table.warnings, *_check_numbers(features, others, table.path)]
     named = [*columns, target] if kind == "auto" else columns
     warnings += [warning for name in named if (warning := describe_words(parts[0], name))]
+    files = [part for part in others if part.table is not table]
+    warnings += [warning for part in files for warning in describe_unknown_words(features, part)]
     doubts = (each.table.doubts.get(name) for each in [parts[0], *others] for name in [*columns, target])
     warnings += dict.fromkeys(filter(None, doubts))
     inputs = features.transform(table)
