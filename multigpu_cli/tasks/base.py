@@ -303,8 +303,8 @@ class LossNormalizer:
         return norm if isinstance(self.last, int) else torch.where(self.last > 0, norm, 0.0)
 
     def rate(self, samples_per_second: float) -> dict[str, float]:
-        """For example `tokens_per_second` since the last call; {} if units are samples."""
-        if self._task.unit == "sample" or not self._samples:
+        """For example `tokens_per_second` since the last call; {} if units are samples or weights."""
+        if self._task.unit in ("sample", "weight") or not self._samples:
             return {}
         per_sample = float(self._seen) / self._samples
         self._seen, self._samples = torch.zeros_like(self._seen), 0

@@ -10,9 +10,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.schema import TaskConfig
-from multigpu_cli.data.collate import Collate, get_sample
+from multigpu_cli.data.collate import Collate, get_sample, to_pair
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.world import is_out_of_memory
@@ -21,15 +22,17 @@ from multigpu_cli.runtime.model_call import IGNORED, TARGETS, Labelled
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.tasks.base import BatchMetrics, Loss, Task, at_least_float32
 from multigpu_cli.tasks.supervised import check_rows, compute_accuracy, count_right
+from multigpu_cli.tasks.weighted_mean import WeightedMean, find_weighted_mean
 
 
 class Criterion(Task):
     """The loss `criterion(outputs, targets)`, as a mean over the samples of the global batch.
 
     A criterion that returns () counts as the mean over its micro-batch, each of whose samples weighs the same; one that
-    returns (n, …) as the losses of the samples. Micro-batches are the same on any number of workers, so also a weighted
-    mean (class weights, ignored targets) does not depend on their number. Outputs (n, classes) with targets (n,) int64
-    give an accuracy, too; the better result has the higher one, or else the lower loss.
+    returns (n, …) as the losses of the samples. torch's own cross-entropies count as in plain PyTorch on the whole
+    global batch, with weights of classes and labels that are ignored, at any size of micro-batch: see `WeightedMean`.
+    Outputs (n, classes) with targets (n,) int64 give an accuracy, too, over the labels that are not ignored; the better
+    result has the higher one, or else the lower loss.
 
     Outputs come as the network returns them: a tensor, a tuple, a dict, an object. Of a network of transformers
     (`has_logits`) the criterion gets the logits, if it takes them, else the whole output object.
@@ -49,15 +52,32 @@ class Criterion(Task):
                 "criterion: it has parameters of its own, which would not be trained", remedy="put them into the model"
             )
         self.criterion = criterion
+        self._mean = self._find_mean()
         self._has_logits = has_logits
         self._of_logits: bool | None = isinstance(criterion, nn.modules.loss._Loss) or None  # None: to be tried
+
+    def _find_mean(self) -> WeightedMean | None:
+        """Return how to take the mean over a global batch, if samples are not its units; set `units_per_sample`."""
+        if not isinstance(self.criterion, nn.CrossEntropyLoss | nn.NLLLoss) or not len(self.source.train):  # type: ignore[arg-type]
+            return None
+        train, form = self.source.train, self.source.form
+        labels = to_pair(train.tensors, "train", form)[1] if isinstance(train, TensorDataset) else None
+        targets = Collate(train, form)([(0, get_sample(train, 0))]).targets
+        mean = find_weighted_mean(self.criterion, targets, labels)
+        if mean is not None:
+            self.unit, self.units_per_sample = "weight", max(1, round(targets.numel() * mean.expected))
+        return mean
+
+    def units(self, batch: Batch) -> Tensor | int:
+        return len(batch) if self._mean is None else self._mean.units(batch.targets)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         return self._sum(model(batch.inputs), batch)
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         outputs = model(batch.inputs)
-        return BatchMetrics(self._sum(outputs, batch).double(), _right(self._logits(outputs), batch.targets))
+        ignored = None if self._mean is None else self._mean.ignored
+        return BatchMetrics(self._sum(outputs, batch).double(), _right(self._logits(outputs), batch.targets, ignored))
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
         return self._logits(model(batch.inputs))
@@ -75,6 +95,8 @@ class Criterion(Task):
         if isinstance(self.criterion, nn.Module) and isinstance(batch.targets, Tensor):
             self.criterion.to(batch.targets.device)
         _refuse_dropped(batch, outputs, batch.targets)
+        if self._mean is not None:
+            return self._mean.loss_sum(at_least_float32(self._choose(outputs, batch.targets)), batch.targets)
         loss: Any = self.criterion(self._choose(outputs, batch.targets), batch.targets)
         if not isinstance(loss, Tensor):
             raise TypeError(f"the criterion returned a {type(loss).__name__}, not a tensor")
@@ -110,11 +132,14 @@ def _refuse_dropped(batch: Batch, *parts: Any) -> None:
         check_rows(batch, min(rows))
 
 
-def _right(outputs: Any, targets: Any) -> Tensor:
-    """Return (3,): those of `count_right`, and the number of rows; (0,) if there are no classes."""
+def _right(outputs: Any, targets: Any, ignored: int | None) -> Tensor:
+    """Return (3,): those of `count_right`, and the number of rows that count; (0,) if there are no classes."""
     both = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
     if not both or outputs.ndim != 2 or outputs.shape[1] < 2 or targets.ndim != 1 or targets.is_floating_point():
         return torch.zeros(0, dtype=torch.int64, device=getattr(outputs, "device", None))
+    if ignored is not None:
+        counted = targets != ignored
+        outputs, targets = outputs[counted], targets[counted]
     counts = count_right(outputs.argmax(1) == targets, outputs)
     return torch.cat([counts, torch.full_like(counts[:1], len(targets))])
 
