@@ -118,10 +118,8 @@ class Functions:
         """
         mode, wrapped = TrainingMode.named(strategy), False
         if mode is TrainingMode.FULLY_SHARDED_DATA_PARALLEL:
-            raise RequestError(
-                "setup_multi_gpu_training: no model is wrapped for fsdp",
-                remedy="train_with_multi_gpu(…, strategy='fsdp'), or torch's own fully_shard",
-            )
+            problem = "setup_multi_gpu_training: no model is wrapped for fsdp"
+            raise RequestError(problem, remedy="train_with_multi_gpu(…, strategy='fsdp'), or torch's own fully_shard")
         if mode is TrainingMode.DATA_PARALLEL:
             model, wrapped = self.setup_data_parallel(model, device_ids)
         elif mode is not TrainingMode.SINGLE_GPU:

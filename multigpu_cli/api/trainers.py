@@ -108,10 +108,9 @@ class MultiGPUTrainer(Functions):
         inputs = UserInputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
         prepared = prepare_run(self.config, inputs)
         if prepared.placement.num_processes_to_launch:
-            raise RequestError(
-                f"{prepared.placement.reason}: a training loop of your own must be started in every process",
-                remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",
-            )
+            problem = f"{prepared.placement.reason}: a training loop of your own must be started in every process"
+            remedy = "torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device"
+            raise RequestError(problem, remedy=remedy)
         with ExitStack() as stack:
             self.run = stack.enter_context(open_run(stack.enter_context(prepared.open())))
             self._stack = stack.pop_all()
@@ -169,15 +168,11 @@ class MultiGPUTrainer(Functions):
         """
         run = self._running()
         if not isinstance(batch, Step) or batch.number != run.progress.step:
-            raise RequestError(
-                "train_step: not the next batch of the train_loader that setup_training returned",
-                remedy="for batch in train_loader: trainer.train_step(batch)",
-            )
+            problem = "train_step: not the next batch of the train_loader that setup_training returned"
+            raise RequestError(problem, remedy="for batch in train_loader: trainer.train_step(batch)")
         if run.finished:
-            raise RequestError(
-                f"train_step: step {run.progress.step} was the last of this run",
-                remedy="trainer.finish(), or a greater num_epochs",
-            )
+            problem = f"train_step: step {run.progress.step} was the last of this run"
+            raise RequestError(problem, remedy="trainer.finish(), or a greater num_epochs")
         with _working(run):
             outcome = engine.train_step(run, batch.layout, iter(batch.batches))
             total = all_reduce_sum(run.world, outcome.losses_by_micro_batch(run.world.device).sum())

@@ -81,10 +81,8 @@ class Group(HelpPage, TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse without Typer's own parsing of values; refuse shell completion of `python FILE`: no shell has it."""
         if " " in (ctx.info_name or "") and (wish := {"--install-completion", "--show-completion"} & set(args)):
-            raise RequestError(
-                f"{wish.pop()}: shells complete the installed program only",
-                remedy="pip install . and then multigpu --install-completion",
-            )
+            problem = f"{wish.pop()}: shells complete the installed program only"
+            raise RequestError(problem, remedy="pip install . and then multigpu --install-completion")
         return super().parse_args(_skip_value_parsing(self, ctx), args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -86,10 +86,9 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
     a, b = _open_run(run_a), _open_run(run_b)
     if differing := list(_list_setting_differences(a, b)):
         listed = "\n".join(f"    {line}" for line in differing)
-        raise RequestError(
-            f"{run_a} and {run_b} can't be compared: they are runs with different settings:\n{listed}",
-            remedy="two runs that differ only in the number of workers, or in where and how they ran",
-        )
+        problem = f"{run_a} and {run_b} can't be compared: they are runs with different settings:\n{listed}"
+        remedy = "two runs that differ only in the number of workers, or in where and how they ran"
+        raise RequestError(problem, remedy=remedy)
     both = [place for place in sorted(a.lines) if place in b.lines]
     parting = next(_find_divergences(a, b, both), None)
     before = [step for step, _, _ in both if parting is None or step < parting.step]
@@ -98,9 +97,8 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
         run = a if a.fingerprint is None else b
         agree = f"all steps and evaluations that both logged agree ({len(both)})" if both else "no step is in both"
         status = run.summary.get("status", "not over")
-        raise RequestError(
-            f"{run.folder} has no fingerprint, because it is {status}; so far {agree}", remedy="let it run to its end"
-        )
+        problem = f"{run.folder} has no fingerprint, because it is {status}; so far {agree}"
+        raise RequestError(problem, remedy="let it run to its end")
     same = None not in prints and prints[0] == prints[1]
     agreed_until, notes = max(before, default=0), list(_list_notes(a, b, parting))
     return Comparison((run_a, run_b), same, prints, parting, agreed_until, len(both), notes)

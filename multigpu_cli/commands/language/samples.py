@@ -58,10 +58,8 @@ class Preview:
 def preview_data(config: Config, count: int) -> Preview:
     """The first samples for training, as a training with these settings gets them; no worker is started."""
     if config.data.name != "chat":
-        raise RequestError(
-            f"data preview: --data {config.data.name} has no tokens to preview",
-            remedy="--data chat --data-dir FILE.jsonl --model-dir DIR",
-        )
+        problem = f"data preview: --data {config.data.name} has no tokens to preview"
+        raise RequestError(problem, remedy="--data chat --data-dir FILE.jsonl --model-dir DIR")
     source = open_data(config)
     train: Any = source.train
     vocabulary = source.codec
