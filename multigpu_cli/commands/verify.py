@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.resume_rules import flatten_settings
@@ -30,21 +30,15 @@ _TRAIN = ("loss", "grad_norm", "lr", "samples")
 _POSITION = {"event", "time", "epoch", "step", "split"}
 
 
-class Divergence(NamedTuple):
+@dataclass(frozen=True)
+class Divergence:
     """The first difference between two journals, at a step of training or in an evaluation's split."""
 
     step: int
     what: str
     name: str
     values: tuple[Any, Any]
-
-    @property
-    def relative(self) -> float | None:
-        """The difference relative to the greater value; None where one of them is no finite number."""
-        one, other = self.values
-        if not (isinstance(one, (int, float)) and isinstance(other, (int, float))):
-            return None
-        return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
+    relative: float | None
 
 
 @dataclass(frozen=True)
@@ -58,12 +52,6 @@ class Comparison:
     agreed_until: int  # the last step before their parting at which both wrote a line, 0 without one
     lines: int
     notes: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        fields = asdict(self)
-        if self.parting:
-            fields["parting"] = self.parting._asdict() | {"relative": self.parting.relative}
-        return fields
 
 
 @dataclass(frozen=True)
@@ -181,4 +169,12 @@ def _find_divergences(a: RunTrace, b: RunTrace, places: list[tuple[int, int, str
         one, other = a.lines[place], b.lines[place]
         for name in sorted(one.keys() | other.keys()) if place[1] else _TRAIN:
             if one.get(name) != other.get(name):
-                yield Divergence(place[0], place[2], name, (one.get(name), other.get(name)))
+                values = one.get(name), other.get(name)
+                yield Divergence(place[0], place[2], name, values, _relative_difference(*values))
+
+
+def _relative_difference(one: Any, other: Any) -> float | None:
+    """The difference relative to the greater value; None where one of them is no finite number."""
+    if not (isinstance(one, (int, float)) and isinstance(other, (int, float))):
+        return None
+    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
