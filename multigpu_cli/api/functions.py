@@ -143,11 +143,10 @@ class Functions:
 
         `gpu_utilization` is in per cent, by GPU; None asks NVML.
         """
-        entry = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": learning_rate}
+        entry: dict[str, Any] = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": learning_rate}
         used = monitoring.gpu_utilisation() if gpu_utilization is None else gpu_utilization
-        self.training_metrics[f"epoch_{epoch}"].append(
-            entry | {"gpu_utilization": used, "strategy": self.current_strategy}
-        )
+        entry |= {"gpu_utilization": used, "strategy": self.current_strategy}
+        self.training_metrics[f"epoch_{epoch}"].append(entry)
 
     def get_multi_gpu_metrics(self) -> dict[str, Any]:
         """strategy (None before a setup), gpu_info, and training_metrics: lists of what was logged, by "epoch_N"."""

@@ -98,10 +98,9 @@ class UserInputs:
         more = dict(config.settings)
         if self.optimizer is not None:
             if TrainingMode.named(config.training_mode) is TrainingMode.FULLY_SHARDED_DATA_PARALLEL:
-                raise RequestError(
-                    "your own optimizer can't be used with fsdp: it has full weights, and each process only some rows",
-                    remedy="settings={'optimizer': 'adamw'} or 'sgd', without an optimizer; or strategy='ddp'",
-                )
+                reason = "it has full weights, and each process only some rows"
+                remedy = "settings={'optimizer': 'adamw'} or 'sgd', without an optimizer; or strategy='ddp'"
+                raise RequestError(f"your own optimizer can't be used with fsdp: {reason}", remedy=remedy)
             own = {"base_lr", "optimizer", "optimizer.args", "weight_decay", "schedule", "warmup_epochs"} & more.keys()
             if own or config.learning_rate is not None:
                 problem = f"{min(own) if own else 'learning_rate'} can't be used with your own optimizer"
@@ -180,10 +179,9 @@ def _check(inputs: UserInputs) -> None:
         raise RequestError("model: no parameter requires a gradient")
     sampler = getattr(inputs.order, "sampler", None)
     if (ranks := getattr(sampler, "num_replicas", None) or 1) > 1:
-        raise RequestError(
-            f"train_loader: its {type(sampler).__name__} divides the samples among {ranks} ranks, as the program does",
-            remedy="give it all samples: num_replicas=1, rank=0",
-        )
+        kind = type(sampler).__name__
+        problem = f"train_loader: its {kind} divides the samples among {ranks} ranks, as the program does"
+        raise RequestError(problem, remedy="give it all samples: num_replicas=1, rank=0")
     if inputs.optimizer is not None and not isinstance(inputs.optimizer, torch.optim.Optimizer):
         raise RequestError(
             f"optimizer: a {type(inputs.optimizer).__name__} is not a torch.optim.Optimizer",
@@ -319,9 +317,8 @@ def index_stream(dataset: Any, seed: int, split: str) -> Any:
     """An IterableDataset is read once, so that its samples have indices; any other dataset is returned as it is."""
     if not isinstance(dataset, IterableDataset):
         return dataset
-    return MaterializedIterable(
-        dataset, f"{type(dataset).__name__}, split {split}", make_key(seed, SPLITS.index(split))
-    )
+    name = f"{type(dataset).__name__}, split {split}"
+    return MaterializedIterable(dataset, name, make_key(seed, SPLITS.index(split)))
 
 
 def _find_order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> SampleOrder | None:

@@ -115,10 +115,7 @@ class MultiGPUTrainer(Functions):
             self.run = stack.enter_context(open_run(stack.enter_context(prepared.open())))
             self._stack = stack.pop_all()
         atexit.register(self.close)
-        with _working(self.run):
-            status = engine.fit(self.run, until=self.run.progress.step)  # an evaluation that was left
-        if status == "stopped":
-            sys.exit(STOPPED)
+        _fit(self.run, until=self.run.progress.step)  # an evaluation that was left
         return prepared.objects.model, TrainLoader(self.run), self.run.loaders.val
 
     def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
@@ -145,10 +142,7 @@ class MultiGPUTrainer(Functions):
         if wanted == now and run.progress.step >= run.plan.schedule.total_steps:
             raise RequestError(f"num_epochs={self.config.num_epochs} are done", remedy="a larger num_epochs")
         if wanted == now:
-            with _working(run):
-                status = engine.fit(run, until=(now + 1) * per_epoch)
-            if status == "stopped":
-                sys.exit(STOPPED)
+            _fit(run, until=(now + 1) * per_epoch)
         last = run.progress.last
         validated = {name: value for name, value in last.items() if name.startswith("val_")}
         rate = float(run.state.optimizer.param_groups[0]["lr"])
@@ -243,6 +237,14 @@ def _working(run: Run) -> Iterator[None]:
             yield
     finally:
         run.observer.watchdog.paused = True
+
+
+def _fit(run: Run, until: int) -> None:
+    """Train up to this number of steps; SystemExit: a signal stopped it, with a checkpoint saved (code 75)."""
+    with _working(run):
+        status = engine.fit(run, until=until)
+    if status == "stopped":
+        sys.exit(STOPPED)
 
 
 class DataParallelTrainer(MultiGPUTrainer):

@@ -192,9 +192,8 @@ def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[SettingE
             read = parse_typed if free else parse_plain
             entries.append(SettingEntry(key, None if node is None else read(node), f"--set {key}"))
         except UnreadableError as error:
-            faults.append(
-                RequestError(f"--set {key}: {error.problem}", remedy="quote the value: --set 'KEY=\"VALUE\"'")
-            )
+            remedy = "quote the value: --set 'KEY=\"VALUE\"'"
+            faults.append(RequestError(f"--set {key}: {error.problem}", remedy=remedy))
     return [_free_argument(entry) for entry in entries]
 
 

@@ -161,10 +161,9 @@ def _check_sizes(samples: int, global_batch: int, workers: int, *, drop_last: bo
         problem = f"--data: the training set has {samples} samples for {workers} workers"
         raise RequestError(problem, remedy="use more samples, or fewer workers")
     if drop_last and samples < global_batch:
-        raise RequestError(
-            f"--drop-last leaves no step: {samples} training samples are less than one global batch of {global_batch}",
-            remedy="leave --drop-last out, or use a smaller --batch-size",
-        )
+        reason = f"{samples} training samples are less than one global batch of {global_batch}"
+        remedy = "leave --drop-last out, or use a smaller --batch-size"
+        raise RequestError(f"--drop-last leaves no step: {reason}", remedy=remedy)
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
