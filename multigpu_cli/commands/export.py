@@ -86,9 +86,8 @@ def export_network(model: nn.Module, inputs: Any, target: Path, raw: RawInputs |
             publish(draft, raw.add_before(content) if raw else content)
             run = load(draft.read_bytes())
             calls = [bind_arguments(model, some) for some in (inputs, _take(inputs, 1))]
-            pairs = [
-                pair for args, named in calls for pair in _pair_outputs(model(*args, **named), run(*args, **named))
-            ]
+            outputs = [(model(*args, **named), run(*args, **named)) for args, named in calls]
+            pairs = [pair for both in outputs for pair in _pair_outputs(*both)]
         except (OSError, RequestError):
             raise
         except Exception as error:  # torch raises many types of error for code that it can't trace

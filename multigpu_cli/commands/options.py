@@ -164,10 +164,7 @@ def offer_for(key: str, metavar: str) -> Offer | None:
         "config": lambda incomplete: _complete_from(find_recipes())(incomplete),  # late: reads folders
         "set": _complete_from(f"{key}=" for key in SETTINGS),
         "save_dir": complete_run_folders,
-        "resume": lambda incomplete: [
-            *_complete_from(("auto", "never"))(incomplete),
-            *complete_run_folders(incomplete),
-        ],
+        "resume": lambda incomplete: _complete_from(("auto", "never"))(incomplete) + complete_run_folders(incomplete),
     }
     choices = [word for word in metavar.split("|") if re.fullmatch("[a-z][a-z0-9-]*", word)]
     return offers.get(key) or (_complete_from(choices) if choices else None)

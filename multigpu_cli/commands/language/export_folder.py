@@ -55,11 +55,10 @@ def write_model_folder(request: InferenceRequest, to: ExportTarget) -> tuple[str
         found = _compute_logits(_load_again(draft, str(to.format), live), live.tokens)
         difference = float((found - live.logits).abs().max() / live.logits.abs().max())
         if not difference <= _TOLERANCE:  # also where it is NaN
-            raise TrainingError(
-                f"{to.path}: the logits of the exported model differ by {difference:.2g} of the largest one, so it was "
-                "removed",
-                remedy="another version of transformers; or --to ….safetensors, for the weights as they are",
-            )
+            gap = f"{difference:.2g} of the largest one"
+            problem = f"{to.path}: the logits of the exported model differ by {gap}, so it was removed"
+            remedy = "another version of transformers; or --to ….safetensors, for the weights as they are"
+            raise TrainingError(problem, remedy=remedy)
     return live.origin, difference, live.rounding
 
 
