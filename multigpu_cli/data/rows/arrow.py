@@ -49,27 +49,24 @@ class ArrowStore(RowStore):
         return int(self._starts[-1])
 
     def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
-        column, places = self.columns[name], self._find_places(np.asarray(rows, dtype=np.int64))
-        chunks = self._chunks.get(name) or self._open_column(column)
-        if column.kind != "number":
-            return [self._read_bytes(chunks[chunk], row, name, column.kind) for chunk, row in places]
-        found = np.empty((len(places), *column.shape), dtype=column.dtype)
-        self.read_into(name, rows, found, range(len(places)))
-        return found
+        column = self.columns[name]
+        if column.kind == "number":
+            found = np.empty((len(rows), *column.shape), dtype=column.dtype)
+            self.read_into(name, rows, found, range(len(rows)))
+            return found
+        chunks, places = self._open_column(column), self._find_places(np.asarray(rows, dtype=np.int64))
+        return [self._read_bytes(chunks[chunk], row, name, column.kind) for chunk, row in places]
 
     def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
         column, places = self.columns[name], self._find_places(np.asarray(rows, dtype=np.int64))
-        chunks = self._chunks.get(name) or self._open_column(column)
-        if chunks[0].bits is not None:
-            for entry, (chunk, row) in zip(at, places, strict=True):
-                bit = row + (chunks[chunk].bits or 0)
-                out[entry] = chunks[chunk].values[bit >> 3] >> (bit & 7) & 1
-        elif chunks[0].offsets:
-            for entry, (chunk, row) in zip(at, places, strict=True):
-                out[entry] = self._read_list(chunks[chunk], row, column)
-        else:
-            for entry, (chunk, row) in zip(at, places, strict=True):
-                out[entry] = chunks[chunk].values[row]
+        chunks = self._open_column(column)
+        for entry, (number, row) in zip(at, places, strict=True):
+            chunk = chunks[number]
+            if chunk.bits is not None:
+                bit = row + chunk.bits
+                out[entry] = chunk.values[bit >> 3] >> (bit & 7) & 1
+            else:
+                out[entry] = self._read_list(chunk, row, column) if chunk.offsets else chunk.values[row]
 
     def list_values(self, name: str) -> list[Any]:
         """The different values of a column; reads the whole column, and no other."""
@@ -86,12 +83,14 @@ class ArrowStore(RowStore):
         return self._last[1]
 
     def _open_column(self, column: Column) -> list[_Chunk]:
-        place = self._schema.get_field_index(column.name)
-        chunks = [_open_chunk(batch.column(place)) for batch in self._batches]
-        if column.shape and not chunks[0].offsets:  # of fixed length
-            chunks = [_Chunk((), chunk.values.reshape(-1, *column.shape)) for chunk in chunks]
-        self._chunks[column.name] = chunks
-        return chunks
+        """Return NumPy's views of a column, which are made once."""
+        if column.name not in self._chunks:
+            place = self._schema.get_field_index(column.name)
+            chunks = [_open_chunk(batch.column(place)) for batch in self._batches]
+            if column.shape and not chunks[0].offsets:  # of fixed length
+                chunks = [_Chunk((), chunk.values.reshape(-1, *column.shape)) for chunk in chunks]
+            self._chunks[column.name] = chunks
+        return self._chunks[column.name]
 
     def _read_list(self, chunk: _Chunk, row: int, column: Column) -> np.ndarray:
         first, last = row, row + 1
