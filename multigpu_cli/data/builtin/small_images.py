@@ -76,17 +76,18 @@ def mnist(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_
     `data_dir` is the folder of the four files, or the root folder of torchvision's dataset. `val_fraction` of the
     60,000 training images, chosen by seed, are for validation.
     """
-    facts = {"class_names": _DIGITS, "augment": partial(shift, reach=2) if augment else None, "model": "convnet"}
-    return _hold_out(*_read_parts(_MNIST, data_dir), mode, seed, val_fraction, **facts)
+    train, test = _read_parts(_MNIST, data_dir)
+    facts = {"class_names": _DIGITS, "augment": partial(shift, reach=2) if augment else None}
+    return _hold_out(train, test, mode, seed, val_fraction, model="convnet", **facts)
 
 
 def fashion_mnist(
     data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1
 ) -> DataSource:
     """Ten kinds of clothing; augmentation shifts by up to two pixels and mirrors half of the images. See `mnist`."""
-    augmentation = partial(shift_and_mirror, reach=2) if augment else None
-    facts = {"class_names": _CLOTHES, "augment": augmentation, "model": "convnet"}
-    return _hold_out(*_read_parts(_FASHION_MNIST, data_dir), mode, seed, val_fraction, **facts)
+    train, test = _read_parts(_FASHION_MNIST, data_dir)
+    facts = {"class_names": _CLOTHES, "augment": partial(shift_and_mirror, reach=2) if augment else None}
+    return _hold_out(train, test, mode, seed, val_fraction, model="convnet", **facts)
 
 
 def _read_parts(download: DatasetFiles, data_dir: str | None) -> tuple[Pair, Pair]:
