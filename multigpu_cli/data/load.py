@@ -63,6 +63,7 @@ def infer_source(
     inputs, targets = Collate(train, form)(one)  # a batch, since a collate_fn may add what a sample lacks
     parts = [part.tensors for part in (train, val, test) if isinstance(part, TensorDataset)]
     labeled = [to_pair(part, "a sample", form) for part in parts if len(part) > (form.inputs or 1)]
+    is_iterable = isinstance(unwrap_dataset(train), MaterializedIterable)
     return DataSource(
         train=train,
         val=val,
@@ -71,9 +72,7 @@ def infer_source(
         num_classes=_infer_vocabulary_size(labeled, 2)
         or (_count_classes(samples, form, moved) if isinstance(targets, Tensor) else count_declared_classes(train)),
         num_outputs=int(torch.Size(getattr(targets, "shape", (1,))[1:]).numel()),
-        note="an iterable dataset, read once with its randomness: "
-        if isinstance(unwrap_dataset(train), MaterializedIterable)
-        else "",
+        note="an iterable dataset, read once with its randomness: " if is_iterable else "",
         form=form,
     )
 
