@@ -134,10 +134,8 @@ def _read_classes(root: Path) -> tuple[list[str], dict[str, list[Entry]]]:
         }
         numbers = numbers or {name: number for number, name in enumerate(images)}  # of train, the first split
         if unknown := [name for name in images if name not in numbers]:
-            raise RequestError(
-                f"--data image-folder: {folder / unknown[0]} is a class that train/ does not have",
-                remedy=f"the classes are {', '.join([*numbers][:10])}",
-            )
+            problem = f"--data image-folder: {folder / unknown[0]} is a class that train/ does not have"
+            raise RequestError(problem, remedy=f"the classes are {', '.join([*numbers][:10])}")
         if not images or len(numbers) < 2:
             holds = f"holds images of {'a single' if images else 'no'} class"
             raise RequestError(f"--data image-folder: {folder} {holds}", remedy=_LAYOUT)

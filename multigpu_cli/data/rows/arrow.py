@@ -107,10 +107,8 @@ class ArrowStore(RowStore):
     def _read_bytes(self, chunk: _Chunk, row: int, name: str, kind: str) -> bytes | str:
         first, last = int(chunk.offsets[0][row]), int(chunk.offsets[0][row + 1])
         if first == last and kind == "bytes":
-            raise RequestError(
-                f"--data arrow: {self.label}: column {name!r} has a row without bytes, perhaps with a path alone",
-                remedy="images stored in the dataset itself: Hugging Face's Image(), not paths",
-            )
+            problem = f"--data arrow: {self.label}: column {name!r} has a row without bytes, perhaps with a path alone"
+            raise RequestError(problem, remedy="images stored in the dataset itself: Hugging Face's Image(), not paths")
         found = chunk.values[first:last].tobytes()
         return found.decode() if kind == "text" else found
 
@@ -132,10 +130,8 @@ def _read_batches(file: Path) -> list[Any]:
             f"--data arrow: {file}: {str(error).splitlines()[0]}", remedy=f"{LAYOUT}; if it is damaged, copy it anew"
         ) from error
     if batches and pyarrow.total_allocated_bytes() - before > batches[0].nbytes // 2 + 2**16:
-        raise RequestError(
-            f"--data arrow: {file} is compressed, so it can't be memory-mapped",
-            remedy="datasets.load_from_disk(…).save_to_disk(…), or pyarrow.ipc without compression",
-        )
+        remedy = "datasets.load_from_disk(…).save_to_disk(…), or pyarrow.ipc without compression"
+        raise RequestError(f"--data arrow: {file} is compressed, so it can't be memory-mapped", remedy=remedy)
     return batches
 
 
@@ -144,10 +140,8 @@ def _check_schemas(files: Sequence[Path], batches: Sequence[Any]) -> Any:
         raise RequestError(f"--data arrow: {files[0].parent} holds no rows", remedy="a dataset with rows")
     first = batches[0].schema
     if not all(batch.schema.equals(first) for batch in batches):
-        raise RequestError(
-            f"--data arrow: the files in {files[0].parent} have different columns",
-            remedy="files of one dataset, all with the same columns and types",
-        )
+        problem = f"--data arrow: the files in {files[0].parent} have different columns"
+        raise RequestError(problem, remedy="files of one dataset, all with the same columns and types")
     return first
 
 
@@ -242,10 +236,8 @@ def _list_files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise RequestError(f"--data arrow: {state} can't be read ({error})", remedy="write the folder anew") from error
     if content.get("_indices_data_files") or content.get("_indices_files"):
-        raise RequestError(
-            f"--data arrow: {folder} holds a selection of rows (flatten_indices was not called)",
-            remedy="dataset.flatten_indices().save_to_disk(…)",
-        )
+        problem = f"--data arrow: {folder} holds a selection of rows (flatten_indices was not called)"
+        raise RequestError(problem, remedy="dataset.flatten_indices().save_to_disk(…)")
     if odd := [name for name in names if Path(name).name != name]:
         raise RequestError(f"--data arrow: {state} names {odd[0]}, which is not in its folder", remedy=LAYOUT)
     if missing := [name for name in names if not (folder / name).is_file()]:
