@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from torch import Tensor
 
 from multigpu_cli.capabilities import FILES
 from multigpu_cli.config.types import choice, number
@@ -79,18 +80,13 @@ def load(
     files, text = find_files(data_dir, file), load_text_model(find_model_folder(model_dir))
     form = detect_form(files["train"][0], files["train"].describe(0)) if format == "auto" else format
     limit, (learns, paired) = _find_limit(text, max_length), _choose_loss(form, loss_on)
-    template = None  # the model's own
-    if chat_template is not None:
-        template = locate_other_file("chat", Path(str(data_dir)), chat_template).read_text()
-    encoder, record, identity = _make_encoder(text, template, template_args, learns)
+    encoder, record, identity = _make_encoder(text, _read_template(data_dir, chat_template), template_args, learns)
     tokens = partial(open_record_tokens, form=form, encoder=encoder, conditions=(learns, text.ends, identity))
-    padding = _find_padding(text)
-    splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, padding)
+    splits = _open_splits(divide_files(files, val, seed), tokens, paired, limit, _find_padding(text))
     notes = [check_samples(name, part, overlong, learns, text) for name, part in splits.items()]
     is_packed = packing == "on" and not paired
     if compiled:  # torch compiles for each length, and gives up after eight of them; packs take this function over
-        multiple = limit if is_packed else _FILL
-        splits["train"].collate_fn = partial(pad_samples, padding=padding, multiple=multiple, limit=limit)
+        splits["train"].collate_fn = _pad_to_few_lengths(text, limit if is_packed else _FILL, limit)
     packs = PackedDataset(splits["train"], seed) if is_packed else None
     pairs = {name: PreferenceDataset(part) for name, part in splits.items() if isinstance(part, AnswerDataset)}
     notes.insert(0, _describe(form, learns, splits["train"], packs))
@@ -108,10 +104,22 @@ def load(
     )
 
 
+def _read_template(data_dir: str | None, chat_template: str | None) -> str | None:
+    """Read the file of a chat template, which is next to the data; return None if no file is named."""
+    if chat_template is None:
+        return None
+    return locate_other_file("chat", Path(str(data_dir)), chat_template).read_text()
+
+
 def _find_padding(text: TextModel) -> int:
     """Return the token that fills rows up; no loss is computed on it, so any token will do."""
     candidates = text.tokenizer.pad_token_id, text.tokenizer.eos_token_id, 0
     return next(token for token in candidates if token is not None)
+
+
+def _pad_to_few_lengths(text: TextModel, multiple: int, limit: int) -> partial[dict[str, Tensor]]:
+    """Return a collate function that fills rows up to a multiple of tokens, and to at most `limit`."""
+    return partial(pad_samples, padding=_find_padding(text), multiple=multiple, limit=limit)
 
 
 def _open_splits(
