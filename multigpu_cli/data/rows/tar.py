@@ -72,10 +72,8 @@ class TarStore(RowStore):
 
     def list_values(self, name: str) -> list[Any]:
         if (found := self._values.get(name)) is None:
-            raise RequestError(
-                f"--data tar: {self.label}: the classes in .{name} are not known before all of them are read",
-                remedy="data.classes=N for class numbers, or data.classes=[…], all labels",
-            )
+            problem = f"--data tar: {self.label}: the classes in .{name} are not known before all of them are read"
+            raise RequestError(problem, remedy="data.classes=N for class numbers, or data.classes=[…], all labels")
         return list(found)
 
     def _read_array(self, content: bytes, column: Column) -> np.ndarray:
@@ -126,10 +124,8 @@ class TarStore(RowStore):
         for member in members:
             where = f"{self.files[shard]}: {member.key}.{member.ending}"
             if member.ending not in self._endings:
-                raise RequestError(
-                    f"--data tar: {where}: the first sample has no .{member.ending}",
-                    remedy="the same kinds of members in every sample, and those of a sample side by side",
-                )
+                remedy = "the same kinds of members in every sample, and those of a sample side by side"
+                raise RequestError(f"--data tar: {where}: the first sample has no .{member.ending}", remedy=remedy)
             place, size = member.offset, member.size
             if member.ending in _NUMBERS:
                 place, size = _read_number(self._open.read(shard, member.offset, min(member.size, 100)), where), _INSIDE
@@ -160,10 +156,8 @@ def _check_uncompressed(file: Path) -> None:
     marks = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"}
     for mark, command in marks.items():
         if head.startswith(mark):
-            raise RequestError(
-                f"--data tar: {file} is compressed, so its members can't be read in random order",
-                remedy=f"{command} {file.name}, once",
-            )
+            problem = f"--data tar: {file} is compressed, so its members can't be read in random order"
+            raise RequestError(problem, remedy=f"{command} {file.name}, once")
 
 
 def _group_members(file: Path) -> Iterator[list[_Member]]:
