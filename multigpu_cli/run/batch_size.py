@@ -138,17 +138,15 @@ def _try_shortest_micro_batch(components: TrainComponents) -> None:
     batches = components.plan.batches
     if components.strategy.replicas_per_process > 1 or batches.smallest_micro_batch > 1:
         return
-    always = batches.micro_batch == 1
+    which = "an epoch ends with one sample"
+    remedy = "--drop-last, or a --batch-size that leaves more than one sample for the last step"
+    if batches.micro_batch == 1:
+        which, remedy = "a batch is one sample", "a larger --batch-size"
     try:
         _fits_in_memory(components, 1)
     except ValueError as error:
-        which = "a batch is one sample" if always else "an epoch ends with one sample"
-        raise RequestError(
-            f"{which}; --model {components.spec.model} can't train on it: {error}",
-            remedy="a larger --batch-size"
-            if always
-            else "--drop-last, or a --batch-size that leaves more than one sample for the last step",
-        ) from error
+        problem = f"{which}; --model {components.spec.model} can't train on it: {error}"
+        raise RequestError(problem, remedy=remedy) from error
 
 
 def _find_largest_micro_batch(components: TrainComponents) -> None:

@@ -154,15 +154,12 @@ def check_same_machine(world: World, pinned: Mapping[str, Any]) -> None:
 
 def group_ranks(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]]) -> list[int]:
     """For each rank, the first rank whose data are the same."""
-    return [
-        next(
-            first
-            for first in range(rank + 1)
-            if list(marks[first]) == list(marks[rank])
-            and not describe_differences((marks[first], sums[first]), (marks[rank], sums[rank]))
-        )
-        for rank in range(len(marks))
-    ]
+
+    def is_same(one: DataFingerprint, other: DataFingerprint) -> bool:
+        return list(one[0]) == list(other[0]) and not describe_differences(one, other)
+
+    everyone = list(zip(marks, sums, strict=True))
+    return [next(rank for rank, first in enumerate(everyone) if is_same(first, own)) for own in everyone]
 
 
 def _describe_difference(
@@ -224,10 +221,5 @@ def forecast_state(model: nn.Module, config: Config, factories: FromConfig) -> M
     averaged = 0 if config.optimizer.ema == "off" else weights
     if averaged and not find_strategy(config.device.multi_gpu).sharded and list_unsaved_parameters(model):
         averaged = gradients  # the average shares what never changes
-    return Memory(
-        weights=weights + averaged,
-        gradients=gradients,
-        optimizer=factories.measure_optimizer(config, model),
-        fixed=0,
-        per_sample=0,
-    )
+    optimizer = factories.measure_optimizer(config, model)
+    return Memory(weights=weights + averaged, gradients=gradients, optimizer=optimizer, fixed=0, per_sample=0)

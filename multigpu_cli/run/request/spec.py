@@ -96,9 +96,8 @@ class FromConfig:
 
     def suggest_outputs(self, config: Config, source: DataSource, given: int, wanted: int) -> str:
         """The remedy for a model with `given` outputs."""
-        return (
-            f"{suggest_outputs(config.model.name or source.model, config.model.args, given, wanted)}, or another --task"
-        )
+        suggestion = suggest_outputs(config.model.name or source.model, config.model.args, given, wanted)
+        return f"{suggestion}, or another --task"
 
     def build_optimizer(
         self, config: Config, plan: Plan, model: nn.Module, strategy: Strategy
