@@ -29,6 +29,10 @@ _FORMATS = {
 }  # fmt: skip
 
 
+State = dict[str, Any]
+"""Tensors and plain values, nested in dicts, lists and tuples: what a checkpoint holds, or a part of it."""
+
+
 class Rows(NamedTuple):
     """Rows of a tensor that are next to each other."""
 

@@ -289,11 +289,8 @@ def _call_one(
         )
     if taken > hook.budget_ms and not hook.warned:
         hook.warned = True
-        _warn(
-            run,
-            f"{call} took {taken:.1f} ms at step {numbers.step}, of a budget of {hook.budget_ms:g} ms "
-            "(its budget_ms): training waits for it. This is said once.",
-        )
+        text = f"{call} took {taken:.1f} ms at step {numbers.step}, of a budget of {hook.budget_ms:g} ms "
+        _warn(run, text + "(its budget_ms): training waits for it. This is said once.")
 
 
 def _read_numbers(run: Run, step: int, more: Mapping[str, Any]) -> HookNumbers:

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from multigpu_cli.capabilities import PART_STATES
 from multigpu_cli.checkpoint.files import check_owner
+from multigpu_cli.checkpoint.pieces import State
 from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.store import BestWeights, Peers
 from multigpu_cli.checkpoint.weights import save_weights
@@ -99,9 +99,7 @@ def save_evaluation(run: Run) -> None:
         checkpointer.writer.add(partial(_write_or_abandon, write, peers) if peers else write)
 
 
-def _write_best(
-    run: Run, best: dict[str, Tensor], metrics: dict[str, float], peers: Peers | None
-) -> BestWeights | None:
+def _write_best(run: Run, best: State, metrics: dict[str, float], peers: Peers | None) -> BestWeights | None:
     """Write weights to best.pt, unless that was done, and free their memory; return the best so far, if any.
 
     `peers` complete weights of which each rank holds rows.

@@ -173,14 +173,8 @@ class CallRecorder:
         self.outputs: list[Any] = []  # a call that failed has none
 
     def __enter__(self) -> "CallRecorder":
-        self._hooks = [
-            hook
-            for callee in self._callees
-            for hook in (
-                callee.register_forward_pre_hook(self._note_call, with_kwargs=True),
-                callee.register_forward_hook(self._note_output),
-            )
-        ]
+        self._hooks = [each.register_forward_pre_hook(self._note_call, with_kwargs=True) for each in self._callees]
+        self._hooks += [each.register_forward_hook(self._note_output) for each in self._callees]
         return self
 
     def __exit__(self, *_: object) -> None:
