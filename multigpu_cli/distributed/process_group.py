@@ -176,11 +176,9 @@ def check_own_gpus(world: World) -> None:
     for (host, _), ranks in users.items():
         if len(ranks) > 1:
             gpus = sum(where == host for where, _ in users)
-            raise RequestError(
-                f"ranks {','.join(map(str, ranks))} share a GPU of {host}, and NCCL needs one GPU per rank",
-                remedy=f"use --nproc_per_node={gpus}, or one GPU per process, or CUDA_VISIBLE_DEVICES= to train on CPU",
-                shared=True,
-            )
+            problem = f"ranks {','.join(map(str, ranks))} share a GPU of {host}, and NCCL needs one GPU per rank"
+            remedy = f"use --nproc_per_node={gpus}, or one GPU per process, or CUDA_VISIBLE_DEVICES= to train on CPU"
+            raise RequestError(problem, remedy=remedy, shared=True)
 
 
 def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
@@ -235,10 +233,9 @@ def _open_store(launch_env: LaunchEnv, timeout: float, *, hosts: bool) -> dist.T
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
-            raise RequestError(
-                f"MASTER_PORT={launch_env.port} in the environment: another program uses that port",
-                remedy="use torchrun --standalone, which chooses a free port, or another --master-port",
-            ) from error
+            problem = f"MASTER_PORT={launch_env.port} in the environment: another program uses that port"
+            remedy = "use torchrun --standalone, which chooses a free port, or another --master-port"
+            raise RequestError(problem, remedy=remedy) from error
         raise _missing_store_error(launch_env) from error
     store.set_timeout(timedelta(seconds=max(timeout, 300)))
     return store

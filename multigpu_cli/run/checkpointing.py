@@ -154,8 +154,6 @@ def wait_for_last_checkpoint(run: Run) -> None:
 
 def _check_written(run: Run) -> None:
     if error := run.checkpointer.writer.wait():
-        raise TrainingError(
-            f"the last checkpoint could not be written to {run.folder}: {error}",
-            remedy="free some space, or repair the folder, and run the same command again: it resumes from the "
-            "checkpoint before",
-        )
+        problem = f"the last checkpoint could not be written to {run.folder}: {error}"
+        remedy = "free some space, or repair the folder, and run the same command again"
+        raise TrainingError(problem, remedy=f"{remedy}: it resumes from the checkpoint before")

@@ -344,10 +344,9 @@ class FSDP2(Strategy):
 
 
 def _unlike_blocks() -> TrainingError:
-    return TrainingError(
-        "the workers ran different blocks of the model, so that one gathered the weights of another's block",
-        remedy="--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp",
-    )
+    problem = "the workers ran different blocks of the model, so that one gathered the weights of another's block"
+    remedy = "--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp"
+    return TrainingError(problem, remedy=remedy)
 
 
 class WeightUsage:

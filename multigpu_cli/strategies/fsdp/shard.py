@@ -121,10 +121,8 @@ def agree_on_source(world: World, model: nn.Module, whole_because: str) -> tuple
     everyone = all_gather_object(world, [_fingerprint_structure(model), whole_because])
     differing = [rank for rank, (structure, _) in enumerate(everyone) if structure != everyone[0][0]]
     if differing:
-        raise RequestError(
-            f"--model: rank {differing[0]} built other parameters or buffers than rank 0",
-            remedy="a factory that builds the same network on the meta device and wherever it is called",
-        )
+        remedy = "a factory that builds the same network on the meta device and wherever it is called"
+        raise RequestError(f"--model: rank {differing[0]} built other parameters or buffers than rank 0", remedy=remedy)
     reasons = [reason for _, reason in everyone]
     if not any(reasons):
         return None, "no rank builds the weights: the checkpoint has them"
