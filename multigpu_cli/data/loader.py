@@ -40,7 +40,7 @@ class Batch:
 
 
 StepWork = tuple[StepLayout, Iterator[Batch]]  # the layout of one optimizer step, and a worker's micro-batches in order
-EpochWork = Iterator[StepWork]
+EpochWork = Iterator[StepWork]  # the steps of an epoch, in order
 
 
 class BatchStream(ABC):

@@ -3,10 +3,9 @@
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -28,7 +27,7 @@ from multigpu_cli.distributed.launch_env import (
 )
 from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.distributed.processes import die_with_parent
-from multigpu_cli.distributed.world import RankGpu, World, keep_freed_memory
+from multigpu_cli.distributed.world import RankGpu, World, call_in_thread, keep_freed_memory
 from multigpu_cli.errors import RequestError, TrainingError
 
 _FIRST = 60.0  # seconds for the first all-reduce
@@ -151,16 +150,7 @@ def _connect(world: World) -> None:
 
 def _ends_within(seconds: float, work: Callable[[], object]) -> bool:
     """Whether work ends in time, in a thread of its own, which may stay; an error of it is raised here."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except BaseException as error:  # raised again where the result is read
-            done.set_exception(error)
-
-    Thread(target=run, name="group", daemon=True).start()
+    _, done = call_in_thread(work, "group")
     if not wait([done], seconds).done:
         return False
     done.result()

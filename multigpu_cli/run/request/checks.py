@@ -146,8 +146,8 @@ def group_ranks(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]])
     def is_same(one: DataFingerprint, other: DataFingerprint) -> bool:
         return list(one[0]) == list(other[0]) and not describe_differences(one, other)
 
-    everyone = list(zip(marks, sums, strict=True))
-    return [next(rank for rank, first in enumerate(everyone) if is_same(first, own)) for own in everyone]
+    fingerprints = list(zip(marks, sums, strict=True))
+    return [next(rank for rank, other in enumerate(fingerprints) if is_same(other, each)) for each in fingerprints]
 
 
 def _describe_difference(
