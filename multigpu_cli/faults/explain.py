@@ -84,9 +84,8 @@ def name_small_embedding(error: BaseException) -> None:
     values = frames[-1].f_locals if frames and frames[-1].f_code.co_name == "embedding" else {}
     if isinstance(error, IndexError) and {"input", "weight"} <= values.keys():
         numbers, rows = values["input"], len(values["weight"])
-        error.add_note(
-            f"its inputs are {int(numbers.min())} to {int(numbers.max())}, and the embedding has {rows} rows"
-        )
+        inputs = f"its inputs are {int(numbers.min())} to {int(numbers.max())}"
+        error.add_note(f"{inputs}, and the embedding has {rows} rows")
 
 
 def is_library_file(file: str) -> bool:

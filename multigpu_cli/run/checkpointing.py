@@ -67,9 +67,8 @@ def _save_on_main_rank(run: Run, snapshot: Snapshot, began: float) -> None:
         seconds = time.perf_counter() - began
         stall = stalled + checkpointer.writer.waited
         run.log.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stall, bytes=size)
-        run.log.console.detail(
-            f"checkpoint of step {step}: {size / 2**20:.1f} MiB in {seconds:.2f} s, stall {stall:.3f} s"
-        )
+        outcome = f"{size / 2**20:.1f} MiB in {seconds:.2f} s"
+        run.log.console.detail(f"checkpoint of step {step}: {outcome}, stall {stall:.3f} s")
 
     checkpointer.in_flight = step
     checkpointer.writer.submit(snapshot.finish, partial(_write_or_abandon, write, peers) if peers else write)

@@ -200,9 +200,7 @@ class ModelSharder:
                     module.register_forward_hook(lambda *passed: passed[-1].float())
         for name in [*blocks, ""]:
             parts = [model.get_submodule(name) for model in self._models]
-            received = [
-                parameter for part in parts for parameter in part.parameters() if not isinstance(parameter, DTensor)
-            ]
+            received = [p for part in parts for p in part.parameters() if not isinstance(p, DTensor)]
             self._receive_parameters(*parts)
             self._receive_buffers(*parts)
             for number, part in enumerate(parts):
