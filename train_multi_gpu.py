@@ -86,8 +86,9 @@ def train(config: Config, *, screen: str = "normal", dry_run: bool = False) -> d
         TrainingError: the training failed; the run folder says how far it came.
     """
     if not isinstance(config, Config):
-        problem = f"train: a {type(config).__name__} is not a Config"
-        raise RequestError(problem, remedy="train_with_multi_gpu for a model of your own")
+        raise RequestError(
+            f"train: a {type(config).__name__} is not a Config", remedy="train_with_multi_gpu for a model of your own"
+        )
     if dry_run:
         config = replace_settings(config, {"mirror": None})  # a start would copy a checkpoint from there
     refuse_srun_copies()
