@@ -4,6 +4,7 @@ The shards stay as they are; an index of the members' places is made once, and a
 """
 
 import json
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from multigpu_cli.data.files import OpenFiles
 from multigpu_cli.data.rows.store import Column, RowStore, open_index
 from multigpu_cli.errors import RequestError
 
+_INTEGER = re.compile(rb"[+-]?[0-9]+")  # int() takes 1_1 for 11, and reads the digits of other alphabets
 _NUMBERS = ("cls", "id", "index")  # a whole number as text: it is kept in the index itself
 _TEXTS = ("txt", "text")
 _MOST = 16  # kinds of members in a sample
@@ -185,15 +187,10 @@ def _group_members(file: Path) -> Iterator[list[_Member]]:
 
 
 def _read_number(text: bytes, where: str) -> int:
-    try:
-        number = int(text)
-        if not -(2**63) <= number < 2**63:
-            raise ValueError("too large")
+    if (match := _INTEGER.fullmatch(text.strip())) and -(2**63) <= (number := int(match[0])) < 2**63:
         return number
-    except ValueError as error:
-        raise RequestError(
-            f"--data tar: {where} holds {text[:20]!r}, not a 64-bit integer", remedy="the number of the class, as text"
-        ) from error
+    problem = f"--data tar: {where} holds {text[:20]!r}, not a 64-bit integer in plain digits"
+    raise RequestError(problem, remedy="the number of the class, as text; codes belong in a .json")
 
 
 def _load_array(content: bytes, ending: str, label: str) -> np.ndarray:

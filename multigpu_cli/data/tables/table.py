@@ -285,7 +285,10 @@ def _read_targets(
     values = {cell: read(cell) for cell in set().union(counts, *cells)}
     numbers = {values[cell] for cell in counts}
     is_whole = all(number is not None and number.is_integer() for number in numbers)
-    classes = None in numbers or (is_whole and len(numbers) <= FEW) if kind == "auto" else kind == "classification"
+    is_merged = all(map(_WHOLE.fullmatch, counts))
+    labels = {cell: match[1] if is_merged and (match := _WHOLE.fullmatch(cell)) else cell for cell in values}
+    known = {labels[cell] for cell in counts}  # not numbers: floats are the same for many long ones
+    classes = None in numbers or (is_whole and len(known) <= FEW) if kind == "auto" else kind == "classification"
     if not classes:
         for part in parts:
             if (at := part.find_word(target)) is not None:
@@ -300,9 +303,6 @@ def _read_targets(
             f"data.target: {odd} is not a number, and {len(counts):,} texts in {counts.total():,} rows are no classes",
             remedy=f"{AS_NUMBERS}; or --set data.kind=classification",
         )
-    is_merged = all(map(_WHOLE.fullmatch, counts))
-    labels = {cell: match[1] if is_merged and (match := _WHOLE.fullmatch(cell)) else cell for cell in values}
-    known = {labels[cell] for cell in counts}
     if strange := [cell for cell in dict.fromkeys(cells[2]) if labels[cell] not in known]:
         test, listed = parts[2].table, ", ".join(map(repr, strange[:5])) + ", …" * (len(strange) > 5)
         line = test.lines[test.select(target).index(strange[0])]
