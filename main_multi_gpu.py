@@ -63,10 +63,8 @@ def _front_door(context: typer.Context, **values: Any) -> Callable[[], int] | No
     if context.invoked_subcommand is None:
         return partial(_train, values)
     if flags := list_given_flags(values):
-        raise RequestError(
-            f"{flags[0]} stands before the command {context.invoked_subcommand!r}",
-            remedy=f"options of a command come after it: {context.invoked_subcommand} {flags[0]} …",
-        )
+        remedy = f"options of a command come after it: {context.invoked_subcommand} {flags[0]} …"
+        raise RequestError(f"{flags[0]} stands before the command {context.invoked_subcommand!r}", remedy=remedy)
     return None
 
 

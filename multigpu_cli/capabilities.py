@@ -79,9 +79,8 @@ def load(code: str) -> Any:
 def load_given(table: dict[str, str], config: Any) -> list[Any]:
     """The code of a table by settings, one or several with spaces between, where one differs from its default."""
     usual = type(config)()
-    return [
-        load(code) for keys, code in table.items() if any(config.get(key) != usual.get(key) for key in keys.split())
-    ]
+    codes = [code for keys, code in table.items() if any(config.get(key) != usual.get(key) for key in keys.split())]
+    return [load(code) for code in codes]
 
 
 STRATEGIES = {

@@ -113,9 +113,8 @@ def run_cli(argv: Sequence[str], environ: Mapping[str, str]) -> str:
             process.wait()
             raise
     if process.returncode:
-        raise WorkersFailed(
-            process.returncode, complaint.rpartition("error: ")[2].strip() or "main_multi_gpu.py failed"
-        )
+        problem = complaint.rpartition("error: ")[2].strip() or "main_multi_gpu.py failed"
+        raise WorkersFailed(process.returncode, problem)
     return printed
 
 

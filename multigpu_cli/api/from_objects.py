@@ -88,19 +88,17 @@ class FromObjects(FromConfig):
         if self.optimizer is None:
             return super().build_optimizer(config, plan, model, strategy)
         if isinstance(self.optimizer, torch.optim.LBFGS):
-            raise RequestError(
-                "optimizer: LBFGS is not supported: it evaluates the loss several times per step",
-                remedy="another optimizer, or a training loop of your own around setup_multi_gpu_training(model)",
-            )
+            problem = "optimizer: LBFGS is not supported: it evaluates the loss several times per step"
+            remedy = "another optimizer, or a training loop of your own around setup_multi_gpu_training(model)"
+            raise RequestError(problem, remedy=remedy)
         moved = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in moved]
         strange = moved - {id(p) for p in model.parameters()}
         if left or strange:
             what = f"does not move {', '.join(left[:4])}" if left else f"moves {len(strange)} parameter(s) not its own"
-            raise RequestError(
-                f"optimizer: it {what}",
-                remedy="build it from this model's parameters(), and freeze others with requires_grad_(False)",
-            )
+            problem = f"optimizer: it {what}"
+            remedy = "build it from this model's parameters(), and freeze others with requires_grad_(False)"
+            raise RequestError(problem, remedy=remedy)
         StateLoader(self.optimizer)  # for this load, and for that of a checkpoint
         if self.optimizer.state:
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # moves it to the parameters' device

@@ -118,10 +118,8 @@ class Functions:
         """
         mode, wrapped = TrainingMode.named(strategy), False
         if mode is TrainingMode.FULLY_SHARDED_DATA_PARALLEL:
-            raise RequestError(
-                "setup_multi_gpu_training: no model is wrapped for fsdp",
-                remedy="train_with_multi_gpu(…, strategy='fsdp'), or torch's own fully_shard",
-            )
+            problem = "setup_multi_gpu_training: no model is wrapped for fsdp"
+            raise RequestError(problem, remedy="train_with_multi_gpu(…, strategy='fsdp'), or torch's own fully_shard")
         if mode is TrainingMode.DATA_PARALLEL:
             model, wrapped = self.setup_data_parallel(model, device_ids)
         elif mode is not TrainingMode.SINGLE_GPU:
@@ -145,11 +143,10 @@ class Functions:
 
         `gpu_utilization` is in per cent, by GPU; None asks NVML.
         """
-        entry = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": learning_rate}
+        entry: dict[str, Any] = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": learning_rate}
         used = monitoring.gpu_utilisation() if gpu_utilization is None else gpu_utilization
-        self.training_metrics[f"epoch_{epoch}"].append(
-            entry | {"gpu_utilization": used, "strategy": self.current_strategy}
-        )
+        entry |= {"gpu_utilization": used, "strategy": self.current_strategy}
+        self.training_metrics[f"epoch_{epoch}"].append(entry)
 
     def get_multi_gpu_metrics(self) -> dict[str, Any]:
         """strategy (None before a setup), gpu_info, and training_metrics: lists of what was logged, by "epoch_N"."""

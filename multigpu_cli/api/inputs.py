@@ -59,10 +59,8 @@ class UserInputs:
             if dataset is None and name != "train":
                 continue
             if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-                raise RequestError(
-                    f"{name} dataset: a {type(dataset).__name__} is not a map-style dataset",
-                    remedy="__len__ and __getitem__(index) → (input, target)",
-                )
+                problem = f"{name} dataset: a {type(dataset).__name__} is not a map-style dataset"
+                raise RequestError(problem, remedy="__len__ and __getitem__(index) → (input, target)")
             if len(dataset) == 0:
                 raise RequestError(f"{name} dataset: it is empty")
         return replace(self, **splits)
@@ -100,16 +98,13 @@ class UserInputs:
         more = dict(config.settings)
         if self.optimizer is not None:
             if TrainingMode.named(config.training_mode) is TrainingMode.FULLY_SHARDED_DATA_PARALLEL:
-                raise RequestError(
-                    "your own optimizer can't be used with fsdp: it has full weights, and each process only some rows",
-                    remedy="settings={'optimizer': 'adamw'} or 'sgd', without an optimizer; or strategy='ddp'",
-                )
+                reason = "it has full weights, and each process only some rows"
+                remedy = "settings={'optimizer': 'adamw'} or 'sgd', without an optimizer; or strategy='ddp'"
+                raise RequestError(f"your own optimizer can't be used with fsdp: {reason}", remedy=remedy)
             own = {"base_lr", "optimizer", "optimizer.args", "weight_decay", "schedule", "warmup_epochs"} & more.keys()
             if own or config.learning_rate is not None:
-                raise RequestError(
-                    f"{min(own) if own else 'learning_rate'} can't be used with your own optimizer",
-                    remedy="set it in the optimizer, or in the scheduler",
-                )
+                problem = f"{min(own) if own else 'learning_rate'} can't be used with your own optimizer"
+                raise RequestError(problem, remedy="set it in the optimizer, or in the scheduler")
             group = self.optimizer.param_groups[0]
             more |= {"schedule": "constant", "warmup_epochs": 0.0}
             config = replace(config, learning_rate=float(group.get("initial_lr", group["lr"])))
@@ -145,10 +140,9 @@ def refuse_forgotten_scheduler(optimizer: Any, scheduler: LRScheduler | None) ->
     """
     groups, step = getattr(optimizer, "param_groups", []), getattr(optimizer, "step", None)
     if scheduler is None and hasattr(step, "_wrapped_by_lr_sched") and any("initial_lr" in each for each in groups):
-        raise RequestError(
-            f"optimizer: a scheduler was made for it but not passed: the rate would stay at {groups[0]['lr']:.4g}",
-            remedy="scheduler=…; or, for that rate, group.pop('initial_lr') of each group in optimizer.param_groups",
-        )
+        problem = f"optimizer: a scheduler was made for it but not passed: the rate would stay at {groups[0]['lr']:.4g}"
+        remedy = "scheduler=…; or, for that rate, group.pop('initial_lr') of each group in optimizer.param_groups"
+        raise RequestError(problem, remedy=remedy)
 
 
 def _choose_form(config: MultiGPUConfig) -> SampleForm:
@@ -164,10 +158,9 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 def _infer_task(inputs: Any, targets: Any) -> str | None:
     """regression for real numbers, language-model for (n, t) targets that are the next tokens, None for classes."""
     if not isinstance(targets, Tensor):
-        raise RequestError(
-            f"criterion: it is required for targets of type {type(targets).__name__}",
-            remedy='criterion=…, or settings={"task": "from-model"} for a model that returns its loss',
-        )
+        problem = f"criterion: it is required for targets of type {type(targets).__name__}"
+        remedy = 'criterion=…, or settings={"task": "from-model"} for a model that returns its loss'
+        raise RequestError(problem, remedy=remedy)
     if targets.is_floating_point():
         return "regression"
     tokens = get_tokens(inputs)
@@ -180,18 +173,15 @@ def _check(inputs: UserInputs) -> None:
         raise RequestError(f"model: a {type(inputs.model).__name__} is not an nn.Module")
     refuse_torchscript(inputs.model, "model: it is")
     if any(hasattr(p, "device_mesh") for p in inputs.model.parameters()):
-        raise RequestError(
-            "model: its weights are divided over processes, as fully_shard leaves them",
-            remedy="a new model, with full weights, such as those of best.pt",
-        )
+        problem = "model: its weights are divided over processes, as fully_shard leaves them"
+        raise RequestError(problem, remedy="a new model, with full weights, such as those of best.pt")
     if not any(p.requires_grad for p in inputs.model.parameters()):
         raise RequestError("model: no parameter requires a gradient")
     sampler = getattr(inputs.order, "sampler", None)
     if (ranks := getattr(sampler, "num_replicas", None) or 1) > 1:
-        raise RequestError(
-            f"train_loader: its {type(sampler).__name__} divides the samples among {ranks} ranks, as the program does",
-            remedy="give it all samples: num_replicas=1, rank=0",
-        )
+        kind = type(sampler).__name__
+        problem = f"train_loader: its {kind} divides the samples among {ranks} ranks, as the program does"
+        raise RequestError(problem, remedy="give it all samples: num_replicas=1, rank=0")
     if inputs.optimizer is not None and not isinstance(inputs.optimizer, torch.optim.Optimizer):
         raise RequestError(
             f"optimizer: a {type(inputs.optimizer).__name__} is not a torch.optim.Optimizer",
@@ -270,10 +260,9 @@ class SamplerOrder:
         number, order = int(drawn[0]), drawn[1:].cpu()
         where = f"train_loader: in epoch {epoch + 1} its {type(self.sampler).__name__} drew"
         if number != self._length:
-            raise RequestError(
-                f"{where} {number} samples, and the run is planned with {self._length} in each epoch",
-                remedy="draw as many in each epoch, repeating some if need be; or one run per length, by init_from",
-            )
+            problem = f"{where} {number} samples, and the run is planned with {self._length} in each epoch"
+            remedy = "draw as many in each epoch, repeating some if need be; or one run per length, by init_from"
+            raise RequestError(problem, remedy=remedy)
         if self._length and (last := int(order.max())) >= self._samples:
             raise RequestError(f"{where} sample {last}, and the dataset has {self._samples}, counted from 0")
         self._epoch, self._order = epoch, order
@@ -300,11 +289,9 @@ def from_loader(
     """Dataset, order of samples (None: shuffled by seed), and the config with the loader's batch size and workers."""
     dataset = with_collate(loader, config.seed)
     if loader.batch_size is None:
-        raise RequestError(
-            "train_loader: a batch_sampler, or batch_size=None, is not supported: only batches of single samples are "
-            "the same on any number of GPUs",
-            remedy="DataLoader(dataset, batch_size=…, sampler=…)",
-        )
+        reason = "only batches of single samples are the same on any number of GPUs"
+        problem = f"train_loader: a batch_sampler, or batch_size=None, is not supported: {reason}"
+        raise RequestError(problem, remedy="DataLoader(dataset, batch_size=…, sampler=…)")
     settings = replace(
         config,
         batch_size=loader.batch_size,
@@ -330,9 +317,8 @@ def index_stream(dataset: Any, seed: int, split: str) -> Any:
     """An IterableDataset is read once, so that its samples have indices; any other dataset is returned as it is."""
     if not isinstance(dataset, IterableDataset):
         return dataset
-    return MaterializedIterable(
-        dataset, f"{type(dataset).__name__}, split {split}", make_key(seed, SPLITS.index(split))
-    )
+    name = f"{type(dataset).__name__}, split {split}"
+    return MaterializedIterable(dataset, name, make_key(seed, SPLITS.index(split)))
 
 
 def _find_order(sampler: Sampler[int] | Iterable[Any], count: int, seed: int) -> SampleOrder | None:

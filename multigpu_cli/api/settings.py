@@ -186,11 +186,8 @@ class MultiGPUConfig:
 
     def _find_errors(self) -> Iterator[RequestError]:
         if not self.broadcast_buffers:
-            yield RequestError(
-                "broadcast_buffers=False is not supported: with buffers that differ between ranks, results would "
-                "depend on the number of ranks",
-                remedy="leave it out",
-            )
+            reason = "with buffers that differ between ranks, results would depend on the number of ranks"
+            yield RequestError(f"broadcast_buffers=False is not supported: {reason}", remedy="leave it out")
         if not self.persistent_workers and self.num_workers not in (0, "auto"):
             yield RequestError(
                 "persistent_workers=False is not supported: loader processes are forked once, before training "
@@ -199,11 +196,9 @@ class MultiGPUConfig:
             )
         both = self.bucket_cap_mb, self.reduce_bucket_size
         if None not in both and both[0] != (both[1] or 0) / 2**20:
-            yield RequestError(
-                f"bucket_cap_mb={both[0]} disagrees with reduce_bucket_size={both[1]}: both are the bucket size, in "
-                "MiB and in bytes",
-                remedy="leave one of them out",
-            )
+            reason = "both are the bucket size, in MiB and in bytes"
+            problem = f"bucket_cap_mb={both[0]} disagrees with reduce_bucket_size={both[1]}: {reason}"
+            yield RequestError(problem, remedy="leave one of them out")
         if self.backend not in (None, "nccl", "gloo"):
             yield RequestError(f"backend {self.backend!r} is not supported", remedy="nccl, gloo, or leave it out")
         unknown = sorted(self.settings.keys() - SETTINGS.keys())

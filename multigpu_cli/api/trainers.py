@@ -108,18 +108,14 @@ class MultiGPUTrainer(Functions):
         inputs = UserInputs(model, dataset, val_dataset, test_dataset, criterion, optimizer, scheduler, scheduler_step)
         prepared = prepare_run(self.config, inputs)
         if prepared.placement.num_processes_to_launch:
-            raise RequestError(
-                f"{prepared.placement.reason}: a training loop of your own must be started in every process",
-                remedy="torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device",
-            )
+            problem = f"{prepared.placement.reason}: a training loop of your own must be started in every process"
+            remedy = "torchrun --nproc_per_node=N SCRIPT; launch_distributed_training(function, N); or one device"
+            raise RequestError(problem, remedy=remedy)
         with ExitStack() as stack:
             self.run = stack.enter_context(open_run(stack.enter_context(prepared.open())))
             self._stack = stack.pop_all()
         atexit.register(self.close)
-        with _working(self.run):
-            status = engine.fit(self.run, until=self.run.progress.step)  # an evaluation that was left
-        if status == "stopped":
-            sys.exit(STOPPED)
+        _fit(self.run, until=self.run.progress.step)  # an evaluation that was left
         return prepared.objects.model, TrainLoader(self.run), self.run.loaders.val
 
     def train_epoch(self, train_loader: TrainLoader | None = None, epoch: int | None = None) -> dict[str, Any]:
@@ -146,10 +142,7 @@ class MultiGPUTrainer(Functions):
         if wanted == now and run.progress.step >= run.plan.schedule.total_steps:
             raise RequestError(f"num_epochs={self.config.num_epochs} are done", remedy="a larger num_epochs")
         if wanted == now:
-            with _working(run):
-                status = engine.fit(run, until=(now + 1) * per_epoch)
-            if status == "stopped":
-                sys.exit(STOPPED)
+            _fit(run, until=(now + 1) * per_epoch)
         last = run.progress.last
         validated = {name: value for name, value in last.items() if name.startswith("val_")}
         rate = float(run.state.optimizer.param_groups[0]["lr"])
@@ -169,15 +162,11 @@ class MultiGPUTrainer(Functions):
         """
         run = self._running()
         if not isinstance(batch, Step) or batch.number != run.progress.step:
-            raise RequestError(
-                "train_step: not the next batch of the train_loader that setup_training returned",
-                remedy="for batch in train_loader: trainer.train_step(batch)",
-            )
+            problem = "train_step: not the next batch of the train_loader that setup_training returned"
+            raise RequestError(problem, remedy="for batch in train_loader: trainer.train_step(batch)")
         if run.finished:
-            raise RequestError(
-                f"train_step: step {run.progress.step} was the last of this run",
-                remedy="trainer.finish(), or a greater num_epochs",
-            )
+            problem = f"train_step: step {run.progress.step} was the last of this run"
+            raise RequestError(problem, remedy="trainer.finish(), or a greater num_epochs")
         with _working(run):
             outcome = engine.train_step(run, batch.layout, iter(batch.batches))
             total = all_reduce_sum(run.world, outcome.losses_by_micro_batch(run.world.device).sum())
@@ -248,6 +237,14 @@ def _working(run: Run) -> Iterator[None]:
             yield
     finally:
         run.observer.watchdog.paused = True
+
+
+def _fit(run: Run, until: int) -> None:
+    """Train up to this number of steps; SystemExit: a signal stopped it, with a checkpoint saved (code 75)."""
+    with _working(run):
+        status = engine.fit(run, until=until)
+    if status == "stopped":
+        sys.exit(STOPPED)
 
 
 class DataParallelTrainer(MultiGPUTrainer):

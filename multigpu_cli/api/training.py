@@ -274,10 +274,8 @@ def find_launch_env(config: MultiGPUConfig) -> LaunchEnv | None:
     facts = {"world_size": launch_env.size, "rank": launch_env.rank, "local_rank": launch_env.local_rank}
     for name, fact in facts.items():
         if getattr(config, name) not in (None, fact):
-            raise RequestError(
-                f"{name}={getattr(config, name)}, but the launcher says {fact}",
-                remedy=f"leave {name} out: it is read from the environment",
-            )
+            problem = f"{name}={getattr(config, name)}, but the launcher says {fact}"
+            raise RequestError(problem, remedy=f"leave {name} out: it is read from the environment")
     return launch_env
 
 

@@ -160,9 +160,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.fdopen(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a")
     except OSError as error:
-        raise RequestError(
-            f"--save-dir {folder}: {error.strerror or error}", remedy="use another --save-dir"
-        ) from error
+        problem = f"--save-dir {folder}: {error.strerror or error}"
+        raise RequestError(problem, remedy="use another --save-dir") from error
     with file:
         until = time.monotonic() + _MOMENT
         try:
@@ -175,9 +174,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
             os.write(file.fileno(), _signature().encode())
             os.fsync(file.fileno())  # a full disk fails here, not at the first checkpoint
         except OSError as error:
-            raise RequestError(
-                f"--save-dir {folder}: {error.strerror or error}", remedy="free some space, or use another --save-dir"
-            ) from error
+            problem = f"--save-dir {folder}: {error.strerror or error}"
+            raise RequestError(problem, remedy="free some space, or use another --save-dir") from error
         yield
 
 
@@ -231,10 +229,9 @@ def fail_on_write_error(folder: Path) -> Iterator[None]:
 
 
 def _no_lock(folder: Path, error: OSError) -> RequestError:
-    return RequestError(
-        f"{folder}: the file system does not support the lock of a run ({error.strerror or error})",
-        remedy="use another --save-dir, for instance on a local disk; NFS needs version 4, or its lock daemon",
-    )
+    problem = f"{folder}: the file system does not support the lock of a run ({error.strerror or error})"
+    remedy = "use another --save-dir, for instance on a local disk; NFS needs version 4, or its lock daemon"
+    return RequestError(problem, remedy=remedy)
 
 
 def locked_error(folder: Path) -> RequestError:
@@ -243,8 +240,5 @@ def locked_error(folder: Path) -> RequestError:
 
 def still_locked_error(folder: Path) -> TrainingError:
     """The error of a restarted run while a process of its previous attempt, perhaps on a lost node, holds the lock."""
-    return TrainingError(
-        f"a process of an earlier attempt is still using {folder}",
-        remedy="end that process, which may be on a node that does not answer; torchrun --max-restarts=… tries again",
-        caused_by_peer=True,
-    )
+    remedy = "end that process, which may be on a node that does not answer; torchrun --max-restarts=… tries again"
+    return TrainingError(f"a process of an earlier attempt is still using {folder}", remedy=remedy, caused_by_peer=True)

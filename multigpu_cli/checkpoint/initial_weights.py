@@ -61,10 +61,8 @@ def load_initial_weights(model: nn.Module, path: Path, *, partial: bool) -> Weig
     match = match_weights(own, found)
     if match.differences and not (partial and match.loaded):
         partly = "--init-partial, which leaves those as they are initialised; or " if match.loaded else ""
-        raise RequestError(
-            f"--init-from {path} does not fit the model:\n{format_differences(match.differences)}",
-            remedy=f"{partly}the --model that the weights belong to",
-        )
+        problem = f"--init-from {path} does not fit the model:\n{format_differences(match.differences)}"
+        raise RequestError(problem, remedy=f"{partly}the --model that the weights belong to")
     model.load_state_dict({name: found[source] for name, source in match.loaded.items()}, strict=False)
     for part, of in copies.items():
         for name in filter(lambda name: part in name, states[1]):
@@ -161,9 +159,8 @@ def _read_safetensors(file: Path) -> dict[str, Any]:
     try:
         return dict(safetensors.load_file(file))
     except (SafetensorError, OSError, ValueError) as error:
-        raise RequestError(
-            f"--init-from {file} is not a valid .safetensors file: {error}", remedy="copy the file again"
-        ) from error
+        problem = f"--init-from {file} is not a valid .safetensors file: {error}"
+        raise RequestError(problem, remedy="copy the file again") from error
 
 
 def _read_parts(index: Path) -> dict[str, Any]:
@@ -172,9 +169,8 @@ def _read_parts(index: Path) -> dict[str, Any]:
         places = dict(json.loads(index.read_text())["weight_map"])
         files = sorted({str(file) for file in places.values()})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RequestError(
-            f"--init-from {index}: not a list of weights ({type(error).__name__})", remedy="a file with a weight_map"
-        ) from error
+        problem = f"--init-from {index}: not a list of weights ({type(error).__name__})"
+        raise RequestError(problem, remedy="a file with a weight_map") from error
     if strange := [file for file in files if Path(file).name != file or file.endswith(".json")]:
         raise RequestError(f"--init-from {index} names {strange[0]!r}, which is not a file in the same folder")
     if gone := [file for file in files if not (index.parent / file).is_file()]:

@@ -29,6 +29,10 @@ _FORMATS = {
 }  # fmt: skip
 
 
+State = dict[str, Any]
+"""Tensors and plain values, nested in dicts, lists and tuples: what a checkpoint holds, or a part of it."""
+
+
 class Rows(NamedTuple):
     """Rows of a tensor that are next to each other."""
 
@@ -186,14 +190,11 @@ def _explain_refusal(content: bytes | Path, origin: str, error: Exception) -> Re
     elif asked or _read_start(content) == b"\x80":  # as pickles of protocol 2 and later begin
         kind = "a pickle of Python objects, such as a whole model"
     else:
-        return RequestError(
-            f"{origin} can't be loaded safely as weights ({type(error).__name__})",
-            remedy="use a file saved by torch.save that contains only tensors and plain values, or .safetensors",
-        )
-    return RequestError(
-        f"{origin} can't be loaded safely as weights{f' ({asked[1]})' if asked else ''}: it is {kind}",
-        remedy="save its weights alone, in the program that made it: torch.save(model.state_dict(), 'weights.pt')",
-    )
+        remedy = "use a file saved by torch.save that contains only tensors and plain values, or .safetensors"
+        return RequestError(f"{origin} can't be loaded safely as weights ({type(error).__name__})", remedy=remedy)
+    problem = f"{origin} can't be loaded safely as weights{f' ({asked[1]})' if asked else ''}: it is {kind}"
+    remedy = "save its weights alone, in the program that made it: torch.save(model.state_dict(), 'weights.pt')"
+    return RequestError(problem, remedy=remedy)
 
 
 def _read_start(content: bytes | Path) -> bytes:

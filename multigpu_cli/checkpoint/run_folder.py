@@ -84,10 +84,8 @@ def choose_resume_point(
         folder = Path(save_dir)
         _check_folder(folder)
         if resume == "never" and holds_run(folder) and str(folder) not in begun:
-            raise RequestError(
-                f"--resume never, but {folder} already holds a run",
-                remedy="use another --save-dir, or --resume auto to continue that run",
-            )
+            problem = f"--resume never, but {folder} already holds a run"
+            raise RequestError(problem, remedy="use another --save-dir, or --resume auto to continue that run")
         return _in_folder(folder, attempt, find_damage)
     home = Path("checkpoints") / re.sub(r"[^\w.-]+", "-", config.recipe or config.data.name)
     if ours := next((run for run in begun if Path(run).parent == home), None):
@@ -127,10 +125,9 @@ def _in_folder(folder: Path, attempt: int, find_damage: FindDamage) -> ResumePoi
     if newest is None and notes:
         raise _no_intact_error(folder, [note.removeprefix("skipped ") for note in notes])
     if newest is None and (read_summary(folder) or {}).get("status") == "completed":
-        raise RequestError(
-            f"{folder} is complete, and its checkpoints were removed: it can't be resumed",
-            remedy=f"use another --save-dir; --init-from {folder / 'best.pt'} starts from its best weights",
-        )
+        problem = f"{folder} is complete, and its checkpoints were removed: it can't be resumed"
+        remedy = f"use another --save-dir; --init-from {folder / 'best.pt'} starts from its best weights"
+        raise RequestError(problem, remedy=remedy)
     if newest is None:
         reason = "a new run" if not holds_run(folder) else "from the beginning: the folder has no checkpoint"
         return ResumePoint(str(folder), None, None, None, notes, reason)
@@ -172,9 +169,8 @@ def _from_path(
             return own
     if (path / MANIFEST).is_file():
         if damage := find_damage(path):
-            raise RequestError(
-                f"--resume {path}: {damage}", remedy="name an older checkpoint of that run, or its run folder"
-            )
+            problem = f"--resume {path}: {damage}"
+            raise RequestError(problem, remedy="name an older checkpoint of that run, or its run folder")
         start = _resume_from(folder, Checkpoint(path, read_manifest(path)), None, [])
         return replace(start, rewind_from=str(path)) if own_step else start
     newest, notes = Store(path / "checkpoints").find_newest(find_damage)
@@ -185,10 +181,9 @@ def _from_path(
 
 def _not_found_error(path: Path, notes: Sequence[str]) -> CheckpointNotFound:
     run = next((str(folder) for folder in path.parents if holds_run(folder)), "")
-    return CheckpointNotFound(
-        f"--resume {path}: contains no checkpoint" + "".join(f"\n  {note}" for note in notes),
-        remedy=f"--resume {run}" if run else "name a run folder, or one of its checkpoints/step_… folders",
-    )
+    problem = f"--resume {path}: contains no checkpoint" + "".join(f"\n  {note}" for note in notes)
+    remedy = f"--resume {run}" if run else "name a run folder, or one of its checkpoints/step_… folders"
+    return CheckpointNotFound(problem, remedy=remedy)
 
 
 def rewind_run(start: ResumePoint, store: Store) -> None:

@@ -32,7 +32,7 @@ from multigpu_cli.checkpoint.manifest import (
     read_manifest,
     sign_manifest,
 )
-from multigpu_cli.checkpoint.pieces import Pieces, deserialize, fill_outlines, write_state
+from multigpu_cli.checkpoint.pieces import Pieces, State, deserialize, fill_outlines, write_state
 from multigpu_cli.errors import RequestError
 
 
@@ -43,12 +43,11 @@ class BestWeights(NamedTuple):
     sha256: str  # the checksum of its expected content
 
 
-def add_best(draft: Path, best: BestWeights, others: Iterable[Path], moved: Moved = ignore_progress) -> bool:
+def add_best(draft: Path, best: BestWeights, others: Sequence[Path], moved: Moved = ignore_progress) -> bool:
     """Put the best weights into a checkpoint that is being written; False if they no longer exist.
 
     They are a hard link to those of one of the others, newest first, or a copy: writing into best.pt changes none.
     """
-    others = list(others)
     if _link_best(others[:1], best, draft):
         return True
     if best.file.is_file():  # new ones, which older checkpoints do not have either
@@ -127,7 +126,7 @@ class Checkpoint:
         """Whether the ranks' rows are in files of their own, so that a reader can take what it needs."""
         return bool(list_pieces(self.manifest))
 
-    def outline(self) -> dict[str, Any]:
+    def outline(self) -> State:
         """What state.pt holds; tensors that are in pieces are on the meta device."""
         files = [self.folder / name for name in ("state.pt", EVALUATION) if name in self.manifest["files"]]
         return {k: v for file in files for k, v in deserialize(file.read_bytes(), str(file)).items()}
@@ -135,7 +134,7 @@ class Checkpoint:
     def open_pieces(self) -> Pieces:
         return Pieces(self.folder, list_pieces(self.manifest))
 
-    def state(self, *parts: str) -> dict[str, Any]:
+    def state(self, *parts: str) -> State:
         """The saved state, or these parts of it; only tensors, whole, and plain values."""
         outline = self.outline()
         outline = {part: outline[part] for part in parts} if parts else outline
@@ -148,7 +147,7 @@ class Peers(Protocol):
     def add_pieces(self, draft: Path) -> dict[str, dict[str, Any]]:
         """Write this rank's rows, and wait for those of the others; returns size and SHA-256 of each file."""
 
-    def complete_best(self, outline: dict[str, Any]) -> dict[str, Any]:
+    def complete_best(self, outline: State) -> State:
         """Return the best weights, in which an outline stands for each tensor that all ranks hold rows of."""
 
     def find_damaged_pieces(self) -> dict[str, str] | None:
@@ -169,12 +168,7 @@ class Store:
         self._saved_step = -1  # of the checkpoint that was saved last
 
     def save(
-        self,
-        step: int,
-        state: dict[str, Any],
-        facts: dict[str, Any],
-        best: BestWeights | None = None,
-        peers: Peers | None = None,
+        self, step: int, state: State, facts: State, best: BestWeights | None = None, peers: Peers | None = None
     ) -> int:
         """Write one checkpoint, or raise an OSError; remove the oldest; returns the bytes of its state."""
         self.sweep(but=self._name_draft(step) if peers else None)  # there another rank may have begun
@@ -195,7 +189,7 @@ class Store:
                 shutil.rmtree(old)
         return sum(file["size"] for file in listed.values())
 
-    def add_evaluation(self, step: int, state: dict[str, Any], best: BestWeights | None = None) -> None:
+    def add_evaluation(self, step: int, state: State, best: BestWeights | None = None) -> None:
         """Replace the checkpoint that was saved last by one with its files, these entries and best weights, or raise.
 
         Nothing happens if that of this step could not be saved.

@@ -98,19 +98,16 @@ def check_extra_state(model: nn.Module, name: str) -> None:
         try:
             state[key] = deserialize(serialize(value), origin)
         except Exception as error:  # pickle raises anything for an object that it can't take
-            raise RequestError(
-                f"{origin} returns what could not be read back from a checkpoint without running code",
-                remedy="tensors and plain values: numbers, strings, lists and dicts of them",
-            ) from error
+            problem = f"{origin} returns what could not be read back from a checkpoint without running code"
+            remedy = "tensors and plain values: numbers, strings, lists and dicts of them"
+            raise RequestError(problem, remedy=remedy) from error
     if not extra_state(state):
         return
     try:
         model.load_state_dict(state)
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
-        raise RequestError(
-            f"--model {name} cannot load its own state: {type(error).__name__}: {error}",
-            remedy="make set_extra_state accept what get_extra_state returns",
-        ) from error
+        problem = f"--model {name} cannot load its own state: {type(error).__name__}: {error}"
+        raise RequestError(problem, remedy="make set_extra_state accept what get_extra_state returns") from error
 
 
 def save_weights(
@@ -135,15 +132,11 @@ def read_weights(path: Path, flag: str = "") -> dict[str, Any]:
     places = [found, *(found.get(key) for key in _PLACES)] if isinstance(found, dict) else []
     state = next((place for place in places if is_state_dict(place)), None)
     if state is None:
-        raise RequestError(
-            f"{flag} {path} holds no weights".lstrip(),
-            remedy=f"a state dict, or a file with one under {', '.join(map(repr, _PLACES))}",
-        )
+        problem = f"{flag} {path} holds no weights".lstrip()
+        raise RequestError(problem, remedy=f"a state dict, or a file with one under {', '.join(map(repr, _PLACES))}")
     if any(value.is_meta for value in state.values() if isinstance(value, Tensor)):
-        raise RequestError(
-            f"{flag} {path} is only one part of a sharded checkpoint".lstrip(),
-            remedy="name the folder of the checkpoint, or best.pt of the run",
-        )
+        problem = f"{flag} {path} is only one part of a sharded checkpoint".lstrip()
+        raise RequestError(problem, remedy="name the folder of the checkpoint, or best.pt of the run")
     return state
 
 
@@ -158,10 +151,8 @@ def check_fit(model: nn.Module, state: dict[str, Any], origin: str) -> None:
         if name in state and not is_lazy(own[name]) and format_shape(state[name]) != format_shape(own[name])
     ]
     if wrong:
-        raise RequestError(
-            f"{origin} does not fit the model:\n{format_differences(wrong)}",
-            remedy="the --model that the weights belong to",
-        )
+        problem = f"{origin} does not fit the model:\n{format_differences(wrong)}"
+        raise RequestError(problem, remedy="the --model that the weights belong to")
 
 
 def format_differences(lines: list[str]) -> str:
@@ -218,10 +209,8 @@ def load_trained_weights(path: Path) -> TrainedWeights:
     newest = None if (path / MANIFEST).exists() else Store(path / "checkpoints").find_newest()[0]
     folder = newest.folder if newest else path
     if not (folder / MANIFEST).is_file():
-        raise RequestError(
-            f"{path} contains no weights",
-            remedy="name a run folder, its best.pt or last.pt, or a checkpoints/step_… folder",
-        )
+        problem = f"{path} contains no weights"
+        raise RequestError(problem, remedy="name a run folder, its best.pt or last.pt, or a checkpoints/step_… folder")
     if damage := find_damage(folder):
         raise RequestError(f"{folder}: {damage}", remedy="use an older checkpoint of that run, or its best.pt")
     return _from_checkpoint(Checkpoint(folder, read_manifest(folder)))
@@ -232,9 +221,8 @@ def _from_file(file: Path) -> TrainedWeights:
     parts = found if isinstance(found, dict) else {}
     state, settings = parts.get("model"), parts.get("config")
     if not isinstance(settings, dict) or not is_state_dict(state):
-        raise RequestError(
-            f"{file} is not the best.pt or last.pt of a run", remedy="name a file that a run has written"
-        )
+        problem = f"{file} is not the best.pt or last.pt of a run"
+        raise RequestError(problem, remedy="name a file that a run has written")
     return TrainedWeights(file, state, settings)
 
 

@@ -35,17 +35,12 @@ from multigpu_cli.planning.speedup import ForecastRow, Interconnect
 from multigpu_cli.run.assembly.components import TrainComponents
 
 _STEPS, _SECONDS = 64, 4.0  # the least of a run without --steps
+_LARGER_BATCH = "a larger --batch-size"
 _KNOBS = {  # by share of a step: its name in the advice, and the remedies
-    "wire": ("communication", "a larger --batch-size", "--grad-accum-steps", "--grad-compression bf16", "faster links"),
+    "wire": ("communication", _LARGER_BATCH, "--grad-accum-steps", "--grad-compression bf16", "faster links"),
     "stragglers": ("slow workers", "equal devices", "no other users on them", "even shares (--batch-size)"),
-    "compute": ("the device itself", "--amp", "--compile", "a larger --batch-size"),
-    "compute and wire": (
-        "device and communication",
-        "a larger --batch-size",
-        "--reshard step",
-        "--amp",
-        "faster links",
-    ),
+    "compute": ("the device itself", "--amp", "--compile", _LARGER_BATCH),
+    "compute and wire": ("device and communication", _LARGER_BATCH, "--reshard step", "--amp", "faster links"),
 }
 
 
@@ -282,10 +277,8 @@ def run_trainer(
         used = list_values(line.get("gpu_utilisation") or line["cpu_utilisation"])
         known = [value for value in used if value is not None]
         busy += [statistics.fmean(known)] if known else []
-    return medians | {
-        "memory": max(list_values(lines[-1]["memory"])),
-        "utilisation": statistics.median(busy) if busy else nan,
-    }
+    utilisation = statistics.median(busy) if busy else nan
+    return medians | {"memory": max(list_values(lines[-1]["memory"])), "utilisation": utilisation}
 
 
 _SHADES = {

@@ -47,14 +47,9 @@ class Overlap:
 
 def measure_overlap(config: Config, workers: int) -> Overlap | None:
     """Measure in so many processes; None where gradients are not reduced by DDP's plain all-reduce."""
-    wire = config.communication
-    if (
-        workers == 1
-        or config.device.multi_gpu == "fsdp"
-        or config.reproducibility.exact
-        or wire.grad_compression != "none"
-        or wire.find_unused_parameters
-    ):
+    wire, exact = config.communication, config.reproducibility.exact
+    is_plain = wire.grad_compression == "none" and not wire.find_unused_parameters and not exact
+    if workers == 1 or config.device.multi_gpu == "fsdp" or not is_plain:
         return None
     devices = cuda_devices(usable_gpus(config.device)[:workers]) or (torch.device("cpu"),) * workers
     return run_in_workers(Placement("ddp", devices, workers, "bench"), _run_worker, config)[0]

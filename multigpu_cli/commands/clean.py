@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
@@ -90,12 +91,8 @@ def _find_fault(path: Path) -> str:
             if torn := archive.testzip():
                 return f"{path.name} does not match its checksum ({torn})"
             pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
-            wanted = [
-                str(arg or code.name)
-                for text in pickles
-                for code, arg, _ in pickletools.genops(text)
-                if code.name in _IMPORTS
-            ]
+            codes = chain.from_iterable(map(pickletools.genops, pickles))
+            wanted = [str(arg or code.name) for code, arg, _ in codes if code.name in _IMPORTS]
     except (BadZipFile, ValueError, EOFError, IndexError, OSError, RuntimeError) as error:
         return f"{path.name} is not a torch.save file ({type(error).__name__})"
     strange = (name.replace(" ", ".") for name in wanted if not _PLAIN.fullmatch(name))

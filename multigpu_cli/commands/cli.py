@@ -36,9 +36,7 @@ _Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 _ModelDir = Annotated[str | None, option("DIR", "new location of the pretrained model")]
 _OwnCode = Annotated[bool, typer.Option("--own-code", help="allow importing custom code referenced by the run")]
 _Run = Annotated[str, run_argument("RUN", "run folder")]
-_SortBy = Annotated[
-    str | None, typer.Option("--sort-by", metavar="KEY", help="best run first: val_accuracy, val_loss, steps, …")
-]
+_SortBy = Annotated[str | None, option("KEY", "best run first: val_accuracy, val_loss, steps, …")]
 _Weights = Annotated[str, run_argument("RUN", "run folder, best.pt, last.pt, or checkpoint")]
 
 
@@ -85,7 +83,7 @@ def verify(
     from multigpu_cli.commands.verify import compare_runs, format_comparison
 
     comparison = compare_runs(run_a, run_b)
-    print_result(comparison.as_dict(), format_comparison(comparison), as_json=as_json)
+    print_result(comparison, format_comparison(comparison), as_json=as_json)
     return 0 if comparison.same else FAILED
 
 

@@ -86,17 +86,15 @@ def export_network(model: nn.Module, inputs: Any, target: Path, raw: RawInputs |
             publish(draft, raw.add_before(content) if raw else content)
             run = load(draft.read_bytes())
             calls = [bind_arguments(model, some) for some in (inputs, _take(inputs, 1))]
-            pairs = [
-                pair for args, named in calls for pair in _pair_outputs(model(*args, **named), run(*args, **named))
-            ]
+            outputs = [(model(*args, **named), run(*args, **named)) for args, named in calls]
+            pairs = [pair for both in outputs for pair in _pair_outputs(*both)]
         except (OSError, RequestError):
             raise
         except Exception as error:  # torch raises many types of error for code that it can't trace
             message = (str(error).strip().splitlines() or [""])[0]
-            raise RequestError(
-                f"{target}: this model can't be exported ({type(error).__name__}: {message})",
-                remedy="use .safetensors for the weights of any model; torch.export's documentation says what it needs",
-            ) from error
+            problem = f"{target}: this model can't be exported ({type(error).__name__}: {message})"
+            remedy = "use .safetensors for the weights of any model; torch.export's documentation says what it needs"
+            raise RequestError(problem, remedy=remedy) from error
         worst = max(float((one - other).abs().max()) for one, other in pairs)
         if not worst <= _TOLERANCE * max(1.0, *(float(one.abs().max()) for one, _ in pairs)):
             raise TrainingError(f"{target}: the exported model's outputs differ from the original's by {worst:.3g}")

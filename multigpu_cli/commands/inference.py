@@ -64,12 +64,11 @@ def load_run(
             check_base(weights.settings.get("base", {}), config, source.codec.record, str(weights.origin))
         before = weights.settings.get("learned")
         if before is not None and before != source.signature():
-            raise RequestError(
-                f"--data {config.data.name}: its training split has other classes, scales or tokens than "
-                f"{weights.origin} was trained with",
-                remedy="the run's own training data, together with other test data"
-                + ("; other rows: --set data.test_file=FILE or data.new=FILE" if config.data.name == "csv" else ""),
-            )
+            reason = f"its training split has other classes, scales or tokens than {weights.origin} was trained with"
+            remedy = "the run's own training data, together with other test data"
+            if config.data.name == "csv":
+                remedy += "; other rows: --set data.test_file=FILE or data.new=FILE"
+            raise RequestError(f"--data {config.data.name}: {reason}", remedy=remedy)
         return _load_weights(config, source, weights, warns=checks_base)
 
 

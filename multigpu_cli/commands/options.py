@@ -81,10 +81,8 @@ class Group(HelpPage, TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse without Typer's own parsing of values; refuse shell completion of `python FILE`: no shell has it."""
         if " " in (ctx.info_name or "") and (wish := {"--install-completion", "--show-completion"} & set(args)):
-            raise RequestError(
-                f"{wish.pop()}: shells complete the installed program only",
-                remedy="pip install . and then multigpu --install-completion",
-            )
+            problem = f"{wish.pop()}: shells complete the installed program only"
+            raise RequestError(problem, remedy="pip install . and then multigpu --install-completion")
         return super().parse_args(_skip_value_parsing(self, ctx), args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -166,10 +164,7 @@ def offer_for(key: str, metavar: str) -> Offer | None:
         "config": lambda incomplete: _complete_from(find_recipes())(incomplete),  # late: reads folders
         "set": _complete_from(f"{key}=" for key in SETTINGS),
         "save_dir": complete_run_folders,
-        "resume": lambda incomplete: [
-            *_complete_from(("auto", "never"))(incomplete),
-            *complete_run_folders(incomplete),
-        ],
+        "resume": lambda incomplete: _complete_from(("auto", "never"))(incomplete) + complete_run_folders(incomplete),
     }
     choices = [word for word in metavar.split("|") if re.fullmatch("[a-z][a-z0-9-]*", word)]
     return offers.get(key) or (_complete_from(choices) if choices else None)

@@ -108,10 +108,8 @@ def parse_prediction_target(out: str) -> Path:
     """What predict writes, in a folder that exists: a new .csv, .npy or .npz, or a new folder, for images."""
     target = Path(out)
     if target.suffix not in (".csv", ".npy", ".npz", ""):
-        raise RequestError(
-            f"--out {out}: must end in .csv, .npy or .npz, or be a new folder for images",
-            remedy="--out predictions.csv",
-        )
+        problem = f"--out {out}: must end in .csv, .npy or .npz, or be a new folder for images"
+        raise RequestError(problem, remedy="--out predictions.csv")
     if not target.suffix and find_spec("PIL") is None:
         raise RequestError(f"--out {out}: images need Pillow", remedy="pip install Pillow; or --out predictions.npy")
     _check_new_file("--out", target)
@@ -122,10 +120,9 @@ def parse_export_target(to: str, format: str | None = None, dtype: str | None = 
     """The new file, or with a format the folder, that export writes; what the format needs has to be installed."""
     target, what = Path(to), f"--format {format}" if format else f"--to {to}"
     if format is None and target.suffix not in _EXPORT_PACKAGES:
-        raise RequestError(
-            f"--to {to}: must end in {', '.join(_EXPORT_PACKAGES)}",
-            remedy=f"--to weights.safetensors; or --format {' or '.join(_FOLDER_PACKAGES)} for a folder",
-        )
+        problem = f"--to {to}: must end in {', '.join(_EXPORT_PACKAGES)}"
+        remedy = f"--to weights.safetensors; or --format {' or '.join(_FOLDER_PACKAGES)} for a folder"
+        raise RequestError(problem, remedy=remedy)
     if format and target.suffix in _EXPORT_PACKAGES:
         raise RequestError(f"--to {to}: --format {format} writes a folder, not a file", remedy="--to FOLDER")
     parse_option(choice(*_FOLDER_PACKAGES), "--format", format)

@@ -51,9 +51,8 @@ def add_preprocessing(network: bytes, source: DataSource, task: str) -> bytes:
     table = source.codec
     assert isinstance(table, TableFeatures)
     if taken := [name for name in table.columns if name in _OUTPUTS]:
-        raise RequestError(
-            f"column {taken[0]!r} has the same name as an output of the file", remedy="rename it, or --to ….pt2"
-        )
+        problem = f"column {taken[0]!r} has the same name as an output of the file"
+        raise RequestError(problem, remedy="rename it, or --to ….pt2")
     model = onnx.compose.add_prefix(onnx.load_from_string(network), "network/")
     before = _Nodes("table")
     _add_features(before, table)

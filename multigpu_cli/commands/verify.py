@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.resume_rules import flatten_settings
@@ -30,21 +30,15 @@ _TRAIN = ("loss", "grad_norm", "lr", "samples")
 _POSITION = {"event", "time", "epoch", "step", "split"}
 
 
-class Divergence(NamedTuple):
+@dataclass(frozen=True)
+class Divergence:
     """The first difference between two journals, at a step of training or in an evaluation's split."""
 
     step: int
     what: str
     name: str
     values: tuple[Any, Any]
-
-    @property
-    def relative(self) -> float | None:
-        """The difference relative to the greater value; None where one of them is no finite number."""
-        one, other = self.values
-        if not (isinstance(one, (int, float)) and isinstance(other, (int, float))):
-            return None
-        return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
+    relative: float | None
 
 
 @dataclass(frozen=True)
@@ -58,12 +52,6 @@ class Comparison:
     agreed_until: int  # the last step before their parting at which both wrote a line, 0 without one
     lines: int
     notes: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        fields = asdict(self)
-        if self.parting:
-            fields["parting"] = self.parting._asdict() | {"relative": self.parting.relative}
-        return fields
 
 
 @dataclass(frozen=True)
@@ -86,10 +74,9 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
     a, b = _open_run(run_a), _open_run(run_b)
     if differing := list(_list_setting_differences(a, b)):
         listed = "\n".join(f"    {line}" for line in differing)
-        raise RequestError(
-            f"{run_a} and {run_b} can't be compared: they are runs with different settings:\n{listed}",
-            remedy="two runs that differ only in the number of workers, or in where and how they ran",
-        )
+        problem = f"{run_a} and {run_b} can't be compared: they are runs with different settings:\n{listed}"
+        remedy = "two runs that differ only in the number of workers, or in where and how they ran"
+        raise RequestError(problem, remedy=remedy)
     both = [place for place in sorted(a.lines) if place in b.lines]
     parting = next(_find_divergences(a, b, both), None)
     before = [step for step, _, _ in both if parting is None or step < parting.step]
@@ -98,9 +85,8 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
         run = a if a.fingerprint is None else b
         agree = f"all steps and evaluations that both logged agree ({len(both)})" if both else "no step is in both"
         status = run.summary.get("status", "not over")
-        raise RequestError(
-            f"{run.folder} has no fingerprint, because it is {status}; so far {agree}", remedy="let it run to its end"
-        )
+        problem = f"{run.folder} has no fingerprint, because it is {status}; so far {agree}"
+        raise RequestError(problem, remedy="let it run to its end")
     same = None not in prints and prints[0] == prints[1]
     agreed_until, notes = max(before, default=0), list(_list_notes(a, b, parting))
     return Comparison((run_a, run_b), same, prints, parting, agreed_until, len(both), notes)
@@ -183,4 +169,12 @@ def _find_divergences(a: RunTrace, b: RunTrace, places: list[tuple[int, int, str
         one, other = a.lines[place], b.lines[place]
         for name in sorted(one.keys() | other.keys()) if place[1] else _TRAIN:
             if one.get(name) != other.get(name):
-                yield Divergence(place[0], place[2], name, (one.get(name), other.get(name)))
+                values = one.get(name), other.get(name)
+                yield Divergence(place[0], place[2], name, values, _relative_difference(*values))
+
+
+def _relative_difference(one: Any, other: Any) -> float | None:
+    """The difference relative to the greater value; None where one of them is no finite number."""
+    if not (isinstance(one, (int, float)) and isinstance(other, (int, float))):
+        return None
+    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)

@@ -38,24 +38,20 @@ def find_entry_errors(part: str, entries: list[NamedCode], config: Config, kind:
     names = [name for name, _ in entries]
     for at, (name, code) in enumerate(entries):
         if ":" in code and not OWN_CODE.fullmatch(code):
-            yield RequestError(
-                f"--{part} {code}: must be module:{kind}", remedy=f"--{part} my_file:{kind} for {kind} in my_file.py"
-            )
+            problem = f"--{part} {code}: must be module:{kind}"
+            yield RequestError(problem, remedy=f"--{part} my_file:{kind} for {kind} in my_file.py")
         elif not name.isidentifier():
             yield RequestError(f"--{part} {name}={code}: {name!r} is not a valid name", remedy="letters, digits and _")
         elif name in names[:at]:
-            yield RequestError(
-                f"--{part} {code}: {name!r} is given twice", remedy=f"give it a name: --{part} NAME={code}"
-            )
+            problem = f"--{part} {code}: {name!r} is given twice"
+            yield RequestError(problem, remedy=f"give it a name: --{part} NAME={code}")
     for name, args in config.get(f"{part}.args").items():
         if name not in names:
             remedy = did_you_mean(name, names) if names else f"--{part}"
             yield RequestError(f"{part}.args.{name}: there is no --{part} of that name", remedy=remedy)
         elif not isinstance(args, dict) or not all(isinstance(each, str) for each in args):
-            yield RequestError(
-                f"{part}.args.{name}: must be a mapping of names to values",
-                remedy=f"--set '{part}.args.{name}={{NAME: VALUE}}'",
-            )
+            problem = f"{part}.args.{name}: must be a mapping of names to values"
+            yield RequestError(problem, remedy=f"--set '{part}.args.{name}={{NAME: VALUE}}'")
 
 
 NAMING = ("data", "model", "task")  # parts of a trained network whose name or arguments may cause an import
@@ -82,10 +78,8 @@ def check_code(config: Config, command: Config, where: str, parts: Collection[st
         return
     named = set(_code(command, parts))
     if unnamed := [name for name in _code(config, parts) if name not in named]:
-        raise RequestError(
-            f"{where} names code that this command does not name: {', '.join(unnamed)}",
-            remedy="add --own-code if you trust this code, or name it in this command as well",
-        )
+        problem = f"{where} names code that this command does not name: {', '.join(unnamed)}"
+        raise RequestError(problem, remedy="add --own-code if you trust this code, or name it in this command as well")
 
 
 def describe_origin(config: Config, command: Config, where: str) -> str:

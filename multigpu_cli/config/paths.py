@@ -46,18 +46,15 @@ def find_path_errors(config: Config) -> Iterator[RequestError]:
 def _init_from(path: Path) -> Iterator[RequestError]:
     if path.is_dir():
         if find_weight_file(path) is None:
-            yield RequestError(
-                f"--init-from {path}: is a folder with no weights file, or several",
-                remedy="name the file, for instance best.pt of a run folder",
-            )
+            problem = f"--init-from {path}: is a folder with no weights file, or several"
+            yield RequestError(problem, remedy="name the file, for instance best.pt of a run folder")
     elif not path.exists():
         if near := suggest_path(path, folders=False):
             yield RequestError(f"--init-from {path}: there is no such file", remedy=near)
         else:
-            yield RequestError(
-                f"--init-from {path}: there is no such file or folder, and nothing is downloaded",
-                remedy="the path of what you have downloaded: its folder, or the model.safetensors in it",
-            )
+            problem = f"--init-from {path}: there is no such file or folder, and nothing is downloaded"
+            remedy = "the path of what you have downloaded: its folder, or the model.safetensors in it"
+            yield RequestError(problem, remedy=remedy)
     elif not path.is_file():
         yield RequestError(f"--init-from {path}: is not a regular file", remedy="name the best.pt of a run folder")
     elif not os.access(path, os.R_OK):
@@ -82,10 +79,8 @@ def _save_dir(given: str) -> Iterator[RequestError]:
             yield RequestError(problem, remedy=f"mkdir -p {quote(target)}; or another --save-dir")
             return
         if folder.name in ("checkpoints", "logs", "tensorboard") and (folder.parent / "journal.jsonl").exists():
-            yield RequestError(
-                f"--save-dir {given}: is inside the folder of another run, {folder}",
-                remedy=f"use --save-dir {folder.parent}",
-            )
+            problem = f"--save-dir {given}: is inside the folder of another run, {folder}"
+            yield RequestError(problem, remedy=f"use --save-dir {folder.parent}")
             return
     try:
         refuse_links(Path(given))
@@ -96,10 +91,8 @@ def _save_dir(given: str) -> Iterator[RequestError]:
         inside = "" if there == Path(given) else f": {there}"
         yield RequestError(f"--save-dir {given}{inside} is a file, not a folder", remedy="use another --save-dir")
     elif not os.access(there, os.W_OK | os.X_OK):
-        yield RequestError(
-            f"--save-dir {given}: no permission to write in {there}",
-            remedy="use another --save-dir, or change the permissions",
-        )
+        problem = f"--save-dir {given}: no permission to write in {there}"
+        yield RequestError(problem, remedy="use another --save-dir, or change the permissions")
 
 
 def suggest_path(path: Path, words: tuple[str, ...] = (), *, folders: bool = True) -> str:
@@ -141,9 +134,8 @@ def parse_data_path(given: Mapping[str, Any], label: str) -> dict[str, Any]:
         raise RequestError(f"{label} {place} can't be used with --data-dir {given['data_dir']}", remedy="one of them")
     if not os.access(place, os.F_OK):
         near = suggest_path(Path(place), folders=False) or f"give a path relative to {Path.cwd()}, or an absolute one"
-        raise RequestError(
-            f"{label} {place}: there is no such file or folder", remedy=f"{near} (or your own code as module:factory)"
-        )
+        problem = f"{label} {place}: there is no such file or folder"
+        raise RequestError(problem, remedy=f"{near} (or your own code as module:factory)")
     return {"data": _recognize(Path(place), f"{label} {place}"), "data_dir": place}
 
 

@@ -69,10 +69,9 @@ def _names(config: Config) -> Iterator[RequestError]:
                 remedy = f"--data ./{name} for the files in {name}, or {remedy}"
             yield RequestError(f"{flag} {name}: unknown name", remedy=remedy)
         elif not OWN_CODE.fullmatch(name):
-            yield RequestError(
-                f"{flag} {name}: must be module:factory",
-                remedy=f"use {flag} my_file:build for build() in my_file.py, my_folder.my_file:build in a folder",
-            )
+            problem = f"{flag} {name}: must be module:factory"
+            remedy = f"use {flag} my_file:build for build() in my_file.py, my_folder.my_file:build in a folder"
+            yield RequestError(problem, remedy=remedy)
 
 
 def _rates(config: Config) -> Iterator[RequestError]:
@@ -81,21 +80,16 @@ def _rates(config: Config) -> Iterator[RequestError]:
         for key, plain in (("base_lr", (None,)), ("base_batch_size", (32,)), ("lr_scaling", ("auto", "none"))):
             if key in config.explicit and config.get(key) not in plain:
                 flag = "--" + key.replace("_", "-")
-                yield RequestError(
-                    f"--lr can't be used with {flag}: --lr is used exactly as given, so {flag} has nothing to scale",
-                    remedy=f"leave out {flag}, or give --base-lr {rate.lr:g} in place of --lr",
-                )
+                reason = f"--lr is used exactly as given, so {flag} has nothing to scale"
+                remedy = f"leave out {flag}, or give --base-lr {rate.lr:g} in place of --lr"
+                yield RequestError(f"--lr can't be used with {flag}: {reason}", remedy=remedy)
     if rate.warmup_epochs and ":" in rate.schedule:
-        yield RequestError(
-            f"--warmup-epochs {rate.warmup_epochs:g} can't be used with --schedule {rate.schedule}: that schedule has "
-            "its own warm-up",
-            remedy="leave out --warmup-epochs",
-        )
+        reason = "that schedule has its own warm-up"
+        problem = f"--warmup-epochs {rate.warmup_epochs:g} can't be used with --schedule {rate.schedule}: {reason}"
+        yield RequestError(problem, remedy="leave out --warmup-epochs")
     if rate.warmup_epochs is not None and rate.warmup_epochs >= config.last_epoch:
-        yield RequestError(
-            f"--warmup-epochs {rate.warmup_epochs:g}: the warm-up does not end within --epochs {length.epochs}",
-            remedy=f"use --warmup-epochs below {length.epochs}, or more --epochs",
-        )
+        problem = f"--warmup-epochs {rate.warmup_epochs:g}: the warm-up does not end within --epochs {length.epochs}"
+        yield RequestError(problem, remedy=f"use --warmup-epochs below {length.epochs}, or more --epochs")
 
 
 def _batch(config: Config) -> Iterator[RequestError]:
@@ -104,25 +98,21 @@ def _batch(config: Config) -> Iterator[RequestError]:
         return
     share = batch.size * batch.grad_accum_steps
     if batch.global_size % share:
-        yield RequestError(
-            f"--grad-accum-steps {batch.grad_accum_steps} disagrees with --global-batch-size {batch.global_size}: "
-            f"{batch.grad_accum_steps} x --batch-size {batch.size} = {share} samples per device do not divide it",
-            remedy="leave out --grad-accum-steps: it is derived from --global-batch-size",
-        )
+        given = f"--grad-accum-steps {batch.grad_accum_steps} disagrees with --global-batch-size {batch.global_size}"
+        reason = f"{batch.grad_accum_steps} x --batch-size {batch.size} = {share} samples per device do not divide it"
+        remedy = "leave out --grad-accum-steps: it is derived from --global-batch-size"
+        yield RequestError(f"{given}: {reason}", remedy=remedy)
 
 
 def _exact(config: Config) -> Iterator[RequestError]:
     if not config.reproducibility.exact:
         return
+    compresses = config.communication.grad_compression != "none"
     rivals = (
         ("--multi-gpu dp", config.device.multi_gpu == "dp", "its replicas sum gradients in another order"),
         ("--batch-size auto", config.batch.size == "auto", "the largest batch depends on the number of workers"),
         ("--sync-bn", config.model.sync_bn, "statistics over all workers depend on their number"),
-        (
-            "--grad-compression",
-            config.communication.grad_compression != "none",
-            "its rounding depends on the number of workers",
-        ),
+        ("--grad-compression", compresses, "its rounding depends on the number of workers"),
     )
     for flag, given, reason in rivals:
         if given:
@@ -144,10 +134,8 @@ def _mixture(config: Config) -> Iterator[RequestError]:
         if name not in DATASETS:
             yield RequestError(f"data.mix: {name}: unknown name", remedy=did_you_mean(name, DATASETS))
     if data.shuffle_block is not None and data.sample_weights is not None:
-        yield RequestError(
-            "data.shuffle_block can't be used with data.sample_weights: these are drawn from all samples",
-            remedy="only one of them",
-        )
+        problem = "data.shuffle_block can't be used with data.sample_weights: these are drawn from all samples"
+        yield RequestError(problem, remedy="only one of them")
     if data.mix and data.sample_weights is not None:
         yield RequestError("data.mix can't be used with data.sample_weights", remedy="weight: … of each dataset")
 
@@ -159,44 +147,35 @@ def _unfreezing(config: Config) -> Iterator[RequestError]:
     if not config.model.freeze:
         yield RequestError("model.unfreeze_at without --freeze: nothing is frozen", remedy="--freeze 'features.*'")
     if config.task.episodes is None and epoch > config.last_epoch:
-        yield RequestError(
-            f"model.unfreeze_at {epoch}: that is after the last epoch (--epochs {length})", remedy="more --epochs"
-        )
+        problem = f"model.unfreeze_at {epoch}: that is after the last epoch (--epochs {length})"
+        yield RequestError(problem, remedy="more --epochs")
 
 
 def _devices(config: Config) -> Iterator[RequestError]:
     device = config.device
     if device.nproc_per_node is not None and device.multi_gpu in ("dp", "none"):
-        yield RequestError(
-            f"--nproc-per-node can't be used with --multi-gpu {device.multi_gpu}: that mode uses one process",
-            remedy="use --multi-gpu ddp, or leave out --nproc-per-node",
-        )
+        problem = f"--nproc-per-node can't be used with --multi-gpu {device.multi_gpu}: that mode uses one process"
+        yield RequestError(problem, remedy="use --multi-gpu ddp, or leave out --nproc-per-node")
     if device.gpu_ids is None:
         return
     ids = ",".join(map(str, device.gpu_ids))
     if device.multi_gpu == "none" and len(device.gpu_ids) > 1:
-        yield RequestError(
-            f"--gpu-ids {ids} can't be used with --multi-gpu none: that mode uses one device",
-            remedy="give one id, or use --multi-gpu ddp",
-        )
+        problem = f"--gpu-ids {ids} can't be used with --multi-gpu none: that mode uses one device"
+        yield RequestError(problem, remedy="give one id, or use --multi-gpu ddp")
     if device.nproc_per_node not in (None, len(device.gpu_ids)) and device.multi_gpu not in ("dp", "none"):
         mode = "ddp" if device.multi_gpu == "auto" else device.multi_gpu
-        yield RequestError(
-            f"--nproc-per-node {device.nproc_per_node} disagrees with --gpu-ids {ids}: {mode} uses one process per GPU",
-            remedy="leave out --nproc-per-node",
-        )
+        given = f"--nproc-per-node {device.nproc_per_node} disagrees with --gpu-ids {ids}"
+        yield RequestError(f"{given}: {mode} uses one process per GPU", remedy="leave out --nproc-per-node")
 
 
 def _data_parallel(config: Config) -> Iterator[RequestError]:
-    if config.device.multi_gpu == "dp" and config.model.sync_bn:
-        yield RequestError(
-            "--sync-bn can't be used with --multi-gpu dp: SyncBatchNorm needs ddp", remedy="use --multi-gpu ddp"
-        )
-    if config.device.multi_gpu in ("dp", "none") and config.fault.max_restarts:
-        yield RequestError(
-            f"--max-restarts can't be used with --multi-gpu {config.device.multi_gpu}: only self-launched runs restart",
-            remedy="use --multi-gpu ddp --nproc-per-node 1, or leave out --max-restarts",
-        )
+    kind = config.device.multi_gpu
+    if kind == "dp" and config.model.sync_bn:
+        problem = "--sync-bn can't be used with --multi-gpu dp: SyncBatchNorm needs ddp"
+        yield RequestError(problem, remedy="use --multi-gpu ddp")
+    if kind in ("dp", "none") and config.fault.max_restarts:
+        problem = f"--max-restarts can't be used with --multi-gpu {kind}: only self-launched runs restart"
+        yield RequestError(problem, remedy="use --multi-gpu ddp --nproc-per-node 1, or leave out --max-restarts")
 
 
 RULES = (
@@ -240,51 +219,40 @@ def find_environment_errors(environ: Mapping[str, str]) -> Iterator[RequestError
     missing = [name for name in _NEEDED if not environ.get(name)]
     if missing:
         present = [name for name in _NEEDED if name not in missing]
-        yield RequestError(
-            f"the environment variables of DDP are incomplete: {', '.join(present)} without {', '.join(missing)}",
-            remedy=f"start with torchrun, which sets all of them, or unset {' '.join(present)}",
-        )
+        problem = f"the environment variables of DDP are incomplete: {', '.join(present)} without {', '.join(missing)}"
+        yield RequestError(problem, remedy=f"start with torchrun, which sets all of them, or unset {' '.join(present)}")
         return
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if not environ.get(name, "0").isdecimal():
-            yield RequestError(
-                f"{name}={environ[name]} in the environment is not a whole number", remedy="start with torchrun"
-            )
+            problem = f"{name}={environ[name]} in the environment is not a whole number"
+            yield RequestError(problem, remedy="start with torchrun")
             return
     rank, size = int(environ["RANK"]), int(environ["WORLD_SIZE"])
     if rank >= size:
-        yield RequestError(
-            f"RANK={rank} with WORLD_SIZE={size} in the environment: ranks must be from 0 to WORLD_SIZE - 1",
-            remedy="start with torchrun",
-        )
+        problem = f"RANK={rank} with WORLD_SIZE={size} in the environment: ranks must be from 0 to WORLD_SIZE - 1"
+        yield RequestError(problem, remedy="start with torchrun")
 
 
 def _find_conflicts(config: Config, environ: Mapping[str, str]) -> Iterator[RequestError]:
     device, size = config.device, int(environ["WORLD_SIZE"])
     if device.multi_gpu == "dp":
-        yield RequestError(
-            f"--multi-gpu dp under torchrun: dp uses one process for several GPUs, and torchrun started {size}",
-            remedy="use torchrun … --multi-gpu ddp, or python main_multi_gpu.py --multi-gpu dp",
-        )
+        problem = f"--multi-gpu dp under torchrun: dp uses one process for several GPUs, and torchrun started {size}"
+        yield RequestError(problem, remedy="use torchrun … --multi-gpu ddp, or python main_multi_gpu.py --multi-gpu dp")
     if device.multi_gpu == "none" and size > 1:
-        yield RequestError(
-            f"--multi-gpu none under torchrun: {size} processes would each train alone in the same folder",
-            remedy="use torchrun … --multi-gpu ddp, or python main_multi_gpu.py --multi-gpu none",
-        )
+        problem = f"--multi-gpu none under torchrun: {size} processes would each train alone in the same folder"
+        remedy = "use torchrun … --multi-gpu ddp, or python main_multi_gpu.py --multi-gpu none"
+        yield RequestError(problem, remedy=remedy)
     if device.gpu_ids is not None and device.multi_gpu not in ("dp", "none"):
         ids = ",".join(map(str, device.gpu_ids))
-        yield RequestError(
-            f"--gpu-ids {ids} under torchrun: every process uses the GPU of its local rank",
-            remedy=f"use CUDA_VISIBLE_DEVICES={ids} torchrun --nproc-per-node={len(device.gpu_ids)} …",
-        )
+        problem = f"--gpu-ids {ids} under torchrun: every process uses the GPU of its local rank"
+        remedy = f"use CUDA_VISIBLE_DEVICES={ids} torchrun --nproc-per-node={len(device.gpu_ids)} …"
+        yield RequestError(problem, remedy=remedy)
     here = environ.get("LOCAL_WORLD_SIZE")
     if device.nproc_per_node is not None and here and device.nproc_per_node != int(here):
-        yield RequestError(
-            f"--nproc-per-node {device.nproc_per_node} disagrees with torchrun, which started {here} processes here",
-            remedy="leave it out after the script's name: torchrun's own --nproc-per-node decides",
-        )
+        reason = f"disagrees with torchrun, which started {here} processes here"
+        remedy = "leave it out after the script's name: torchrun's own --nproc-per-node decides"
+        yield RequestError(f"--nproc-per-node {device.nproc_per_node} {reason}", remedy=remedy)
     if config.fault.max_restarts:
-        yield RequestError(
-            f"--max-restarts {config.fault.max_restarts} under torchrun: torchrun does the restarts",
-            remedy=f"use torchrun --max-restarts={config.fault.max_restarts} … before the script's name",
-        )
+        problem = f"--max-restarts {config.fault.max_restarts} under torchrun: torchrun does the restarts"
+        remedy = f"use torchrun --max-restarts={config.fault.max_restarts} … before the script's name"
+        yield RequestError(problem, remedy=remedy)

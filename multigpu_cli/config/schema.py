@@ -11,7 +11,7 @@ from math import inf
 from typing import Any
 
 from multigpu_cli.config import types
-from multigpu_cli.config.types import Setting, choice, flag, integer, number, setting
+from multigpu_cli.config.types import Setting, choice, flag, integer, number, setting, subkey
 
 _CHAT, _RL = "Chat and language models", "Reinforcement learning (PPO)"  # chapters of the help, as each PANEL
 
@@ -42,11 +42,8 @@ class DataConfig:
     PANEL = "Data"
     name: str = setting("data", "digits", types.text, "name, file or module:function")
     args: dict[str, Any] = types.arguments("data.args")
-    inputs: int | None = setting(
-        "data.inputs",
-        None,
-        integer(1, 1000),
-        "the first N elements of a sample are inputs, the others targets (default: 1)",
+    inputs: int | None = subkey(
+        None, integer(1, 1000), "the first N elements of a sample are inputs, the others targets (default: 1)"
     )
     dir: str | None = setting("data_dir", None, types.path, "folder or file of the dataset", free=True)
     mode: str = flag(
@@ -56,34 +53,25 @@ class DataConfig:
     on_device: str = setting(
         "data_on_device", "auto", choice("auto", "on", "off"), "keep the whole dataset in GPU memory", free=True
     )
-    mixup: float | None = setting(
-        "data.mixup", None, number(0, above=True), "MixUp of training samples: X of Beta(X, X), e.g. 0.2"
+    mixup: float | None = subkey(None, number(0, above=True), "MixUp of training samples: X of Beta(X, X), e.g. 0.2")
+    cutmix: float | None = subkey(None, number(0, above=True), "CutMix of training images: X of Beta(X, X), e.g. 1")
+    random_resized_crop: float | None = subkey(
+        None, number(0, 1, above=True), "RandomResizedCrop of X to 1 of a training image's area"
     )
-    cutmix: float | None = setting(
-        "data.cutmix", None, number(0, above=True), "CutMix of training images: X of Beta(X, X), e.g. 1"
-    )
-    random_resized_crop: float | None = setting(
-        "data.random_resized_crop",
-        None,
-        number(0, 1, above=True),
-        "RandomResizedCrop of X to 1 of a training image's area",
-    )
-    rand_augment: int | None = setting(
-        "data.rand_augment", None, integer(0, 30), "RandAugment for training images: its magnitude, e.g. 9"
-    )
+    rand_augment: int | None = subkey(None, integer(0, 30), "RandAugment for training images: its magnitude, e.g. 9")
     max_length: int | None = flag(None, integer(2), "maximum number of tokens (default: the model's)", panel=_CHAT)
     packing: str = flag(
         "on", choice("on", "off"), "pack several samples (never preference pairs) into one sequence", panel=_CHAT
     )
-    shuffle_block: int | None = setting(
-        "data.shuffle_block", None, integer(1), "rows shuffled as a block (default: 1; from 2^24 rows on 4096)"
+    shuffle_block: int | None = subkey(
+        None, integer(1), "rows shuffled as a block (default: 1; from 2^24 rows on 4096)"
     )
-    shuffle_window: int = setting("data.shuffle_window", 64, integer(1), "number of blocks that are mixed")
-    mix: tuple[dict[str, Any], ...] = setting(
-        "data.mix", (), types.sources, "mixture of datasets: [{data: NAME, data_dir: …, args: {…}, weight: 2}, …]"
+    shuffle_window: int = subkey(64, integer(1), "number of blocks that are mixed")
+    mix: tuple[dict[str, Any], ...] = subkey(
+        (), types.sources, "mixture of datasets: [{data: NAME, data_dir: …, args: {…}, weight: 2}, …]"
     )
-    sample_weights: types.ClassWeights | None = setting(
-        "data.sample_weights", None, types.class_weights, "weights of the classes when training samples are drawn"
+    sample_weights: types.ClassWeights | None = subkey(
+        None, types.class_weights, "weights of the classes when training samples are drawn"
     )
 
 
@@ -98,8 +86,8 @@ class ModelConfig:
     sync_bn: bool = flag(False, types.switch, "use SyncBatchNorm: batch statistics over all GPUs")
     grad_checkpointing: bool = flag(False, types.switch, "recompute activations: less memory, more time")
     freeze: tuple[str, ...] = flag((), types.patterns, "parameters not to train, e.g. 'features.*'; repeatable")
-    unfreeze_at: int | None = setting(
-        "model.unfreeze_at", None, integer(2, 10**9), "first epoch (from 1) that trains the --freeze parameters"
+    unfreeze_at: int | None = subkey(
+        None, integer(2, 10**9), "first epoch (from 1) that trains the --freeze parameters"
     )
     init_from: str | None = flag(None, types.path, "load initial weights from this file or folder")
     init_partial: bool = flag(False, types.switch, "load matching weights only; leave the rest at their initial values")
@@ -112,15 +100,13 @@ class AdapterConfig:
 
     PANEL = _CHAT
     kind: str = setting("adapter", "none", choice("none", "lora", "rslora", "dora"), "fine-tune with an adapter")
-    r: int = setting("adapter.r", 16, integer(1), "rank of the adapter matrices")
-    alpha: int = setting("adapter.alpha", 32, integer(1), "scale of the adapter: its output is multiplied by alpha / r")
-    dropout: float = setting("adapter.dropout", 0.0, number(0, 1, below=True), "dropout of the adapter's inputs")
-    targets: tuple[str, ...] = setting(
-        "adapter.targets", (), types.modules, "layers with an adapter, e.g. q_proj,v_proj (default: all but the head)"
+    r: int = subkey(16, integer(1), "rank of the adapter matrices")
+    alpha: int = subkey(32, integer(1), "scale of the adapter: its output is multiplied by alpha / r")
+    dropout: float = subkey(0.0, number(0, 1, below=True), "dropout of the adapter's inputs")
+    targets: tuple[str, ...] = subkey(
+        (), types.modules, "layers with an adapter, e.g. q_proj,v_proj (default: all but the head)"
     )
-    modules_to_save: tuple[str, ...] = setting(
-        "adapter.modules_to_save", (), types.modules, "modules that are trained in full, e.g. lm_head"
-    )
+    modules_to_save: tuple[str, ...] = subkey((), types.modules, "modules that are trained in full, e.g. lm_head")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +117,8 @@ class TaskConfig:
     name: str | None = setting("task", None, types.text, "name or module:Class (default: the dataset's)")
     args: dict[str, Any] = types.arguments("task.args")
     label_smoothing: float = flag(0.0, number(0, 1, below=True), "label smoothing, from 0 to 1")
-    class_weights: types.ClassWeights | None = setting(
-        "task.class_weights", None, types.class_weights, "weights of the classes in the training loss"
+    class_weights: types.ClassWeights | None = subkey(
+        None, types.class_weights, "weights of the classes in the training loss"
     )
     num_envs: int | None = flag(None, integer(1), "number of environments, over all workers", panel=_RL)
     env_group: int | None = flag(None, integer(1), "environments that are stepped as one batch", panel=_RL)
@@ -215,17 +201,14 @@ class OptimizerConfig:
     PANEL = "Learning rate and optimizer"
     name: str = setting("optimizer", "adamw", types.optimizer, "optimizer; its fused version where the device has one")
     args: dict[str, Any] = types.arguments("optimizer.args")
-    rates: dict[str, float] = setting(
-        "optimizer.rates", {}, types.rates, "factors of the learning rate by parameter pattern, e.g. {head.*: 10}"
+    rates: dict[str, float] = subkey(
+        {}, types.rates, "factors of the learning rate by parameter pattern, e.g. {head.*: 10}"
     )
-    layer_decay: float | None = setting(
-        "optimizer.layer_decay",
-        None,
-        number(0, 1, above=True),
-        "a block's learning rate, as a factor of the next block's",
+    layer_decay: float | None = subkey(
+        None, number(0, 1, above=True), "a block's learning rate, as a factor of the next block's"
     )
-    groups: tuple[types.ParameterGroup, ...] = setting(
-        "optimizer.groups", (), types.groups, "weight_decay and lr_factor of parameters that match patterns"
+    groups: tuple[types.ParameterGroup, ...] = subkey(
+        (), types.groups, "weight_decay and lr_factor of parameters that match patterns"
     )
     weight_decay: float = flag(1e-4, number(0), "weight decay; not applied to biases and normalization layers")
     max_grad_norm: float | str = flag(
@@ -372,7 +355,8 @@ SECTIONS: dict[str, Any] = {
 def _list_settings() -> Iterator[Setting]:
     for section, kind in SECTIONS.items():
         for entry in fields(kind):
-            key, free = entry.metadata["key"] or entry.name, entry.metadata["free"] or getattr(kind, "FREE", False)
+            key = entry.metadata["key"].format(section=section, name=entry.name)
+            free = entry.metadata["free"] or getattr(kind, "FREE", False)
             default = {} if entry.default is MISSING else entry.default
             meta = {**entry.metadata, "key": key, "free": free, "panel": entry.metadata["panel"] or kind.PANEL}
             yield Setting(**meta, section=section, attribute=entry.name, default=default)

@@ -129,12 +129,8 @@ def _layer(entries: Sequence[SettingEntry], faults: list[TrainingError], broken:
             faults.append(error)
             broken.add("data")
     if values.get("lr") is not None and values.get("base_lr") is not None:
-        faults.append(
-            RequestError(
-                f"{labels['lr']} can't be used with {labels['base_lr']}: only the second one is scaled",
-                remedy="give only one of them",
-            )
-        )
+        problem = f"{labels['lr']} can't be used with {labels['base_lr']}: only the second one is scaled"
+        faults.append(RequestError(problem, remedy="give only one of them"))
         broken |= {"lr", "base_lr"}
     return values
 
@@ -181,9 +177,8 @@ def _suggestion(key: str) -> str:
     name = inner if inner in SETTINGS else f"{part}_{inner}"
     if part in PARTS and name in SETTINGS:
         return f"use {name} for the setting, {part}.args.{inner} for an argument of the plug-in"
-    close = get_close_matches(
-        key.lower().replace("-", "_"), [*SETTINGS, *(f"{part}.{word}" for part, word in PARTS.items())], n=1
-    )
+    known = [*SETTINGS, *(f"{part}.{word}" for part, word in PARTS.items())]
+    close = get_close_matches(key.lower().replace("-", "_"), known, n=1)
     argument = f"; or, for an argument, optimizer.args.{key} or model.args.{key}"
     suggestion = f"did you mean {close[0]!r}?" if close else "--help lists the settings (--batch-size is batch_size)"
     return suggestion if inner or (close and "." not in close[0]) else suggestion + argument
@@ -192,9 +187,8 @@ def _suggestion(key: str) -> str:
 def _merge_layers(layers: Iterable[dict[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for layer in layers:
-        replaced: tuple[str, ...] = (
-            _SCALED if layer.get("lr") is not None else ("lr",) if layer.get("base_lr") is not None else ()
-        )
+        plain = ("lr",) if layer.get("base_lr") is not None else ()
+        replaced: tuple[str, ...] = _SCALED if layer.get("lr") is not None else plain
         for part in PARTS:
             if part in values and layer.get(part) not in (None, values[part]):
                 replaced += tuple(key for key in values if key.startswith(f"{part}."))

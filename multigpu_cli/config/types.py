@@ -187,9 +187,8 @@ def _loggers(value: Any) -> tuple[str, ...]:
     """Names of loggers; none, or nothing, is no logger. An address is not quoted: it may hold a password."""
     names = tuple(str(part).strip() for part in (value if _is_list(value) else [value]))
     if any("/" in name or "@" in name for name in names):
-        raise ValueError(
-            "must be a name, not an address: set the address in the environment (MLFLOW_TRACKING_URI, WANDB_BASE_URL)"
-        )
+        remedy = "set the address in the environment (MLFLOW_TRACKING_URI, WANDB_BASE_URL)"
+        raise ValueError(f"must be a name, not an address: {remedy}")
     if names in ((), ("none",)):
         return ()
     if "none" in names or len(set(names)) < len(names):
@@ -258,25 +257,23 @@ def _sources(value: Any) -> tuple[dict[str, Any], ...]:
     """The datasets of a mixture, each as a mapping with all of its entries."""
     entries = [value] if isinstance(value, dict) else value
     if not _is_list(entries) or len(entries) == 1 or not all(isinstance(each, dict) for each in entries):
-        raise ValueError(
-            f"must be a list of at least two datasets, like {{data: csv, data_dir: a}}, not {quote_value(value)}"
-        )
-    found = []
-    for entry in entries:
-        if unknown := [str(name) for name in entry if name not in _SOURCE]:
-            raise ValueError(f"has an entry {unknown[0]!r}; {did_you_mean(unknown[0], sorted(_SOURCE))}")
-        if "data" not in entry:
-            raise ValueError(f"has a dataset without a name: {quote_value(entry)}")
-        folder = entry.get("data_dir")
-        found.append(
-            {
-                "data": _text(entry["data"]),
-                "data_dir": None if folder is None else path.parse(folder),
-                "args": _args(entry.get("args") or {}),
-                "weight": number(0, above=True).parse(entry.get("weight", 1)),
-            }
-        )
-    return tuple(found)
+        example = "{data: csv, data_dir: a}"
+        raise ValueError(f"must be a list of at least two datasets, like {example}, not {quote_value(value)}")
+    return tuple(_parse_source(entry) for entry in entries)
+
+
+def _parse_source(entry: dict[str, Any]) -> dict[str, Any]:
+    if unknown := [str(name) for name in entry if name not in _SOURCE]:
+        raise ValueError(f"has an entry {unknown[0]!r}; {did_you_mean(unknown[0], _SOURCE)}")
+    if "data" not in entry:
+        raise ValueError(f"has a dataset without a name: {quote_value(entry)}")
+    folder = entry.get("data_dir")
+    return {
+        "data": _text(entry["data"]),
+        "data_dir": None if folder is None else path.parse(folder),
+        "args": _args(entry.get("args") or {}),
+        "weight": number(0, above=True).parse(entry.get("weight", 1)),
+    }
 
 
 def _is_list(value: Any) -> bool:
@@ -329,7 +326,10 @@ class Setting(NamedTuple):
 
 
 def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = False, panel: str = "") -> Any:
-    """Declare a dataclass field; a setting whose key has a dot has no flag. Without `panel` it is its section's."""
+    """Declare a dataclass field; a setting whose key has a dot has no flag. Without `panel` it is its section's.
+
+    The key may contain {section}, the field of Config, and {name}, that of the setting in its section.
+    """
     metadata = {"key": key, "kind": kind, "help": help, "free": free, "panel": panel}
     if default == {}:
         return field(default_factory=dict, metadata=metadata)
@@ -338,7 +338,12 @@ def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = 
 
 def flag(default: Any, kind: ValueType, help: str, *, free: bool = False, panel: str = "") -> Any:
     """Declare a dataclass field whose own name is the key of the setting."""
-    return setting("", default, kind, help, free=free, panel=panel)
+    return setting("{name}", default, kind, help, free=free, panel=panel)
+
+
+def subkey(default: Any, kind: ValueType, help: str) -> Any:
+    """Declare a dataclass field whose key is SECTION.NAME, such as data.mixup for `mixup` of the section `data`."""
+    return setting("{section}.{name}", default, kind, help)
 
 
 def arguments(key: str) -> Any:

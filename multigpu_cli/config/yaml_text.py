@@ -70,14 +70,12 @@ def compose(text: str) -> yaml.Node | None:
         if node is not None:
             _check(node)
     except yaml.reader.ReaderError as error:
-        raise UnreadableError(
-            "contains a control character; is it a text file?", text[: error.position].count("\n") + 1
-        ) from None
+        line = text[: error.position].count("\n") + 1
+        raise UnreadableError("contains a control character; is it a text file?", line) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise UnreadableError(
-            f"malformed YAML: {error.problem or error.context}", mark.line + 1 if mark else 1
-        ) from None
+        line = mark.line + 1 if mark else 1
+        raise UnreadableError(f"malformed YAML: {error.problem or error.context}", line) from None
     return node
 
 
@@ -119,9 +117,8 @@ def dump_value(value: Any) -> str:
 def _check(node: yaml.Node) -> None:
     line = node.start_mark.line + 1
     if node.tag not in _PLAIN_TAGS:
-        raise UnreadableError(
-            f"the tag {node.tag.replace('tag:yaml.org,2002:', '!!')} is not allowed: plain values only", line
-        )
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise UnreadableError(f"the tag {tag} is not allowed: plain values only", line)
     if isinstance(node, yaml.SequenceNode):
         for part in node.value:
             _check(part)
@@ -147,9 +144,8 @@ def from_recipe(
         root = compose(read_recipe(path))
         if not isinstance(root, yaml.MappingNode):
             kind = "empty" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-            raise RequestError(
-                f"{path}:1: the file is {kind}, not a mapping of settings", remedy="write lines like 'epochs: 20'"
-            )
+            problem = f"{path}:1: the file is {kind}, not a mapping of settings"
+            raise RequestError(problem, remedy="write lines like 'epochs: 20'")
         entries = _flat(root, str(path))
     except UnreadableError as error:
         faults.append(RequestError(f"{path}:{error.line}: {error.problem}"))
@@ -196,9 +192,8 @@ def from_sets(sets: Sequence[str], faults: list[TrainingError]) -> list[SettingE
             read = parse_typed if free else parse_plain
             entries.append(SettingEntry(key, None if node is None else read(node), f"--set {key}"))
         except UnreadableError as error:
-            faults.append(
-                RequestError(f"--set {key}: {error.problem}", remedy="quote the value: --set 'KEY=\"VALUE\"'")
-            )
+            remedy = "quote the value: --set 'KEY=\"VALUE\"'"
+            faults.append(RequestError(f"--set {key}: {error.problem}", remedy=remedy))
     return [_free_argument(entry) for entry in entries]
 
 

@@ -88,10 +88,8 @@ def count_repeats(order: Tensor) -> Tensor:
 def _labels_of(source: DataSource, key: str) -> Tensor:
     labels = read_labels(source.train, source.form)
     if labels is None or labels.ndim != 1 or labels.is_floating_point():
-        raise RequestError(
-            f"{key}: the classes of the training samples are not known before they are loaded",
-            remedy="give the dataset an attribute `targets`: the class number of each sample",
-        )
+        problem = f"{key}: the classes of the training samples are not known before they are loaded"
+        raise RequestError(problem, remedy="give the dataset an attribute `targets`: the class number of each sample")
     labels = labels.long()
     counted = labels[labels != IGNORED]
     if len(counted) and not 0 <= int(counted.min()) <= int(counted.max()) < source.num_classes:

@@ -66,10 +66,8 @@ def report_own_code(dataset: Dataset[Any], what: str, call: str) -> Iterator[Non
     except TrainingError:
         raise
     except Exception as error:  # the user's own code: reported as what is wrong with the request
-        raise RequestError(
-            f"--data: {what} raised {describe_error(error)}",
-            remedy=f"see what {type(unwrap_dataset(dataset)).__name__}{call} gives in Python",
-        ) from error
+        remedy = f"see what {type(unwrap_dataset(dataset)).__name__}{call} gives in Python"
+        raise RequestError(f"--data: {what} raised {describe_error(error)}", remedy=remedy) from error
 
 
 def to_pair(item: Any, what: str, form: SampleForm = PAIR) -> tuple[Any, Any]:
@@ -93,10 +91,8 @@ def to_pair(item: Any, what: str, form: SampleForm = PAIR) -> tuple[Any, Any]:
         kind = f"{type(item).__name__}{f' of {len(parts)}' if isinstance(item, tuple | list) else ''}"
         wanted = f"data.inputs={form.inputs} and a target" if form.inputs else "(input, target)"
         more = f"--set data.inputs={len(parts) - 1} where all but the last are inputs; " if len(parts) > 2 else ""
-        raise RequestError(
-            f"--data: {what} must be {wanted}, not {kind}",
-            remedy=f"{more}a pair, or a dict with the target under one of {', '.join(TARGETS)}",
-        )
+        problem = f"--data: {what} must be {wanted}, not {kind}"
+        raise RequestError(problem, remedy=f"{more}a pair, or a dict with the target under one of {', '.join(TARGETS)}")
     return _join(parts[:inputs]), _join(parts[inputs:])
 
 
@@ -110,10 +106,8 @@ def _from_mapping(item: dict[Any, Any], what: str, form: SampleForm) -> tuple[An
     named = [name for name in TARGETS if name in item]
     tokens = to_tensors(item["input_ids"]) if "input_ids" in item else None
     if len(named) > 1 or (not named and tokens is None and form.needs_target):
-        raise RequestError(
-            f"--data: {what} has {' and '.join(named) or 'no target'} among {', '.join(map(str, item))}",
-            remedy=f"one entry called {', '.join(TARGETS)}",
-        )
+        problem = f"--data: {what} has {' and '.join(named) or 'no target'} among {', '.join(map(str, item))}"
+        raise RequestError(problem, remedy=f"one entry called {', '.join(TARGETS)}")
     target = to_tensors(item.pop(named[0])) if named else tokens
     inputs = {name: to_tensors(value) for name, value in item.items()}
     if tokens is not None and isinstance(target, Tensor) and target.shape == tokens.shape and target.ndim:

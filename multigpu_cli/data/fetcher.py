@@ -328,8 +328,6 @@ def _short_folder() -> str:
     for folder in (tempfile.gettempdir(), *_SHORT):
         if len(os.fsencode(folder)) <= _LONGEST and os.access(folder, os.W_OK | os.X_OK):
             return folder
-    raise RequestError(
-        f"--num-workers: TMPDIR={tempfile.gettempdir()} is too long for the sockets of loader processes, "
-        "and /tmp is not writable",
-        remedy=f"set TMPDIR to a path of at most {_LONGEST} bytes, or use --num-workers 0",
-    )
+    reason = "too long for the sockets of loader processes, and /tmp is not writable"
+    remedy = f"set TMPDIR to a path of at most {_LONGEST} bytes, or use --num-workers 0"
+    raise RequestError(f"--num-workers: TMPDIR={tempfile.gettempdir()} is {reason}", remedy=remedy)

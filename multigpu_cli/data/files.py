@@ -104,10 +104,8 @@ def locate_single_file(name: str, data_dir: str | None, file: str | None, layout
     if place.is_dir():
         return locate_other_file(name, place, file) if file else _locate_only_file(name, place, layout)
     if file not in (None, place.name):
-        raise RequestError(
-            f"--data-dir {data_dir} can't be used with data.file={file}: two different files",
-            remedy=f"the folder as --data-dir, or --set data.file={place.name}",
-        )
+        problem = f"--data-dir {data_dir} can't be used with data.file={file}: two different files"
+        raise RequestError(problem, remedy=f"the folder as --data-dir, or --set data.file={place.name}")
     return place
 
 
@@ -127,10 +125,8 @@ def _locate_only_file(name: str, folder: Path, layout: str) -> Path:
     paths = sorted(next(filter(None, fits), []))  # table.csv is preferred to a table.csv.gz beside it
     if len(paths) != 1:
         found = ", ".join(path.name for path in paths[:5]) or "none at all"
-        raise RequestError(
-            f"--data {name}: {folder} must hold one {FILES[name][0]} file, and it holds {found}",
-            remedy=f"--data-dir FILE, for example {paths[0]}" if paths else layout,
-        )
+        problem = f"--data {name}: {folder} must hold one {FILES[name][0]} file, and it holds {found}"
+        raise RequestError(problem, remedy=f"--data-dir FILE, for example {paths[0]}" if paths else layout)
     return paths[0]
 
 

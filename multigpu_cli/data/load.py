@@ -63,6 +63,7 @@ def infer_source(
     inputs, targets = Collate(train, form)(one)  # a batch, since a collate_fn may add what a sample lacks
     parts = [part.tensors for part in (train, val, test) if isinstance(part, TensorDataset)]
     labeled = [to_pair(part, "a sample", form) for part in parts if len(part) > (form.inputs or 1)]
+    is_iterable = isinstance(unwrap_dataset(train), MaterializedIterable)
     return DataSource(
         train=train,
         val=val,
@@ -71,9 +72,7 @@ def infer_source(
         num_classes=_infer_vocabulary_size(labeled, 2)
         or (_count_classes(samples, form, moved) if isinstance(targets, Tensor) else count_declared_classes(train)),
         num_outputs=int(torch.Size(getattr(targets, "shape", (1,))[1:]).numel()),
-        note="an iterable dataset, read once with its randomness: "
-        if isinstance(unwrap_dataset(train), MaterializedIterable)
-        else "",
+        note="an iterable dataset, read once with its randomness: " if is_iterable else "",
         form=form,
     )
 
@@ -105,10 +104,8 @@ def _count_classes(samples: "SeededDataset", form: SampleForm, moved: Moved) -> 
     if form.classes is not None:
         return form.classes
     if count > _MOST_SCANNED:
-        raise RequestError(
-            f"--data: {count} samples are too many to infer the number of classes from",
-            remedy="give the dataset an attribute num_classes",
-        )
+        problem = f"--data: {count} samples are too many to infer the number of classes from"
+        raise RequestError(problem, remedy="give the dataset an attribute num_classes")
     for index in _report_reading(count, moved):
         if not (found := needed(index)):
             return 0
@@ -184,20 +181,16 @@ def load_data_source(
         source = infer(**_load_splits(call, offered, args, config.name, seed))
     elif isinstance(found := call(offered, args), DataSource):
         if new is not None:
-            raise RequestError(
-                f"data.args.new: --data {config.name} takes no new samples",
-                remedy="leave it out; new samples are for --data csv and for a dataset of your own, MODULE:FUNCTION",
-            )
+            remedy = "leave it out; new samples are for --data csv and for a dataset of your own, MODULE:FUNCTION"
+            raise RequestError(f"data.args.new: --data {config.name} takes no new samples", remedy=remedy)
         source = replace(found, form=form)
     else:
         source = _split_by_seed(_dataset(found, config.name, seed), seed, infer)
     if new is not None:
         source = _add_new(source, new, call, offered, args, config.name, seed)
     if len(source.train) == 0:  # type: ignore[arg-type]
-        raise RequestError(
-            f"--data {config.name}: the training set is empty",
-            remedy="use more samples, or a smaller share for validation and test",
-        )
+        problem = f"--data {config.name}: the training set is empty"
+        raise RequestError(problem, remedy="use more samples, or a smaller share for validation and test")
     for split in ("train", "val", "test", "new"):
         _check_finite(getattr(source, split), f"--data {config.name}, split {split}")
     return source
@@ -232,10 +225,8 @@ def _check_finite(dataset: Any, where: str) -> None:
         kind = "target" if 0 < place == len(tensors) - 1 else "input"
         if tensor.is_floating_point() and tensor.numel() and not all(map(isfinite, tensor.aminmax())):
             sample = int((~tensor.isfinite()).nonzero()[0, 0])
-            raise RequestError(
-                f"{where}: the {kind} of sample {sample} contains NaN or infinity",
-                remedy="leave such samples out, or replace the values (torch.nan_to_num)",
-            )
+            problem = f"{where}: the {kind} of sample {sample} contains NaN or infinity"
+            raise RequestError(problem, remedy="leave such samples out, or replace the values (torch.nan_to_num)")
 
 
 def _load_splits(
@@ -247,10 +238,8 @@ def _load_splits(
         found = call({**offered, "split": split}, args)
         splits[split] = None if found is None else _dataset(found, f"{name}, split {split}", make_key(seed, number))
     if splits["train"] is None:
-        raise RequestError(
-            f"--data {name}: the factory returned None for split='train'",
-            remedy="return a dataset; only val and test may be None",
-        )
+        problem = f"--data {name}: the factory returned None for split='train'"
+        raise RequestError(problem, remedy="return a dataset; only val and test may be None")
     return splits
 
 

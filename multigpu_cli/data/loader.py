@@ -40,6 +40,7 @@ class Batch:
 
 
 StepWork = tuple[StepLayout, Iterator[Batch]]  # the layout of one optimizer step, and a worker's micro-batches in order
+EpochWork = Iterator[StepWork]  # the steps of an epoch, in order
 
 
 class BatchStream(ABC):
@@ -51,9 +52,7 @@ class BatchStream(ABC):
     ready = False  # the batches lie on the GPU as the model takes them: there is no wait for them
 
     @abstractmethod
-    def epoch(
-        self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
-    ) -> Iterator[StepWork]:
+    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int) -> EpochWork:
         """The steps of an epoch from step `start` on: each with its layout and this worker's batches.
 
         `replicas_per_process` micro-batches are joined into one batch (DataParallel needs one per device).
@@ -118,9 +117,7 @@ class Loader(BatchStream):
     def close(self) -> None:
         self._fetch.close()
 
-    def epoch(
-        self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int
-    ) -> Iterator[StepWork]:
+    def epoch(self, plan: BatchPlan, epoch: int, start: int, rank: int, replicas_per_process: int) -> EpochWork:
         order = self._keyed_order(epoch)
         micro, per_epoch = plan.micro_batch, plan.steps_per_epoch
         steps = range(epoch * per_epoch + start, (epoch + 1) * per_epoch)

@@ -140,10 +140,8 @@ def load(
     those of all sources, each sample once. data.shuffle_block and data.shuffle_window hold for each source by itself.
     """
     if not mix:
-        raise RequestError(
-            "--data mixture needs data.mix, the datasets",
-            remedy="data: {mix: [{data: csv, data_dir: a.csv}, …]} in YAML",
-        )
+        problem = "--data mixture needs data.mix, the datasets"
+        raise RequestError(problem, remedy="data: {mix: [{data: csv, data_dir: a.csv}, …]} in YAML")
     if samples is not None and (not isinstance(samples, int) or isinstance(samples, bool) or samples < len(mix)):
         raise RequestError(f"data.samples: {samples!r}", remedy=f"a whole number of at least {len(mix)}")
     for other in mix[1:]:
@@ -203,10 +201,8 @@ def _check_alike(first: MixedSource, other: MixedSource) -> None:
             )
     for each in (first, other):
         if each.source.order is not None or each.source.noun != "samples":
-            raise RequestError(
-                f"data.mix: {each.name} has its own order, packs or pairs, so it can't be mixed",
-                remedy="one dataset of all its samples",
-            )
+            problem = f"data.mix: {each.name} has its own order, packs or pairs, so it can't be mixed"
+            raise RequestError(problem, remedy="one dataset of all its samples")
 
 
 def _shorten(value: object) -> str:

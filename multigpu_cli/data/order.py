@@ -150,10 +150,8 @@ def split_by_sample(count: int, fractions: tuple[float, ...], seed: int) -> list
     sizes = [round(count * fraction) for fraction in fractions]
     first = count - sum(sizes)
     if first < 1 or any(size < 1 for size in sizes):
-        raise RequestError(
-            f"--data: {pluralize(count, 'sample')} can't be divided into {len(sizes) + 1} parts",
-            remedy="use more samples, or a dataset with its own train, val and test splits",
-        )
+        problem = f"--data: {pluralize(count, 'sample')} can't be divided into {len(sizes) + 1} parts"
+        raise RequestError(problem, remedy="use more samples, or a dataset with its own train, val and test splits")
     return list(torch.split(shuffle_numbers(count, seed, SPLIT), [first, *sizes]))
 
 
@@ -205,8 +203,6 @@ class RowSelection:
 def divide_rows(rows: int, parts: int, seed: int, where: str) -> list[RowSelection]:
     """The training part, and so many held-out parts of a tenth each; a message names the rows by `where`."""
     if parts and rows < _GROUP:
-        raise RequestError(
-            f"{where}: {pluralize(rows, 'row')} can't be divided into {parts + 1} parts",
-            remedy=f"at least {_GROUP} rows, or parts of your own: train, validation and test",
-        )
+        problem = f"{where}: {pluralize(rows, 'row')} can't be divided into {parts + 1} parts"
+        raise RequestError(problem, remedy=f"at least {_GROUP} rows, or parts of your own: train, validation and test")
     return [RowSelection(rows, parts, part, make_key(seed, _SPREAD)) for part in range(parts + 1)]

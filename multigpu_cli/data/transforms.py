@@ -68,10 +68,8 @@ def model_input_shape(sample_shape: Sequence[int], mode: str) -> tuple[int, ...]
     if mode == "flatten":
         return tuple(sample_shape)
     if len(sample_shape) < 2:
-        raise RequestError(
-            f"--mode {mode} needs samples with channels; --data gives vectors of {sample_shape[0]} numbers",
-            remedy="use --mode flatten",
-        )
+        problem = f"--mode {mode} needs samples with channels; --data gives vectors of {sample_shape[0]} numbers"
+        raise RequestError(problem, remedy="use --mode flatten")
     return (1, *sample_shape[1:])
 
 
@@ -269,10 +267,8 @@ class BatchTransforms:
     def evaluate(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """A batch as it is evaluated; one of the training split, the first of a run, must fit the settings."""
         if self._needs_images and not (isinstance(inputs, Tensor) and inputs.ndim == 4):
-            raise RequestError(
-                f"data.random_resized_crop: inputs are {describe_shapes(inputs)}",
-                remedy="images (channels, height, width)",
-            )
+            problem = f"data.random_resized_crop: inputs are {describe_shapes(inputs)}"
+            raise RequestError(problem, remedy="images (channels, height, width)")
         if self._rand_augment:
             self._rand_augment.check(inputs)
         inputs = self._to_model_input(inputs)

@@ -60,10 +60,8 @@ def choose_placement(wanted: DeviceConfig, *, gpus: int, cpus: int, launch_env: 
 def _place_under_launcher(wanted: DeviceConfig, gpus: int, launch_env: LaunchEnv) -> Placement:
     processes = f"{launch_env.launcher} {launch_env.size} process{'es' if launch_env.size > 1 else ''}"
     if wanted.multi_gpu == "none" and launch_env.size > 1:
-        raise RequestError(
-            f"--multi-gpu none, but {processes}",
-            remedy="use python main_multi_gpu.py --multi-gpu none, without torchrun",
-        )
+        problem = f"--multi-gpu none, but {processes}"
+        raise RequestError(problem, remedy="use python main_multi_gpu.py --multi-gpu none, without torchrun")
     strategy = _name_strategy(wanted)
     if not gpus:
         return Placement(strategy, (torch.device("cpu"),), 0, f"{processes}; {_explain_no_gpu()}, so on CPU")
@@ -103,10 +101,9 @@ def _place_self_launched(wanted: DeviceConfig, ids: tuple[int, ...], cpus: int) 
         return Placement(_name_strategy(wanted), (torch.device("cpu"),) * count, count, reason)
     count = wanted.nproc_per_node or len(ids)
     if count > len(ids):
-        raise RequestError(
-            f"--nproc-per-node {count}, but only {pluralize(len(ids), 'GPU')} to use: {_join_ids(ids)}",
-            remedy=f"use --nproc-per-node {len(ids)}, or set CUDA_VISIBLE_DEVICES= to train on CPU",
-        )
+        problem = f"--nproc-per-node {count}, but only {pluralize(len(ids), 'GPU')} to use: {_join_ids(ids)}"
+        remedy = f"use --nproc-per-node {len(ids)}, or set CUDA_VISIBLE_DEVICES= to train on CPU"
+        raise RequestError(problem, remedy=remedy)
     reason = f"self-launched on GPUs {_join_ids(ids[:count])}"
     return Placement(_name_strategy(wanted), cuda_devices(ids[:count]), count, reason)
 
@@ -121,10 +118,8 @@ def check_gpus_exist(name: str, ids: Sequence[int], gpus: int) -> None:
     """Raise a RequestError unless all GPUs exist that the flag or argument of this name gives."""
     if absent := [number for number in ids if not 0 <= number < gpus]:
         visible = f"visible: {_join_ids(range(gpus))}" if gpus else "no GPU is visible"
-        raise RequestError(
-            f"{name} {_join_ids(ids)}: there is no GPU {_join_ids(absent)} ({visible})",
-            remedy=f"leave {name} out to use " + ("all visible GPUs" if gpus else "the CPU"),
-        )
+        problem = f"{name} {_join_ids(ids)}: there is no GPU {_join_ids(absent)} ({visible})"
+        raise RequestError(problem, remedy=f"leave {name} out to use " + ("all visible GPUs" if gpus else "the CPU"))
 
 
 def cuda_devices(ids: tuple[int, ...]) -> tuple[torch.device, ...]:

@@ -3,10 +3,9 @@
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import Thread
 from typing import Any
 from uuid import uuid4
 
@@ -28,7 +27,7 @@ from multigpu_cli.distributed.launch_env import (
 )
 from multigpu_cli.distributed.placement import Placement, choose_placement, count_cores, count_visible_gpus
 from multigpu_cli.distributed.processes import die_with_parent
-from multigpu_cli.distributed.world import RankGpu, World, keep_freed_memory
+from multigpu_cli.distributed.world import RankGpu, World, call_in_thread, keep_freed_memory
 from multigpu_cli.errors import RequestError, TrainingError
 
 _FIRST = 60.0  # seconds for the first all-reduce
@@ -151,16 +150,7 @@ def _connect(world: World) -> None:
 
 def _ends_within(seconds: float, work: Callable[[], object]) -> bool:
     """Whether work ends in time, in a thread of its own, which may stay; an error of it is raised here."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-            done.set_result(None)
-        except BaseException as error:  # raised again where the result is read
-            done.set_exception(error)
-
-    Thread(target=run, name="group", daemon=True).start()
+    _, done = call_in_thread(work, "group")
     if not wait([done], seconds).done:
         return False
     done.result()
@@ -176,11 +166,9 @@ def check_own_gpus(world: World) -> None:
     for (host, _), ranks in users.items():
         if len(ranks) > 1:
             gpus = sum(where == host for where, _ in users)
-            raise RequestError(
-                f"ranks {','.join(map(str, ranks))} share a GPU of {host}, and NCCL needs one GPU per rank",
-                remedy=f"use --nproc_per_node={gpus}, or one GPU per process, or CUDA_VISIBLE_DEVICES= to train on CPU",
-                shared=True,
-            )
+            problem = f"ranks {','.join(map(str, ranks))} share a GPU of {host}, and NCCL needs one GPU per rank"
+            remedy = f"use --nproc_per_node={gpus}, or one GPU per process, or CUDA_VISIBLE_DEVICES= to train on CPU"
+            raise RequestError(problem, remedy=remedy, shared=True)
 
 
 def _build_world(device: torch.device, launch_env: LaunchEnv, store: dist.Store, client: dist.Store) -> World:
@@ -235,10 +223,9 @@ def _open_store(launch_env: LaunchEnv, timeout: float, *, hosts: bool) -> dist.T
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
-            raise RequestError(
-                f"MASTER_PORT={launch_env.port} in the environment: another program uses that port",
-                remedy="use torchrun --standalone, which chooses a free port, or another --master-port",
-            ) from error
+            problem = f"MASTER_PORT={launch_env.port} in the environment: another program uses that port"
+            remedy = "use torchrun --standalone, which chooses a free port, or another --master-port"
+            raise RequestError(problem, remedy=remedy) from error
         raise _missing_store_error(launch_env) from error
     store.set_timeout(timedelta(seconds=max(timeout, 300)))
     return store

@@ -268,8 +268,7 @@ def read_last_lines(logs: Path, rank: int, lines: int = 4) -> list[str]:
 
 def quote_last_lines(logs: Path | None, rank: int) -> str:
     """The last lines of a rank for a message, after a line that names the file; "" if there are none."""
-    lines = read_last_lines(logs, rank) if logs else []
-    if not logs or not lines:
+    if not logs or not (lines := read_last_lines(logs, rank)):
         return ""
     return "".join(f"\n  {line}" for line in [f"its last output ({log_path(logs, rank)}):", *lines])
 

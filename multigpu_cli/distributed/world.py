@@ -1,14 +1,16 @@
-"""`World`: a process among the ranks; collectives between them, errors that all raise; and the memory of the device."""
+"""`World`: a process among the ranks; collectives, errors that all raise, calls that may hang; and device memory."""
 
 import ctypes
 import io
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
 from logging import getLogger
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -304,3 +306,18 @@ def run_in_step(world: World, work: Callable[[], Result]) -> Result:
 def run_on_main_rank(world: World, work: Callable[[], Result], *, by: int = 0) -> Result:
     """Run work on one rank only and broadcast its result (plain values) or its error."""
     return run_on_all_ranks(world, work if world.rank == by else lambda: None, source=by)  # type: ignore[return-value]
+
+
+def call_in_thread(work: Callable[[], Result], name: str) -> tuple[Thread, Future[Result]]:
+    """Call work that may hang in a thread of this name, which no exit waits for; the future has its result or error."""
+    answer: Future[Result] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:  # raised again where the answer is read
+            answer.set_exception(error)
+
+    thread = Thread(target=call, name=name, daemon=True)
+    thread.start()
+    return thread, answer

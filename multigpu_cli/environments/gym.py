@@ -135,7 +135,5 @@ def _action(id: str, space: Any) -> Discrete | Box:
     if isinstance(space, gymnasium.spaces.Box) and numpy.issubdtype(space.dtype, numpy.floating):
         bounds = (tuple(map(float, bound.ravel())) for bound in (space.low, space.high))
         return Box(tuple(space.shape), *bounds)
-    raise RequestError(
-        f"--data gym:{id}: the action space {space} is not supported",
-        remedy="use an environment with Discrete or real Box actions",
-    )
+    problem = f"--data gym:{id}: the action space {space} is not supported"
+    raise RequestError(problem, remedy="use an environment with Discrete or real Box actions")

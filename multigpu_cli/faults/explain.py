@@ -57,12 +57,9 @@ def remedy_for(error: BaseException) -> str:
 def describe_unexpected_error(error: Exception) -> str:
     """Type, message and remedy, with the last lines of the user's code in the traceback, or else of ours."""
     here = str(Path(__file__).resolve().parents[2])
+    own_files = (f"{here}/multigpu_cli/", f"{here}/train_multi_gpu", f"{here}/main_multi_gpu")
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [
-        frame
-        for frame in frames
-        if frame.filename.startswith((f"{here}/multigpu_cli/", f"{here}/train_multi_gpu", f"{here}/main_multi_gpu"))
-    ]
+    ours = [frame for frame in frames if frame.filename.startswith(own_files)]
     theirs = [frame for frame in frames if frame not in ours and not is_library_file(frame.filename)]
     shown = theirs[-3:] or ours[-2:]
     kind = "training failed" if theirs or isinstance(error, (OSError, RuntimeError, MemoryError)) else "internal error"
@@ -87,9 +84,8 @@ def name_small_embedding(error: BaseException) -> None:
     values = frames[-1].f_locals if frames and frames[-1].f_code.co_name == "embedding" else {}
     if isinstance(error, IndexError) and {"input", "weight"} <= values.keys():
         numbers, rows = values["input"], len(values["weight"])
-        error.add_note(
-            f"its inputs are {int(numbers.min())} to {int(numbers.max())}, and the embedding has {rows} rows"
-        )
+        inputs = f"its inputs are {int(numbers.min())} to {int(numbers.max())}"
+        error.add_note(f"{inputs}, and the embedding has {rows} rows")
 
 
 def is_library_file(file: str) -> bool:

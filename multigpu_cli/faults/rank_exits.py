@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TextIO, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from multigpu_cli.distributed.world import World
+from multigpu_cli.distributed.world import World, call_in_thread
 from multigpu_cli.errors import FAILED
 
 PHASES = (
@@ -109,16 +108,7 @@ class DeadlineStore:
     def _ask(self, question: Callable[[], Answer]) -> Answer:
         if self._asking and self._asking.is_alive():
             raise RuntimeError("the store does not answer")
-        answer: Future[Answer] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(question())
-            except BaseException as error:  # raised again where the answer is read
-                answer.set_exception(error)
-
-        asking = Thread(target=ask, name="question", daemon=True)
-        asking.start()
+        asking, answer = call_in_thread(question, "question")
         asking.join(_TIMEOUT)  # its end, not its answer: Python's exit aborts a thread that it finds in torch's code
         if asking.is_alive():
             self._asking = asking

@@ -81,12 +81,11 @@ def _checksum_optimizer(
     """One checksum per parameter, also where it has no state: all ranks have the same number."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {
-        f"the optimizer's state of {names.get(find_parameter(parameter), number)}": _checksum(
-            optimizer.state.get(parameter, {}).values(), world
-        )
-        for number, parameter in enumerate(parameters)
-    }
+    sums: dict[str, Tensor] = {}
+    for number, parameter in enumerate(parameters):
+        name = f"the optimizer's state of {names.get(find_parameter(parameter), number)}"
+        sums[name] = _checksum(optimizer.state.get(parameter, {}).values(), world)
+    return sums
 
 
 def _checksum(values: Iterable[object], world: World) -> Tensor:

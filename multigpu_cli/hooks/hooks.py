@@ -96,10 +96,8 @@ def _refuse_misspelt(found: type, flag: str, methods: Collection[str]) -> None:
     for name in own:
         near = get_close_matches(name, (*METHODS, *_STATE), n=1, cutoff=_LIKE)
         if near and near[0] != name:
-            raise RequestError(
-                f"{flag}: it has a method {name!r}, which is never called",
-                remedy=f"did you mean {near[0]!r}? (Or _{name}, if it is meant.)",
-            )
+            problem = f"{flag}: it has a method {name!r}, which is never called"
+            raise RequestError(problem, remedy=f"did you mean {near[0]!r}? (Or _{name}, if it is meant.)")
     if not methods:
         has = f"; it has {', '.join(own[:8])}" if own else ""
         raise RequestError(f"{flag}: it has none of the methods of a hook{has}", remedy=f"one of: {', '.join(METHODS)}")
@@ -108,9 +106,8 @@ def _refuse_misspelt(found: type, flag: str, methods: Collection[str]) -> None:
 def _check_signature(found: type, name: str, flag: str) -> None:
     given = ("numbers", "tensors") if name in TENSORS else ("numbers",)
     if inspect.iscoroutinefunction(getattr(found, name)) or inspect.isgeneratorfunction(getattr(found, name)):
-        raise RequestError(
-            f"{flag}: calling {name} would not run its body", remedy="a plain method, without async and yield"
-        )
+        problem = f"{flag}: calling {name} would not run its body"
+        raise RequestError(problem, remedy="a plain method, without async and yield")
     bound = isinstance(inspect.getattr_static(found, name), staticmethod | classmethod)
     problem = f"{flag}: {name} does not take {pluralize(len(given), 'argument')}"
     remedy = f"def {name}(self, {', '.join(given)})"
@@ -289,11 +286,8 @@ def _call_one(
         )
     if taken > hook.budget_ms and not hook.warned:
         hook.warned = True
-        _warn(
-            run,
-            f"{call} took {taken:.1f} ms at step {numbers.step}, of a budget of {hook.budget_ms:g} ms "
-            "(its budget_ms): training waits for it. This is said once.",
-        )
+        text = f"{call} took {taken:.1f} ms at step {numbers.step}, of a budget of {hook.budget_ms:g} ms "
+        _warn(run, text + "(its budget_ms): training waits for it. This is said once.")
 
 
 def _read_numbers(run: Run, step: int, more: Mapping[str, Any]) -> HookNumbers:
@@ -344,7 +338,6 @@ def copy_state(value: Any, what: str) -> Any:
         return (list if isinstance(value, list) else tuple)(copy_state(entry, what) for entry in value)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return value.item()
-    raise TrainingError(
-        f"{what} a {type(value).__module__}.{type(value).__name__}, which a checkpoint can't hold",
-        remedy="numbers, texts and tensors, in dicts, lists and tuples (an array: torch.tensor(array))",
-    )
+    problem = f"{what} a {type(value).__module__}.{type(value).__name__}, which a checkpoint can't hold"
+    remedy = "numbers, texts and tensors, in dicts, lists and tuples (an array: torch.tensor(array))"
+    raise TrainingError(problem, remedy=remedy)

@@ -12,9 +12,8 @@ def _hooks(config: Config) -> Iterator[RequestError]:
     entries = [parse_hook(text) for text in config.hook.names]
     for _, code in entries:
         if ":" not in code:
-            yield RequestError(
-                f"--hook {code}: must be module:Class", remedy=f"--hook my_file:{code} for {code} in my_file.py"
-            )
+            problem = f"--hook {code}: must be module:Class"
+            yield RequestError(problem, remedy=f"--hook my_file:{code} for {code} in my_file.py")
     yield from find_entry_errors("hook", entries, config, "Class")
 
 

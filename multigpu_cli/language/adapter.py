@@ -164,10 +164,8 @@ def check_freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         names = match_names(learning, pattern, f"--freeze {pattern!r}", "parameter that --adapter lets learn")
         if saved := next((name for name in names if ".modules_to_save." in name), None):
-            raise RequestError(
-                f"--freeze {pattern!r} freezes {saved}, but adapter.modules_to_save trains it",
-                remedy="leave out one of them",
-            )
+            problem = f"--freeze {pattern!r} freezes {saved}, but adapter.modules_to_save trains it"
+            raise RequestError(problem, remedy="leave out one of them")
 
 
 def _choose_modules(network: nn.Module, config: AdapterConfig) -> dict[str, Any]:
@@ -181,10 +179,8 @@ def _choose_modules(network: nn.Module, config: AdapterConfig) -> dict[str, Any]
     whole = [name for name, each in modules.items() if any(True for _ in each.parameters())]
     saved = _find_modules(whole, config.modules_to_save, "adapter.modules_to_save", "module with weights")
     if both := next((name for name in targets for other in saved if f"{name}.".startswith(f"{other}.")), None):
-        raise RequestError(
-            f"adapter.modules_to_save: {both} is trained in full, and has an adapter as well",
-            remedy="name it in one of adapter.targets and adapter.modules_to_save",
-        )
+        problem = f"adapter.modules_to_save: {both} is trained in full, and has an adapter as well"
+        raise RequestError(problem, remedy="name it in one of adapter.targets and adapter.modules_to_save")
     tied = head is not None and embedding.weight is head.weight
     for key, names in (("adapter.targets", targets), ("adapter.modules_to_save", saved)):
         parts = [each for name in names for each in modules[name].modules()]

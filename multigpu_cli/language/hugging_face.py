@@ -14,13 +14,7 @@ from torch.nn.functional import pad
 
 from multigpu_cli.config.types import choice
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
-from multigpu_cli.language.model_folder import (
-    check_weight_files,
-    find_model_folder,
-    find_places,
-    import_transformers,
-    load_config,
-)
+from multigpu_cli.language import model_folder
 from multigpu_cli.models.token_losses import ComputesTokenLosses, TokenLosses, TokenTargets, compute_token_losses
 from multigpu_cli.runtime.factories import import_extra
 from multigpu_cli.runtime.model_call import Labelled, ModelCall
@@ -112,7 +106,7 @@ class Logits(NamedInputs, ComputesTokenLosses):
     @property
     def limits(self) -> tuple[int, int | None]:  # type: ignore[override]  # the adapter may change it
         """See `ComputesTokenLosses`."""
-        return self._causal.get_input_embeddings().num_embeddings, find_places(self._causal.config)
+        return self._causal.get_input_embeddings().num_embeddings, model_folder.find_places(self._causal.config)
 
     @property
     def has_router_loss(self) -> bool:
@@ -226,28 +220,26 @@ def build_pretrained(
         attention: sdpa, eager, or flash (of the flash-attn package).
         quantize: none, or 4bit (of the bitsandbytes package): an adapter learns beside linear layers in 4 bits.
     """
-    folder = find_model_folder(model_dir)
-    config = load_config(folder)
+    folder = model_folder.find_model_folder(model_dir)
+    settings: dict[str, Any] = {"config": model_folder.load_config(folder)}
+    settings |= {"dtype": _DTYPES[dtype], "attn_implementation": _ATTENTION[attention]}
     sent = torch.get_default_device().type == "meta"  # a rank that is sent the weights
-    more: dict[str, Any] = {} if sent or quantize == "none" else {"quantization_config": _configure_4_bits()}
+    if quantize != "none" and not sent:
+        settings["quantization_config"] = _configure_4_bits()
     if not sent:
-        check_weight_files(folder)
+        model_folder.check_weight_files(folder)
     try:
+        factory = model_folder.import_transformers().AutoModelForCausalLM
         if sent:
-            return import_transformers().AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
-                config, dtype=_DTYPES[dtype], attn_implementation=_ATTENTION[attention]
-            )
-        network, told = import_transformers().AutoModelForCausalLM.from_pretrained(
+            return factory.from_config(**settings)  # type: ignore[no-any-return]
+        network, told = factory.from_pretrained(
             str(folder),
-            config=config,
-            dtype=_DTYPES[dtype],
-            attn_implementation=_ATTENTION[attention],
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # they are told below
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            **more,
+            **settings,
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise _explain_load_error(folder, attention, error) from error
@@ -276,7 +268,7 @@ def _configure_4_bits() -> Any:
     """NF4 with doubly quantized scales, computing in bfloat16 (Dettmers et al. 2023, QLoRA); not run by any test."""
     if find_spec("bitsandbytes") is None:
         raise RequestError("model.args.quantize 4bit: bitsandbytes is not installed", remedy="pip install bitsandbytes")
-    return import_transformers().BitsAndBytesConfig(
+    return model_folder.import_transformers().BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,

@@ -94,10 +94,8 @@ def _load_tokenizer(folder: Path) -> Any:
             remedy="copy tokenizer.json and tokenizer_config.json of the model into it",
         ) from error
     if not tokenizer.is_fast:
-        raise RequestError(
-            f"--model-dir {folder}: the tokenizer has no tokenizer.json",
-            remedy="AutoTokenizer.from_pretrained(…).save_pretrained(…) writes one",
-        )
+        problem = f"--model-dir {folder}: the tokenizer has no tokenizer.json"
+        raise RequestError(problem, remedy="AutoTokenizer.from_pretrained(…).save_pretrained(…) writes one")
     return tokenizer
 
 
@@ -149,10 +147,8 @@ def check_weight_files(folder: Path) -> None:
     if (folder / _INDEX).is_file():
         shards = _list_weight_files(folder)
         if missing := [shard for shard in shards if not (folder / shard).is_file()]:
-            raise RequestError(
-                f"--model-dir {folder}: {missing[0]} is missing, {len(missing)} of {len(shards)} shards in all",
-                remedy="download the model again, whole",
-            )
+            problem = f"--model-dir {folder}: {missing[0]} is missing, {len(missing)} of {len(shards)} shards in all"
+            raise RequestError(problem, remedy="download the model again, whole")
     elif not (folder / _WEIGHTS).is_file():
         pickled = next((file.name for pattern in _PICKLED for file in folder.glob(pattern)), None)
         raise RequestError(
@@ -172,10 +168,8 @@ def _check_whole(folder: Path, name: str) -> None:
         with safe_open(folder / name, framework="pt"):
             pass
     except SafetensorError as error:
-        raise RequestError(
-            f"--model-dir {folder}: {name} is incomplete ({error})",
-            remedy="download that file again; where git-lfs left a pointer, git lfs pull",
-        ) from error
+        remedy = "download that file again; where git-lfs left a pointer, git lfs pull"
+        raise RequestError(f"--model-dir {folder}: {name} is incomplete ({error})", remedy=remedy) from error
 
 
 def import_transformers() -> Any:

@@ -100,10 +100,8 @@ class PromptReader:
         if not tokens:
             raise RequestError(f"{place} is empty: the model needs a token to start from", remedy="a text")
         if len(tokens) >= self._limit:
-            raise RequestError(
-                f"{place}: {len(tokens)} tokens leave no room for an answer within {self._limit}",
-                remedy="a shorter prompt",
-            )
+            problem = f"{place}: {len(tokens)} tokens leave no room for an answer within {self._limit}"
+            raise RequestError(problem, remedy="a shorter prompt")
         return Prompt(text, tokens)
 
 

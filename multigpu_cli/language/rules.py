@@ -55,10 +55,8 @@ def _pretrained(config: Config) -> Iterator[RequestError]:
             + (f"; for plain records {plain.get(place.suffix.lower(), '--data jsonl')}" if found else ""),
         )
     if config.model.dir is not None and not (chat or pretrained):
-        yield RequestError(
-            f"--model-dir {config.model.dir}: only --model pretrained and --data chat use it",
-            remedy="--model pretrained; or --init-from for weights alone",
-        )
+        problem = f"--model-dir {config.model.dir}: only --model pretrained and --data chat use it"
+        yield RequestError(problem, remedy="--model pretrained; or --init-from for weights alone")
     for key in ("max_length", "packing", "prompts", "sample_every"):
         if config.get(key) not in (SETTINGS[key].default, "on") and not chat:  # "on" was a default
             flag = "--" + key.replace("_", "-")

@@ -5,6 +5,7 @@ Source of the latter: Rafailov et al., "Direct Preference Optimization: Your Lan
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import exp
 from typing import Annotated, Any
 
@@ -39,7 +40,34 @@ from multigpu_cli.tasks.supervised import compute_accuracy, count_right
 _LARGEST_LOSS = 700.0  # nats, of which e to the power is a number
 
 
-class LanguageModel(Task):
+class _TokenTask(Task):
+    """A task of tokens, whose losses are computed in chunks where the model can, and the share that is right."""
+
+    _in_chunks = False
+
+    def check_model(self, model: nn.Module, precision: Precision) -> None:
+        """See `Task`; also that packed texts do not see each other, and whether the model can compute token losses."""
+        with precision.autocast():
+            check_network(model, self.source)
+            if self.source.noun == "packs":
+                check_packing(model, self.source.num_classes, next(model.parameters()).device)
+            self._in_chunks, self.logits_note = try_chunks(model)
+
+    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
+        return {"accuracy": compute_accuracy(counts, units)}
+
+    def _compute_losses(
+        self, model: Callable[..., Any], batch: Batch, *, whole: bool = False, **wanted: Any
+    ) -> TokenLosses:
+        """The losses of the tokens of (n, t) targets; `whole` computes the logits of all, as a metric compares them."""
+        if self._in_chunks and not whole:
+            learned = batch.tokens and batch.tokens.learned
+            found: TokenLosses = model(TokenTargets(batch.inputs, batch.targets, learned, **wanted))
+            return found
+        return score_logits(_check_logits(model(batch.inputs), batch.targets), batch.targets)
+
+
+class LanguageModel(_TokenTask):
     """Inputs (n, t) int64 tokens, targets (n, t) int64 or -100 where none counts, model outputs (n, t, vocabulary).
 
     Loss and accuracy are means over the targets that count, on all workers together: nats per token, and the share of
@@ -62,15 +90,9 @@ class LanguageModel(Task):
                 remedy="--task dpo; or data.args.format=messages, say, where records hold a conversation beside them",
             )
         self.units_per_sample = max(1, source.input_shape[-1]) if source.input_shape else 1
-        self._in_chunks = False
 
     def check_model(self, model: nn.Module, precision: Precision) -> None:
-        """See `Task`; also that packed texts do not see each other, and whether the model can compute token losses."""
-        with precision.autocast():
-            check_network(model, self.source)
-            if self.source.noun == "packs":
-                check_packing(model, self.source.num_classes, next(model.parameters()).device)
-            self._in_chunks, self.logits_note = try_chunks(model)
+        super().check_model(model, precision)
         if self._in_chunks and self.own_metrics:
             self.logits_note += "; in evaluations all of a batch, for --metric"
 
@@ -98,18 +120,6 @@ class LanguageModel(Task):
         counting = (batch.targets != IGNORED).sum(1)
         mean = self._compute_losses(model, batch).losses.double().sum(1) / counting.clamp(min=1)
         return {"tokens": counting.tolist(), "loss": mean.tolist()}
-
-    def _compute_losses(
-        self, model: Callable[..., Any], batch: Batch, *, whole: bool = False, **wanted: Any
-    ) -> TokenLosses:
-        if self._in_chunks and not whole:  # a metric compares the logits of all tokens
-            learned = batch.tokens and batch.tokens.learned
-            found: TokenLosses = model(TokenTargets(batch.inputs, batch.targets, learned, **wanted))
-            return found
-        return score_logits(_check_logits(model(batch.inputs), batch.targets), batch.targets)
-
-    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
-        return {"accuracy": compute_accuracy(counts, units)}
 
     def figures(self, means: dict[str, float]) -> dict[str, float]:
         return {"perplexity": exp(min(means["loss"], _LARGEST_LOSS))}
@@ -152,7 +162,7 @@ def _check_logits(logits: Tensor, targets: Tensor) -> Tensor:
     return logits
 
 
-class DPO(Task):
+class DPO(_TokenTask):
     """Inputs and targets (n, 2, t) of n pairs, the chosen answer first; model outputs (2n, t, vocabulary).
 
     The reference is the network with the adapter of --init-from, or without one, and without dropout. The reward of an
@@ -182,18 +192,14 @@ class DPO(Task):
                 "were mixed up, and must be below one half",
                 remedy="a number below 0.5",
             )
-        self._beta, self._in_chunks = beta, False
+        self._beta = beta
 
     def check_model(self, model: nn.Module, precision: Precision) -> None:
         """See `Task`; without an adapter there is no reference."""
         if find_adapted(model) is None:
-            raise RequestError(
-                "--task dpo: the network has no adapter, and the reference is the network without it",
-                remedy="--adapter lora",
-            )
-        with precision.autocast():
-            check_network(model, self.source)
-            self._in_chunks, self.logits_note = try_chunks(model)
+            problem = "--task dpo: the network has no adapter, and the reference is the network without it"
+            raise RequestError(problem, remedy="--adapter lora")
+        super().check_model(model, precision)
 
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
         return self._losses(self._rewards(model, batch)).sum()
@@ -209,9 +215,6 @@ class DPO(Task):
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:
         return {name: value.tolist() for name, value in self.outputs(model, batch).items()}
 
-    def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
-        return {"accuracy": compute_accuracy(counts, units)}
-
     def figures(self, means: dict[str, float]) -> dict[str, float]:
         return {"margin": means["chosen_reward"] - means["rejected_reward"]} | means
 
@@ -223,16 +226,9 @@ class DPO(Task):
 
     def _rewards(self, model: Any, batch: Batch) -> Tensor:
         """(n, 2): chosen and rejected. Differences are taken by token, which are small and lose no digits."""
-        with as_reference(model), eval_mode(model):
-            reference = self._compute_losses(model, batch)
-        gains = (reference - self._compute_losses(model, batch)).sum(1)
-        return self._beta * gains.view(-1, 2)
-
-    def _compute_losses(self, model: Any, batch: Batch) -> Tensor:
-        """(2n, t): of each target, 0 where none counts."""
         inputs = {name: part.flatten(0, 1) for name, part in batch.inputs.items()}
-        targets = batch.targets.flatten(0, 1)
-        if not self._in_chunks:
-            return score_logits(model(inputs), targets).losses
-        found: TokenLosses = model(TokenTargets(inputs, targets, batch.tokens and batch.tokens.learned))
-        return found.losses
+        answers = replace(batch, inputs=inputs, targets=batch.targets.flatten(0, 1))  # (2n, t)
+        with as_reference(model), eval_mode(model):
+            reference = self._compute_losses(model, answers).losses
+        gains = (reference - self._compute_losses(model, answers).losses).sum(1)
+        return self._beta * gains.view(-1, 2)

@@ -45,10 +45,8 @@ class Characters(Vocabulary):
         """The tokens of a text; RequestError for a character that is not in the vocabulary."""
         own = {chr(symbol): token for token, symbol in enumerate(self.symbols.tolist())}
         if unknown := sorted(set(text) - own.keys()):
-            raise RequestError(
-                f"the characters {', '.join(map(repr, unknown[:5]))} are not among those the model was trained on",
-                remedy=f"use only these: {''.join(own)!r}",
-            )
+            problem = f"the characters {', '.join(map(repr, unknown[:5]))} are not among those the model was trained on"
+            raise RequestError(problem, remedy=f"use only these: {''.join(own)!r}")
         return [own[character] for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -169,10 +167,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
             start = int(torch.randint(low, high, ()))
         piece = torch.from_numpy(self.tokens[start : start + self.block + 1].astype(np.int64))
         if (most := int(piece.max())) >= self.vocabulary:
-            raise RequestError(
-                f"--data text: token {most} near place {start} is beyond the vocabulary of {self.vocabulary}",
-                remedy="a larger data.args.vocabulary, or the right data.args.dtype",
-            )
+            problem = f"--data text: token {most} near place {start} is beyond the vocabulary of {self.vocabulary}"
+            raise RequestError(problem, remedy="a larger data.args.vocabulary, or the right data.args.dtype")
         inputs, targets = torch.zeros(self.block, dtype=torch.int64), torch.full((self.block,), IGNORED)
         inputs[: len(piece) - 1], targets[: len(piece) - 1] = piece[:-1], piece[1:]
         return inputs, targets

@@ -80,10 +80,8 @@ def find_logger(name: str) -> Callable[[], Destination]:
     if name in LOGGERS:
         return found
     if missing := [method for method in ("open", "log", "close") if not callable(getattr(found, method, None))]:
-        raise RequestError(
-            f"--logger {name}: it has no method {' and no '.join(missing)}",
-            remedy="a class with open(run_id, config), log(step, numbers) and close()",
-        )
+        problem = f"--logger {name}: it has no method {' and no '.join(missing)}"
+        raise RequestError(problem, remedy="a class with open(run_id, config), log(step, numbers) and close()")
     return lambda: OwnLogger(found())
 
 

@@ -64,10 +64,8 @@ def send_journal(run: str, to: Sequence[str], *, again: bool) -> dict[str, Any]:
     for name in names:
         with hold_lock(folder, name, lambda: True) as held:
             if not held:
-                raise RequestError(
-                    f"{run} is already being sent to {name} by another process",
-                    remedy="wait for the end of the run, and try again",
-                )
+                problem = f"{run} is already being sent to {name} by another process"
+                raise RequestError(problem, remedy="wait for the end of the run, and try again")
     notes: list[str] = []
     LoggerProcess(folder, names, _PATIENCE, notes.append, again=again, replay=True).close()
     if unsent := list_unsent(folder, names):

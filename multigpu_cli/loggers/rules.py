@@ -29,10 +29,8 @@ def _loggers(config: Config) -> Iterator[RequestError]:
     if config.log.loggers:
         for key, entry in SETTINGS.items():
             if has_password(config.get(key)):
-                yield RequestError(
-                    f"{entry.flag or key}: an address with a password, which --logger would send on",
-                    remedy="leave the password out, and read it from the environment",
-                )
+                problem = f"{entry.flag or key}: an address with a password, which --logger would send on"
+                yield RequestError(problem, remedy="leave the password out, and read it from the environment")
 
 
 RULES = (Rule("logger", _loggers),)

@@ -69,10 +69,8 @@ class SummedMetric(Metric):
         other = -own if own else -inf  # the shortest, as a maximum; a rank without batches has none
         size, shortest, real, whole = all_reduce_max(world, [own, other, bool(self._parts), self._whole is not None])
         if -shortest < size:
-            raise TrainingError(
-                f"{self.label}: sums returned {-shortest:.0f} numbers for some batches and {size:.0f} for others",
-                remedy=_SAME_LENGTH,
-            )
+            problem = f"{self.label}: sums returned {-shortest:.0f} numbers for some batches and {size:.0f} for others"
+            raise TrainingError(problem, remedy=_SAME_LENGTH)
         if real and whole:
             raise TrainingError(f"{self.label}: sums returned whole numbers for some batches only", remedy="one type")
         if real:
@@ -150,10 +148,8 @@ class OrderedMetric(Metric):
             return [self._copy_to_host(entry) for entry in value]
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        raise TrainingError(
-            f"{self.label}: the outputs hold a {type(value).__name__}, which can't be sent to rank 0",
-            remedy="a function of outputs and targets with one value for each sample",
-        )
+        problem = f"{self.label}: the outputs hold a {type(value).__name__}, which can't be sent to rank 0"
+        raise TrainingError(problem, remedy="a function of outputs and targets with one value for each sample")
 
 
 class PerSampleMetric(Metric):
@@ -228,10 +224,8 @@ def _choose_kind(found: type, flag: str) -> type[SummedMetric] | type[OrderedMet
         return SummedMetric
     if callable(getattr(found, "update", None)):
         return OrderedMetric
-    raise RequestError(
-        f"{flag}: the class has neither a method update nor sums",
-        remedy="update(outputs, targets), which sees each batch in order, or sums(outputs, targets), a tensor (k,)",
-    )
+    remedy = "update(outputs, targets), which sees each batch in order, or sums(outputs, targets), a tensor (k,)"
+    raise RequestError(f"{flag}: the class has neither a method update nor sums", remedy=remedy)
 
 
 class Metrics(Part):
@@ -320,8 +314,6 @@ def _try_metrics(components: TrainComponents) -> list[str]:
     known = ["loss", *task.metrics(measured.counts.cpu(), max(1, int(task.units(batch))))]
     known += task.figures(dict.fromkeys(("loss", *task.sums), nan))
     if taken := [name for name in own if name in known]:
-        raise RequestError(
-            f"--metric {taken[0]}: --task {components.spec.task} gives {taken[0]!r} already",
-            remedy=f"leave it out, or --metric NAME={taken[0]}",
-        )
+        problem = f"--metric {taken[0]}: --task {components.spec.task} gives {taken[0]!r} already"
+        raise RequestError(problem, remedy=f"leave it out, or --metric NAME={taken[0]}")
     return [*known, *own]

@@ -14,15 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.checkpoint.files import (
-    PIECE,
-    Moved,
-    compute_sha256,
-    flush_folder,
-    ignore_progress,
-    publish,
-    publish_stream,
-)
+from multigpu_cli.checkpoint.files import PIECE, Moved, compute_sha256, flush_folder, publish, publish_stream
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, parse_step
 from multigpu_cli.config.code_names import hide_passwords
 from multigpu_cli.distributed.launch_env import list_secrets
@@ -144,7 +136,7 @@ class Mirror:
         """The bytes of a checkpoint there."""
         return sum(self._list_files(step).values())
 
-    def download_checkpoint(self, step: int, run: Path, moved: Moved = ignore_progress) -> None:
+    def download_checkpoint(self, step: int, run: Path, moved: Moved = lambda: None) -> None:
         """Copy a checkpoint into a run folder, verified, and the run's other files before it gets its name there.
 
         DamagedMirror: it is damaged there. MirrorError: it could not be read. OSError: the local disk refused it.

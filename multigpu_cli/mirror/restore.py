@@ -80,10 +80,8 @@ def check_mirror_is_new(config: Config) -> None:
     except MirrorError as error:
         raise _unusable(error) from error
     if steps:
-        raise RequestError(
-            f"--resume never, but {mirror.url} already holds a run",
-            remedy="use another --mirror, or --resume auto to continue that run",
-        )
+        problem = f"--resume never, but {mirror.url} already holds a run"
+        raise RequestError(problem, remedy="use another --mirror, or --resume auto to continue that run")
 
 
 def _unusable(error: MirrorError) -> RequestError:
@@ -130,19 +128,15 @@ def _download_newest(
         except MirrorError as error:
             raise _unusable(error) from error
         except OSError as error:
-            raise RequestError(
-                f"--mirror {mirror.url}: step {step} could not be copied to {folder}: {error}",
-                remedy="free some space, or use another --save-dir",
-            ) from error
+            problem = f"--mirror {mirror.url}: step {step} could not be copied to {folder}: {error}"
+            raise RequestError(problem, remedy="free some space, or use another --save-dir") from error
         else:
             return str(folder), damages
     if own is not None:
         return "", damages
     listed = "".join(f"\n  {damage}" for damage in damages)
-    raise RequestError(
-        f"--mirror {mirror.url}: has no intact checkpoint{listed}",
-        remedy="start a new run with another --mirror and --save-dir",
-    )
+    problem = f"--mirror {mirror.url}: has no intact checkpoint{listed}"
+    raise RequestError(problem, remedy="start a new run with another --mirror and --save-dir")
 
 
 def _check_settings(config: Config, mirror: Mirror, step: int) -> None:
@@ -152,7 +146,5 @@ def _check_settings(config: Config, mirror: Mirror, step: int) -> None:
         merge_with_checkpoint(config, manifest["settings"], manifest["written"], manifest["pins"], mirror.url)
     except RequestError as error:
         differing = "; ".join(line for line in error.problem.splitlines() if not line.startswith("  try: "))
-        raise RequestError(
-            f"--mirror holds another run: {differing}",
-            remedy="a new run needs another --mirror; to resume that run, repeat its settings",
-        ) from error
+        remedy = "a new run needs another --mirror; to resume that run, repeat its settings"
+        raise RequestError(f"--mirror holds another run: {differing}", remedy=remedy) from error

@@ -16,10 +16,8 @@ def find_url_errors(url: str, flag: str = "--mirror") -> Iterator[RequestError]:
     scheme, _, place = url.partition(":")
     host = place[2:].partition("/")[0] if place.startswith("//") else ""
     if scheme not in DRIVERS or not (host or scheme == "file") or not place.strip("/"):
-        yield RequestError(
-            f"{flag} {_hide_password(url)}: is not the URL of a folder",
-            remedy="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:/PATH",
-        )
+        problem = f"{flag} {_hide_password(url)}: is not the URL of a folder"
+        yield RequestError(problem, remedy="s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:/PATH")
     elif scheme == "file" and host:
         yield RequestError(f"{flag} {url}: names a machine, {host}", remedy=f"file:/{host}… for a folder of this one")
     elif "@" in host or "?" in url:

@@ -217,10 +217,8 @@ def _find_in_library(library: str, network: str) -> Callable[..., Any]:
 
 
 def _no_download(what: str, name: str) -> RequestError:
-    return RequestError(
-        f"{what} names weights to download, and nothing is downloaded",
-        remedy=f"--model {name} --init-from FILE, with weights on this machine",
-    )
+    problem = f"{what} names weights to download, and nothing is downloaded"
+    return RequestError(problem, remedy=f"--model {name} --init-from FILE, with weights on this machine")
 
 
 def _likely_keywords(factory: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:

@@ -161,13 +161,10 @@ class RunData:
         most = max(50, most * 8 // max(8, count))
         return [curves.series(f"{name} {rank}", most=most, **how) for rank in range(count)]
 
-    def evaluated(self, name: str, split: str = "val", *, by: str = "step", factor: float = 1.0) -> Series:
-        """A metric of the evaluations of a split."""
-        events = [
-            event
-            for (_, of), event in sorted(self.history.evals.items())
-            if of == split and event.get(name) is not None
-        ]
+    def evaluated(self, name: str, *, by: str = "step", factor: float = 1.0) -> Series:
+        """A metric of the evaluations of the validation split."""
+        evals = sorted(self.history.evals.items())
+        events = [event for (_, of), event in evals if of == "val" and event.get(name) is not None]
         place = self.samples_at if by == "samples" else float
         places = np.array([place(event["step"]) for event in events])
         return thin_series(places, factor * np.array([float(event[name]) for event in events]))

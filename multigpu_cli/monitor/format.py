@@ -10,6 +10,7 @@ _SHOWN = ("epoch", "episode_reward", "episode_length", "mean_loss", "lr")
 _LABELS = {"mean_loss": "loss since the last line"}  # not to be taken for an epoch's train_loss
 _RATES = {*(f"{unit}_per_second" for unit in UNITS), "all_tokens_per_second", "padding_share"}
 _SHORT = {"event", "time", "samples", "step", *_SHOWN, *_RATES}
+_POSITION = {"event", "time", "step", "split", "epoch"}  # all fields of an `eval` event except results
 _WIDEST_NAME = 32  # letters
 Cells = list[tuple[str, str]]  # label and text of each
 
@@ -47,15 +48,11 @@ def list_values(field: Sequence[float] | Mapping[str, float]) -> Sequence[float]
 
 def format_eval_line(fields: Mapping[str, Any]) -> str:
     """An `eval` event as a line, with all its metrics."""
-    measures = {
-        name: value for name, value in fields.items() if name not in {"event", "time", "step", "split", "epoch"}
-    }
+    measures = {name: value for name, value in fields.items() if name not in _POSITION and value is not None}
     samples = measures.pop("samples", None)
     parts = [f"epoch {fields['epoch']:<3}"] if fields.get("epoch") is not None else []
     parts += [str(fields.get("split", "val")).ljust(4)]
-    parts += [
-        f"{format_label(name)} {format_metric(name, value):<8}" for name, value in measures.items() if value is not None
-    ]
+    parts += [f"{format_label(name)} {format_metric(name, value):<8}" for name, value in measures.items()]
     return "  ".join([*parts, f"({samples:,} samples)" if samples is not None else ""]).rstrip()
 
 

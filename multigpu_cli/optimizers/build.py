@@ -102,10 +102,8 @@ def _check_is_usable(optimizer: Any, config: OptimizerConfig) -> None:
         several = OWN_LOOP if isinstance(optimizer, tuple | list) else ""
         raise RequestError(f"{flag}: a {type(optimizer).__name__} is not a torch.optim.Optimizer", remedy=several)
     if not all("lr" in group for group in optimizer.param_groups):
-        raise RequestError(
-            f"{flag}: its parameter groups have no 'lr', so no schedule can set it",
-            remedy='pass {"lr": lr} among the defaults to super().__init__(params, defaults)',
-        )
+        problem = f"{flag}: its parameter groups have no 'lr', so no schedule can set it"
+        raise RequestError(problem, remedy='pass {"lr": lr} among the defaults to super().__init__(params, defaults)')
     decays = any(group.get("weight_decay") for group in config.groups) or config.weight_decay not in (0, _DEFAULT_DECAY)
     if decays and "weight_decay" not in optimizer.defaults:
         raise RequestError(

@@ -191,10 +191,8 @@ def find_hidden_matrices(model: nn.Module, spared: Collection[str] = ()) -> set[
     for pattern in spared:
         hidden -= set(match_names(list(matrices), pattern, f"optimizer.args.adamw {pattern!r}", "matrix that learns"))
     if not hidden:
-        raise RequestError(
-            "--optimizer muon: there is no hidden matrix to train, only embeddings, the head, kernels or vectors",
-            remedy="--optimizer adamw",
-        )
+        problem = "--optimizer muon: there is no hidden matrix to train, only embeddings, the head, kernels or vectors"
+        raise RequestError(problem, remedy="--optimizer adamw")
     return hidden
 
 

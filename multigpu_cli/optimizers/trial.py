@@ -71,10 +71,8 @@ def _check(optimizer: torch.optim.Optimizer, construct: Construct, name: str, *,
     repeats = one.bits() == other.bits()
     if not repeats and (exact or workers > 1):
         where, way_out = ("--exact: ", "leave out --exact") if exact else ("", "one worker")
-        raise RequestError(
-            f"{where}--optimizer {name} is not deterministic: two steps from the same state give different bits",
-            remedy=f"random numbers from torch's own generators, and no clock; or {way_out}",
-        )
+        problem = f"{where}--optimizer {name} is not deterministic: two steps from the same state give different bits"
+        raise RequestError(problem, remedy=f"random numbers from torch's own generators, and no clock; or {way_out}")
     loaded = make_trial(optimizer, construct)
     with torch.no_grad():
         for target, source in zip(loaded.weights, one.weights, strict=True):

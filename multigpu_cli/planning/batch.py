@@ -138,11 +138,9 @@ def plan_batches(
     product = micro_batch * (accumulation or 1) * workers
     chosen = global_batch or product
     if global_batch is not None and accumulation is not None and product != global_batch:
-        raise RequestError(
-            f"--global-batch-size {global_batch} and --grad-accum-steps {accumulation} disagree: "
-            f"{micro_batch} × {accumulation} × {workers} workers = {product}",
-            remedy="leave --grad-accum-steps out (it is derived), or make the two agree",
-        )
+        reason = f"{micro_batch} × {accumulation} × {workers} workers = {product}"
+        problem = f"--global-batch-size {global_batch} and --grad-accum-steps {accumulation} disagree: {reason}"
+        raise RequestError(problem, remedy="leave --grad-accum-steps out (it is derived), or make the two agree")
     _check_sizes(samples, chosen, workers, drop_last=drop_last)
     return BatchPlan(
         samples=samples,
@@ -157,20 +155,15 @@ def plan_batches(
 def _check_sizes(samples: int, global_batch: int, workers: int, *, drop_last: bool) -> None:
     """Raise RequestError if some worker would never have a sample, or if an epoch would have no step."""
     if global_batch < workers:
-        raise RequestError(
-            f"--global-batch-size {global_batch} is below the number of workers ({workers})",
-            remedy=f"use --global-batch-size {workers} or more, or fewer workers",
-        )
+        problem = f"--global-batch-size {global_batch} is below the number of workers ({workers})"
+        raise RequestError(problem, remedy=f"use --global-batch-size {workers} or more, or fewer workers")
     if samples < workers:
-        raise RequestError(
-            f"--data: the training set has {samples} samples for {workers} workers",
-            remedy="use more samples, or fewer workers",
-        )
+        problem = f"--data: the training set has {samples} samples for {workers} workers"
+        raise RequestError(problem, remedy="use more samples, or fewer workers")
     if drop_last and samples < global_batch:
-        raise RequestError(
-            f"--drop-last leaves no step: {samples} training samples are less than one global batch of {global_batch}",
-            remedy="leave --drop-last out, or use a smaller --batch-size",
-        )
+        reason = f"{samples} training samples are less than one global batch of {global_batch}"
+        remedy = "leave --drop-last out, or use a smaller --batch-size"
+        raise RequestError(f"--drop-last leaves no step: {reason}", remedy=remedy)
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:

@@ -96,7 +96,6 @@ class ShardedRow:
 
 def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: int) -> ShardedRow:
     """The memory and the traffic of each of so many workers, from the memory of one with the whole model."""
-    share = (workers - 1) / workers
     size, replicas = sharding.split_workers(workers)
     gradients = sharding.reductions(passes) * memory.gradients
     if sharding.exact:
@@ -105,9 +104,8 @@ def forecast_sharded(memory: Memory, sharding: Sharding, workers: int, passes: i
     between = 2 * (replicas - 1) / replicas * memory.gradients / size  # the groups' sums are reduced as those of ddp
     sent += sharding.reductions(passes) * between
     sharded = shard_memory(memory, sharding, workers, passes) if workers > 1 else memory
-    return ShardedRow(
-        workers=workers, passes=passes, memory=sharded, sent=sent, sent_by_ddp=2 * share * memory.gradients
-    )
+    by_ddp = 2 * (workers - 1) / workers * memory.gradients
+    return ShardedRow(workers=workers, passes=passes, memory=sharded, sent=sent, sent_by_ddp=by_ddp)
 
 
 def shard_memory(memory: Memory, sharding: Sharding, workers: int, passes: int) -> Memory:

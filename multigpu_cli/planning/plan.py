@@ -38,7 +38,7 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and value of each line of the printed plan."""
-        idle = self.unused_flags
+        idle, threads = self.unused_flags, pluralize(self.threads, "CPU thread")
         return [
             ("what", self.description),
             *([("data", self.data)] if self.data else []),
@@ -48,10 +48,7 @@ class Plan:
             *([("optimizer", self.optimizer)] if self.optimizer else []),
             ("length", self._length()),
             ("warm-up", self._warmup()),
-            (
-                "precision",
-                f"{self.precision} ({self.precision_reason}), {pluralize(self.threads, 'CPU thread')} per worker",
-            ),
+            ("precision", f"{self.precision} ({self.precision_reason}), {threads} per worker"),
             *self._note_rows(),
             ("starts", self.resume_reason),
             ("saves to", self.save_dir),
@@ -61,6 +58,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for the journal and --json."""
         batches, schedule = self.batches, self.schedule
+        notes = {key: self.notes.get(key, [] if "{}" in label else "") for key, label in PLAN_NOTES.items()}
+        notes.pop("compiled", None)
         return {
             "strategy": self.strategy,
             "because": self.placement_reason,
@@ -82,11 +81,7 @@ class Plan:
             "total_steps": schedule.total_steps,
             "precision": self.precision,
             "threads": self.threads,
-            **{
-                key: self.notes.get(key, [] if "{}" in label else "")
-                for key, label in PLAN_NOTES.items()
-                if key != "compiled"
-            },
+            **notes,
             "contents": f"{self.description}; {self.data}" if self.data else self.description,
             "optimizer": self.optimizer,
             "resume": self.resume_reason,

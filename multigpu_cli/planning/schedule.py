@@ -74,10 +74,8 @@ def resolve_learning_rate(
         return Rate(given, "given", f"{given:g} as given by --lr")
     base = find_rate(optimizer) if base is None else base
     if base is None:
-        raise RequestError(
-            f"--optimizer {optimizer}: no default learning rate is known for it",
-            remedy="give --lr, or --base-lr with --lr-scaling linear, sqrt or none",
-        )
+        problem = f"--optimizer {optimizer}: no default learning rate is known for it"
+        raise RequestError(problem, remedy="give --lr, or --base-lr with --lr-scaling linear, sqrt or none")
     asked = rule
     if rule == "auto":
         rule = OPTIMIZERS[optimizer].scaling if optimizer in OPTIMIZERS else "none"
@@ -134,9 +132,8 @@ class Schedule:
         except Exception as error:  # the user's own code may raise anything
             raise RequestError(f"{where} raised {type(error).__name__}: {error}") from error
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not isfinite(factor) or factor < 0:
-            raise RequestError(
-                f"{where} is {factor!r}", remedy="return a finite number of at least 0, such as 1.0 for the peak rate"
-            )
+            problem = f"{where} is {factor!r}"
+            raise RequestError(problem, remedy="return a finite number of at least 0, such as 1.0 for the peak rate")
         return float(factor)
 
     def check(self) -> None:
@@ -147,10 +144,9 @@ class Schedule:
         rates = {step: self.rate_at(step) for step in steps}
         for step in reversed(steps):
             if self.rate_at(step) != rates[step]:
-                raise RequestError(
-                    f"--schedule {self.shape}: it returned two different factors for step {step}",
-                    remedy="use step and total only: a resumed run calls it from where it continues",
-                )
+                problem = f"--schedule {self.shape}: it returned two different factors for step {step}"
+                remedy = "use step and total only: a resumed run calls it from where it continues"
+                raise RequestError(problem, remedy=remedy)
 
 
 def plan_schedule(
@@ -176,10 +172,8 @@ def plan_schedule(
     else:
         warmup = round(warmup_epochs * steps_per_epoch)
         if warmup >= whole:
-            raise RequestError(
-                f"--warmup-epochs {warmup_epochs:g}: the warm-up does not end within --epochs {epochs}",
-                remedy="use a shorter warm-up, or more --epochs",
-            )
+            problem = f"--warmup-epochs {warmup_epochs:g}: the warm-up does not end within --epochs {epochs}"
+            raise RequestError(problem, remedy="use a shorter warm-up, or more --epochs")
     shares = {} if function else _parse_shares(shape, args or {})
     schedule = Schedule(peak=peak, total_steps=total, warmup_steps=warmup, shape=shape, function=function, **shares)
     schedule.check()
@@ -190,16 +184,13 @@ def _parse_shares(shape: str, args: Mapping[str, Any]) -> dict[str, float]:
     """The arguments of the schedules by name: shares of the peak rate, or of the run."""
     known = ["floor", "decay"] if shape == "wsd" else ["floor"]
     if unknown := sorted(args.keys() - set(known)):
-        raise RequestError(
-            f"schedule.args.{unknown[0]}: --schedule {shape} has no such argument",
-            remedy="use " + " or ".join(f"schedule.args.{name}" for name in known),
-        )
+        problem = f"schedule.args.{unknown[0]}: --schedule {shape} has no such argument"
+        raise RequestError(problem, remedy="use " + " or ".join(f"schedule.args.{name}" for name in known))
     for name, share in args.items():
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             of = "the peak rate" if name == "floor" else "the run"
-            raise RequestError(
-                f"schedule.args.{name}: must be a share of {of}, not {share!r}", remedy="use a number from 0 to 1"
-            )
+            problem = f"schedule.args.{name}: must be a share of {of}, not {share!r}"
+            raise RequestError(problem, remedy="use a number from 0 to 1")
     return {name: float(share) for name, share in args.items()}
 
 

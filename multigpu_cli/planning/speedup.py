@@ -195,7 +195,6 @@ def forecast(
     rows: list[ForecastRow] = []
     for workers, work in zip(counts, works, strict=True):
         plan = replace(base, global_batch=base.global_batch * (workers if grows else 1), workers=workers)
-        batch = plan.global_batch
         passes = ceil(plan.num_micro_batches(0) / workers)
         step = step_seconds(work, network, workers, passes)
         steps = float(ceil(round(epochs * plan.steps_per_epoch, 6)))
@@ -205,21 +204,20 @@ def forecast(
         rate = plan.num_samples(0) / step
         first = rows[0].samples_per_second if rows else rate / workers
         seconds = steps * step
-        rows.append(
-            ForecastRow(
-                workers=workers,
-                global_batch=batch,
-                step=step,
-                passes=passes,
-                waiting=exposed_seconds(work, network, workers, passes),
-                samples_per_second=rate,
-                speedup=rate / first,
-                efficiency=rate / first / workers,
-                steps=round(steps),
-                seconds=seconds,
-                cost=None if price is None else price * workers * seconds / 3600,
-            )
+        row = ForecastRow(
+            workers=workers,
+            global_batch=plan.global_batch,
+            step=step,
+            passes=passes,
+            waiting=exposed_seconds(work, network, workers, passes),
+            samples_per_second=rate,
+            speedup=rate / first,
+            efficiency=rate / first / workers,
+            steps=round(steps),
+            seconds=seconds,
+            cost=None if price is None else price * workers * seconds / 3600,
         )
+        rows.append(row)
     return rows
 
 

@@ -40,10 +40,8 @@ def profile_run(run: str, steps: int) -> dict[str, Any]:
     for file in folder.glob("logs/profile_*.json"):
         if (found := read_json(file)).get("id") == number:
             return found | {"run": run, "file": str(file), "trace": str(folder / found["trace"])}
-    raise TrainingError(
-        f"{run}: the run has ended, or could not write, before {pluralize(steps, 'step')} were profiled",
-        remedy=f"multigpu status {run} says which",
-    )
+    problem = f"{run}: the run has ended, or could not write, before {pluralize(steps, 'step')} were profiled"
+    raise TrainingError(problem, remedy=f"multigpu status {run} says which")
 
 
 def _check_trains_here(run: str, folder: Path) -> None:

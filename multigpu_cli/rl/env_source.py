@@ -111,10 +111,8 @@ def _sizes(config: Config, settings: PPOSettings) -> tuple[int, int, int]:
     environments = config.task.num_envs or _ENVIRONMENTS
     group = config.task.env_group or next(size for size in (8, 4, 2, 1) if environments % size == 0)
     if environments % group:
-        raise RequestError(
-            f"--num-envs {environments} is not a multiple of --env-group {group}",
-            remedy=f"--num-envs {-(-environments // group) * group}, or another --env-group",
-        )
+        problem = f"--num-envs {environments} is not a multiple of --env-group {group}"
+        raise RequestError(problem, remedy=f"--num-envs {-(-environments // group) * group}, or another --env-group")
     if config.batch.size == "auto":
         raise RequestError("--batch-size auto does not work with --task ppo", remedy="a number")
     for name in ("global_batch_size", "grad_accum_steps", "drop_last"):

@@ -51,10 +51,8 @@ class PPO(Task):
     def check_model(self, model: nn.Module, precision: Precision) -> None:
         """Raise RequestError if the model is not an actor-critic, or can't learn from whole sequences."""
         if not isinstance(memory := getattr(model, "memory_size", None), int):
-            raise RequestError(
-                f"--model: a {type(model).__name__} is not an actor-critic: it has no memory_size",
-                remedy="--model actor-critic, lstm-actor-critic or clstm-actor-critic",
-            )
+            problem = f"--model: a {type(model).__name__} is not an actor-critic: it has no memory_size"
+            raise RequestError(problem, remedy="--model actor-critic, lstm-actor-critic or clstm-actor-critic")
         if self.settings.normalize_observations and not hasattr(model, "normalizer"):
             raise RequestError(
                 f"task.args.normalize_observations: a {type(model).__name__} has no normalizer to keep the statistics",

@@ -138,17 +138,15 @@ def _try_shortest_micro_batch(components: TrainComponents) -> None:
     batches = components.plan.batches
     if components.strategy.replicas_per_process > 1 or batches.smallest_micro_batch > 1:
         return
-    always = batches.micro_batch == 1
+    which = "an epoch ends with one sample"
+    remedy = "--drop-last, or a --batch-size that leaves more than one sample for the last step"
+    if batches.micro_batch == 1:
+        which, remedy = "a batch is one sample", "a larger --batch-size"
     try:
         _fits_in_memory(components, 1)
     except ValueError as error:
-        which = "a batch is one sample" if always else "an epoch ends with one sample"
-        raise RequestError(
-            f"{which}; --model {components.spec.model} can't train on it: {error}",
-            remedy="a larger --batch-size"
-            if always
-            else "--drop-last, or a --batch-size that leaves more than one sample for the last step",
-        ) from error
+        problem = f"{which}; --model {components.spec.model} can't train on it: {error}"
+        raise RequestError(problem, remedy=remedy) from error
 
 
 def _find_largest_micro_batch(components: TrainComponents) -> None:
@@ -204,11 +202,9 @@ def _fits_in_memory(components: TrainComponents, size: int) -> bool:
     waits = strategy in MULTI_PROCESS and not components.config.reproducibility.exact
     if unused and waits and not components.config.communication.find_unused_parameters:
         names = ", ".join(unused[:4]) + (" …" if len(unused) > 4 else "")
-        raise RequestError(
-            f"--model {components.spec.model}: {names} took no part in the loss, and {strategy.upper()} waits for "
-            "every gradient",
-            remedy="--find-unused-parameters, or --freeze them",
-        )
+        reason = f"{strategy.upper()} waits for every gradient"
+        problem = f"--model {components.spec.model}: {names} took no part in the loss, and {reason}"
+        raise RequestError(problem, remedy="--find-unused-parameters, or --freeze them")
     return fits
 
 
@@ -288,12 +284,8 @@ def halve_eval_batch(components: TrainComponents) -> str:
 
 def _check_may_halve(components: TrainComponents, size: int, where: str, reasons: dict[str, bool]) -> None:
     """Raise TrainingError with the first reason that holds."""
-    config = components.config
-    reasons = {
-        "--on-oom stop": config.fault.on_oom == "stop",
-        "one sample": size == 1,
-        "--exact": config.reproducibility.exact,
-    } | reasons
+    stops, exact = components.config.fault.on_oom == "stop", components.config.reproducibility.exact
+    reasons = {"--on-oom stop": stops, "one sample": size == 1, "--exact": exact} | reasons
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         raise TrainingError(f"out of memory {where} ({reason})", remedy=REMEDY)
 
@@ -331,7 +323,5 @@ def _end_attempt(run: Run, where: str, smaller: dict[str, int], text: str) -> No
         run.folder.mkdir(parents=True, exist_ok=True)  # on a node that has no part of it yet
         write_note(run.folder, read_note(run.folder) | smaller)
     who = f"rank {run.world.rank} ran out of memory" if run.world.size > 1 else "out of memory"
-    raise TrainingError(
-        f"{who} {where}at step {run.progress.step}",
-        remedy=f"run the same command again: it resumes from the last checkpoint with {text.split(': ')[1]}",
-    )
+    remedy = f"run the same command again: it resumes from the last checkpoint with {text.split(': ')[1]}"
+    raise TrainingError(f"{who} {where}at step {run.progress.step}", remedy=remedy)

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from multigpu_cli.capabilities import PART_STATES
 from multigpu_cli.checkpoint.files import check_owner
+from multigpu_cli.checkpoint.pieces import State
 from multigpu_cli.checkpoint.snapshot import Snapshot
 from multigpu_cli.checkpoint.store import BestWeights, Peers
 from multigpu_cli.checkpoint.weights import save_weights
@@ -67,9 +67,8 @@ def _save_on_main_rank(run: Run, snapshot: Snapshot, began: float) -> None:
         seconds = time.perf_counter() - began
         stall = stalled + checkpointer.writer.waited
         run.log.journal.write("checkpoint", step=step, seconds=seconds, stall_seconds=stall, bytes=size)
-        run.log.console.detail(
-            f"checkpoint of step {step}: {size / 2**20:.1f} MiB in {seconds:.2f} s, stall {stall:.3f} s"
-        )
+        outcome = f"{size / 2**20:.1f} MiB in {seconds:.2f} s"
+        run.log.console.detail(f"checkpoint of step {step}: {outcome}, stall {stall:.3f} s")
 
     checkpointer.in_flight = step
     checkpointer.writer.submit(snapshot.finish, partial(_write_or_abandon, write, peers) if peers else write)
@@ -99,9 +98,7 @@ def save_evaluation(run: Run) -> None:
         checkpointer.writer.add(partial(_write_or_abandon, write, peers) if peers else write)
 
 
-def _write_best(
-    run: Run, best: dict[str, Tensor], metrics: dict[str, float], peers: Peers | None
-) -> BestWeights | None:
+def _write_best(run: Run, best: State, metrics: dict[str, float], peers: Peers | None) -> BestWeights | None:
     """Write weights to best.pt, unless that was done, and free their memory; return the best so far, if any.
 
     `peers` complete weights of which each rank holds rows.
@@ -156,8 +153,6 @@ def wait_for_last_checkpoint(run: Run) -> None:
 
 def _check_written(run: Run) -> None:
     if error := run.checkpointer.writer.wait():
-        raise TrainingError(
-            f"the last checkpoint could not be written to {run.folder}: {error}",
-            remedy="free some space, or repair the folder, and run the same command again: it resumes from the "
-            "checkpoint before",
-        )
+        problem = f"the last checkpoint could not be written to {run.folder}: {error}"
+        remedy = "free some space, or repair the folder, and run the same command again"
+        raise TrainingError(problem, remedy=f"{remedy}: it resumes from the checkpoint before")

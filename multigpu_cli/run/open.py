@@ -266,16 +266,12 @@ def _make_observer(components: TrainComponents, watchdog: Watchdog, trace: Sampl
     """Make the meters that watch each step."""
     world, config = components.world, components.config
     fp16 = components.state.precision.name == "fp16"
-    return StepObserver(
-        watchdog,
-        StepTimer(device_runs_ahead=world.device.type == "cuda"),
-        # the scale of fp16's gradients changes from step to step, so that their noise can't be measured
-        NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor),
-        SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16),
-        LossMeter(world, components.progress, components.plan.batches.steps_per_epoch),
-        trace,
-        not components.loaders.train.ready,
-    )
+    timer = StepTimer(device_runs_ahead=world.device.type == "cuda")
+    # the scale of fp16's gradients changes from step to step, so that their noise can't be measured
+    noise = NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor)
+    nonfinite = SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16)
+    loss = LossMeter(world, components.progress, components.plan.batches.steps_per_epoch)
+    return StepObserver(watchdog, timer, noise, nonfinite, loss, trace, not components.loaders.train.ready)
 
 
 def start_run(run: Run, memory_warnings: list[str]) -> None:

@@ -90,13 +90,11 @@ def load_parts(spec: RunSpec, world: World) -> list[Part]:
 
 def bind_moments(parts: Sequence[Part]) -> Moments:
     """Of each moment the methods of those parts that have it."""
-    names = [each.name for each in fields(Moments)]
-    return Moments(
-        **{
-            name: tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not getattr(Part, name))
-            for name in names
-        }
-    )
+
+    def collect(name: str) -> tuple[Any, ...]:
+        return tuple(getattr(part, name) for part in parts if getattr(type(part), name) is not getattr(Part, name))
+
+    return Moments(**{each.name: collect(each.name) for each in fields(Moments)})
 
 
 def add_requested_part(run: Run) -> None:
@@ -104,6 +102,4 @@ def add_requested_part(run: Run) -> None:
     if words := run_on_main_rank(run.world, run.log.state.take_request):
         name, steps, number = words
         more = bind_moments([load(REQUESTS[name])(run, int(steps), number)])
-        run.moments = Moments(
-            **{each.name: getattr(run.moments, each.name) + getattr(more, each.name) for each in fields(Moments)}
-        )
+        run.moments = Moments(**{name: methods + vars(more)[name] for name, methods in vars(run.moments).items()})

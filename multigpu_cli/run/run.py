@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -335,16 +335,13 @@ class Run(TrainComponents):
         """
         self.observer.watchdog.set_position(end.step, "agreeing")
         wishes = (self.control.stop.signal is not None, self.checkpointer.schedule.overdue(), self.log.state.asked)
-        agreed = self.control.consensus.vote(end.step, wishes) if end.savable else (False, False, False)
+        stopping, overdue, asked = self.control.consensus.vote(end.step, wishes) if end.savable else [False] * 3
         paused = self.control.pause_at is not None and end.savable and end.step >= self.control.pause_at
-        stopping, overdue, asked = agreed
         return stopping, paused, overdue, asked
 
 
-@contextmanager
-def use_published_weights(run: Run) -> Iterator[nn.Module]:
+def use_published_weights(run: Run) -> AbstractContextManager[nn.Module]:
     """`TrainState.eval_weights`; a checkpoint in flight first copies the weights that take steps."""
     if is_schedule_free(run.state.optimizer):
         run.checkpointer.writer.wait_for_staging()
-    with run.state.eval_weights() as model:
-        yield model
+    return run.state.eval_weights()

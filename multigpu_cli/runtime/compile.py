@@ -131,10 +131,8 @@ def compile_model(
         return model
     language, names = _COMPILERS[device.type]
     if not any(map(shutil.which, names)):
-        raise RequestError(
-            f"--compile {wanted} on {device.type.upper()} needs a {language} compiler, and none is installed",
-            remedy=f"use --compile off, or install {names[0]}",
-        )
+        problem = f"--compile {wanted} on {device.type.upper()} needs a {language} compiler, and none is installed"
+        raise RequestError(problem, remedy=f"use --compile off, or install {names[0]}")
     if device.type == "cuda" and wanted == "reduce-overhead" and config.reproducibility.exact:
         raise RequestError(
             "--compile reduce-overhead with --exact: CUDA graphs overwrite gradients that --exact has yet to reduce",

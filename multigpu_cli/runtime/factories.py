@@ -23,12 +23,10 @@ _EXTRAS = {"timm": "vision", "torchvision": "vision"}  # packages of the network
 
 def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callable[..., Any]:
     """Import the factory for a registry name, or for the user's own 'module:factory', or raise a RequestError."""
-    target = registry.get(name, name)
-    module_name, colon, attribute = target.partition(":")
+    module_name, colon, attribute = registry.get(name, name).partition(":")
     if not colon:
-        raise RequestError(
-            f"{flag}: unknown name {name!r}", remedy=f"{did_you_mean(name, registry)} (or your own as module:factory)"
-        )
+        problem = f"{flag}: unknown name {name!r}"
+        raise RequestError(problem, remedy=f"{did_you_mean(name, registry)} (or your own as module:factory)")
     try:
         module = importlib.import_module(module_name) if name in registry else _import_own(module_name)
     except (Exception, SystemExit) as error:  # the user's own code may raise anything: reported as a RequestError
@@ -43,15 +41,12 @@ def find_factory(name: str, registry: Mapping[str, str], *, flag: str) -> Callab
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [known for known in vars(module) if not known.startswith("_")]
-            raise RequestError(
-                f"{flag} {name}: module {module_name!r} has no {attribute!r}", remedy=did_you_mean(attribute, public)
-            )
+            problem = f"{flag} {name}: module {module_name!r} has no {attribute!r}"
+            raise RequestError(problem, remedy=did_you_mean(attribute, public))
         found = getattr(found, part)
     if not callable(found):
-        raise RequestError(
-            f"{flag} {name}: {attribute!r} is of type {type(found).__name__}, which is not callable",
-            remedy="name a function or a class",
-        )
+        problem = f"{flag} {name}: {attribute!r} is of type {type(found).__name__}, which is not callable"
+        raise RequestError(problem, remedy="name a function or a class")
     return found
 
 
@@ -110,10 +105,8 @@ def call_factory(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any and (unknown := sorted(args.keys() - parameters.keys())):
         ours = {key.removeprefix(f"{where}.") for key in SETTINGS if key.startswith(f"{where}.")} - {"args"}
-        raise RequestError(
-            f"{where}.args.{unknown[0]}: {_name(factory)} has no such parameter",
-            remedy=did_you_mean(unknown[0], {*parameters, *ours}),
-        )
+        problem = f"{where}.args.{unknown[0]}: {_name(factory)} has no such parameter"
+        raise RequestError(problem, remedy=did_you_mean(unknown[0], {*parameters, *ours}))
     chosen = {name: value for name, value in offered.items() if name in parameters}
     chosen |= {name: _parse(value, parameters.get(name), f"{where}.args.{name}") for name, value in args.items()}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -82,10 +82,8 @@ class ModelCall:
     def _check_count(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
         most = len(parts) if self.takes_more else len(self.inputs)
         if not len(self.required) <= len(parts) <= most:
-            raise RequestError(
-                f"--model: {self} does not take the {len(parts)} parts of a sample",
-                remedy=f"as many parameters as parts, or {_WHOLE}",
-            )
+            problem = f"--model: {self} does not take the {len(parts)} parts of a sample"
+            raise RequestError(problem, remedy=f"as many parameters as parts, or {_WHOLE}")
         return parts
 
     def _by_name(self, entries: Mapping[str, Any]) -> Arguments:
@@ -95,19 +93,15 @@ class ModelCall:
             return (entries,), {}
         self.check_names(entries)
         if missing := [name for name in self.required if name not in entries]:
-            raise RequestError(
-                f"--model: {self} needs {', '.join(missing)}, and a sample has {', '.join(map(str, entries))}",
-                remedy=f"an entry of that name, a default of None, or {_WHOLE}",
-            )
+            problem = f"--model: {self} needs {', '.join(missing)}, and a sample has {', '.join(map(str, entries))}"
+            raise RequestError(problem, remedy=f"an entry of that name, a default of None, or {_WHOLE}")
         return (), dict(entries)
 
     def check_names(self, entries: Iterable[str]) -> None:
         """Raises RequestError for entries of a sample that are no parameters: a second target must be no input."""
         if not self.takes_any and (unknown := [str(name) for name in entries if name not in self.names]):
-            raise RequestError(
-                f"--model: {self} takes no {', '.join(unknown)}, which a sample has",
-                remedy=f"leave {unknown[0]} out of the samples, add a parameter of that name, or {_WHOLE}",
-            )
+            remedy = f"leave {unknown[0]} out of the samples, add a parameter of that name, or {_WHOLE}"
+            raise RequestError(f"--model: {self} takes no {', '.join(unknown)}, which a sample has", remedy=remedy)
 
     def _with_targets(self, inputs: Any, targets: Any) -> Arguments:
         if self.takes_one:
@@ -120,9 +114,8 @@ class ModelCall:
             return self._check_count((*inputs, targets) if spread else (inputs, targets)), {}
         chosen = chosen or [name for name in free if name in self.required]
         if len(chosen) != 1:
-            raise RequestError(
-                f"--model: {self} has no parameter for the targets", remedy=f"one called {' or '.join(TARGETS)}"
-            )
+            problem = f"--model: {self} has no parameter for the targets"
+            raise RequestError(problem, remedy=f"one called {' or '.join(TARGETS)}")
         rest = self._without(chosen[0])
         args, named = rest.arguments(inputs)
         return (), dict(zip(rest.inputs, args, strict=False)) | named | {chosen[0]: targets}
@@ -173,14 +166,8 @@ class CallRecorder:
         self.outputs: list[Any] = []  # a call that failed has none
 
     def __enter__(self) -> "CallRecorder":
-        self._hooks = [
-            hook
-            for callee in self._callees
-            for hook in (
-                callee.register_forward_pre_hook(self._note_call, with_kwargs=True),
-                callee.register_forward_hook(self._note_output),
-            )
-        ]
+        self._hooks = [each.register_forward_pre_hook(self._note_call, with_kwargs=True) for each in self._callees]
+        self._hooks += [each.register_forward_hook(self._note_output) for each in self._callees]
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -30,9 +30,8 @@ def choose_precision(wanted: str, device: torch.device) -> PrecisionChoice:
         return PrecisionChoice(wanted, f"--amp {wanted}")
     if device.type != "cuda":
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-        return PrecisionChoice(
-            "off", "on CPU, fp32" + ("; this CPU has bf16 instructions for --amp bf16" if native else "")
-        )
+        hint = "; this CPU has bf16 instructions for --amp bf16" if native else ""
+        return PrecisionChoice("off", f"on CPU, fp32{hint}")
     with torch.cuda.device(device):
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     if native:

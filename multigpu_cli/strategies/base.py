@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from multigpu_cli.capabilities import EXACT_STRATEGIES, SHARDING, STRATEGIES, load
-from multigpu_cli.checkpoint.pieces import fill_outlines
+from multigpu_cli.checkpoint.pieces import State, fill_outlines
 from multigpu_cli.checkpoint.snapshot import Snapshot, TrainState, Writer
 from multigpu_cli.checkpoint.store import Peers, Store
 from multigpu_cli.checkpoint.weights import copy_to_host
@@ -51,16 +51,16 @@ class Saver:
 
     def __init__(self, strategy: "Strategy", world: World, store: Store, writer: Writer) -> None:
         self._strategy, self._world, self._store, self._writer = strategy, world, store, writer
-        self._captured: dict[str, Any] | None = None  # the last one, whose memory the next one takes
+        self._captured: State | None = None  # the last one, whose memory the next one takes
 
     def wait(self) -> None:
         """Wait for what other ranks still write of the last checkpoint; all ranks call it together."""
 
-    def capture(self, state: TrainState, held: dict[str, Any], step: int) -> Snapshot | None:
+    def capture(self, state: TrainState, held: State, step: int) -> Snapshot | None:
         """Begin to copy what a checkpoint holds; all ranks call it together; None on others than rank 0."""
         return self._capture(state, held) if self._world.is_main else None
 
-    def capture_best(self, weights: dict[str, Any]) -> dict[str, Any]:
+    def capture_best(self, weights: State) -> State:
         """Copy a state dict that is the best so far; all ranks call it together; {} on others than rank 0.
 
         On the meta device are tensors that `Peers.complete_best` completes, as a later checkpoint is written.
@@ -74,7 +74,7 @@ class Saver:
         """
         return None
 
-    def _capture(self, state: TrainState, held: dict[str, Any]) -> Snapshot:
+    def _capture(self, state: TrainState, held: State) -> Snapshot:
         snapshot = state.begin_capture(self._captured, held)
         self._captured = snapshot.state
         return snapshot
@@ -195,7 +195,7 @@ class Strategy(ABC):
     def check_passes(self) -> None:  # noqa: B027 - most strategies run no pass together
         """Raise a TrainingError on all ranks if they ran different blocks of the model; all ranks call it together."""
 
-    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def gather_state(self, state: State) -> State:
         """A state as one process would have it; all ranks call it together.
 
         It has "model", and perhaps "average", "optimizer" and others, as in a checkpoint. Returns the same tensors, on
@@ -203,9 +203,7 @@ class Strategy(ABC):
         """
         return state
 
-    def scatter_state(
-        self, state: dict[str, Any] | None, *, source: int = 0, into: Mapping[str, Any] = {}
-    ) -> dict[str, Any]:
+    def scatter_state(self, state: State | None, *, source: int = 0, into: Mapping[str, Any] = {}) -> State:
         """The opposite of `gather_state`: the source's state, for `load_state_dict` of model, average, optimizer.
 
         It comes tensor by tensor: those of the optimizer on the device, and those of the parts that `into` has, if all
@@ -224,7 +222,7 @@ class Strategy(ABC):
 
         return dict(map_tensors(outline, receive))
 
-    def sharded_state_dict(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
+    def sharded_state_dict(self, state: State) -> tuple[State, dict[str, tuple[Tensor, int]]]:
         """A state as files of several ranks hold it; all ranks call it together, and nothing is copied.
 
         Returns the state, with an outline (of the whole's shape, on the meta device) of each divided tensor; and
@@ -232,7 +230,7 @@ class Strategy(ABC):
         """
         return state, {}
 
-    def load_sharded(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
+    def load_sharded(self, outline: State, read: ReadRows) -> State:
         """A state for `load_state_dict`, of what `sharded_state_dict` returned; each rank reads what it needs."""
         return fill_outlines(outline, read)
 

@@ -83,10 +83,8 @@ class Task(ABC):
         super().__init_subclass__(**arguments)
         for old, new in RENAMED.items():
             if hasattr(cls, old) and getattr(cls, new) is getattr(Task, new):
-                raise RequestError(
-                    f"{cls.__module__}:{cls.__name__} has {old!r}, which is now called {new!r}",
-                    remedy=f"rename it to {new}",
-                )
+                problem = f"{cls.__module__}:{cls.__name__} has {old!r}, which is now called {new!r}"
+                raise RequestError(problem, remedy=f"rename it to {new}")
 
     def __init__(self, source: DataSource, config: TaskConfig) -> None:
         self.source, self.config = source, config

@@ -43,10 +43,8 @@ class Criterion(Task):
     def __init__(self, source: DataSource, config: TaskConfig, criterion: Loss, *, has_logits: bool = False) -> None:
         super().__init__(source, config)
         if getattr(criterion, "reduction", "mean") == "sum":
-            raise RequestError(
-                "criterion: reduction='sum' grows with the batch, and a step here is a mean over its global batch",
-                remedy="reduction='mean'",
-            )
+            problem = "criterion: reduction='sum' grows with the batch, and a step here is a mean over its global batch"
+            raise RequestError(problem, remedy="reduction='mean'")
         if isinstance(criterion, nn.Module) and any(p.requires_grad for p in criterion.parameters()):
             raise RequestError(
                 "criterion: it has parameters of its own, which would not be trained", remedy="put them into the model"

@@ -120,10 +120,8 @@ def _check_labels(name: str, split: Any, source: DataSource) -> None:
             f"--data: {name} targets must be (n,) int64 class numbers, not {tuple(labels.shape)} {labels.dtype}"
         )
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise RequestError(
-            f"--data: {name} labels range from {int(labels.min())} to {int(labels.max())} with {classes} classes",
-            remedy="labels must be 0 … classes-1",
-        )
+        problem = f"--data: {name} labels range from {int(labels.min())} to {int(labels.max())} with {classes} classes"
+        raise RequestError(problem, remedy="labels must be 0 … classes-1")
 
 
 class Segmentation(Classification):

@@ -94,10 +94,8 @@ def _features(prices: Prices, unrest: np.ndarray, period: int) -> np.ndarray:
 def _threshold(unrest: np.ndarray, train: tuple[int, int], quantile: float, window: int) -> float:
     known = unrest[max(train[0], window + 1) : train[1] + 1]
     if not len(known):
-        raise RequestError(
-            f"data.args.turbulence_window: no training date has {window} days of returns before it",
-            remedy="use a smaller value, or --set data.args.turbulence=null to stop no day",
-        )
+        problem = f"data.args.turbulence_window: no training date has {window} days of returns before it"
+        raise RequestError(problem, remedy="use a smaller value, or --set data.args.turbulence=null to stop no day")
     return float(np.quantile(known, quantile))
 
 

@@ -34,9 +34,8 @@ def report_study(path: Path, top: int | None) -> dict[str, Any]:
     summary, picture = read_json(path / SUMMARY), path / "report.png"
     space = parse_search([f"{key}={text}" for key, text in study.search.items()])
     publish(picture, draw_study(study, space, ranked, trials))
-    more = {
-        name: summary.get(name) for name in ("status", "idle_share", "start_share", "slot_hours", "epochs", "front")
-    }
+    names = ("status", "idle_share", "start_share", "slot_hours", "epochs", "front")
+    more = {name: summary.get(name) for name in names}
     more |= {"test": (summary.get("best") or {}).get("test"), "importance": measure_importance(study, space, trials)}
     more["importance_trials"] = sum(bool(trial.values) for trial in trials)
     return {"study": path, "best": found, "states": Counter(t.state for t in trials), "picture": picture} | more

@@ -324,3 +324,20 @@ def test_numbers_with_units_that_become_words_are_told(tmp_path: Path, cell: str
     file = write(tmp_path / "t.csv", "weight,y\n" + rows_of(90, cell.replace("{}", "{at}") + ",{odd}"))
     (warning,) = open_table(file, target="y").warnings
     assert "in column 'weight' is not a number, so the whole column is read as words" in warning
+
+
+def test_large_whole_numbers_are_no_class_each(tmp_path: Path) -> None:
+    """Floats are the same for many of them; with data.kind they stay classes."""
+    lines = "".join(f"{at},{1_700_000_000_000_000_000 + 7 * at}\n" for at in range(300))
+    file = write(tmp_path / "t.csv", "a,y\n" + lines)
+    with pytest.raises(RequestError, match=r"column 'y': numbers such as .* are rounded by"):
+        open_table(file, target="y")
+    assert open_table(file, target="y", kind="classification").num_classes == 300
+
+
+@pytest.mark.parametrize("odd", ["unknown", "1k"])
+def test_target_of_mostly_numbers_is_told_if_words_make_it_classes(tmp_path: Path, odd: str) -> None:
+    lines = "".join(f"{at % 7},{odd if at % 4 == 0 else at % 31}\n" for at in range(400))
+    file = write(tmp_path / "t.csv", "a,y\n" + lines)
+    (warning,) = open_table(file, target="y").warnings
+    assert f"{odd!r} in column 'y' is not a number, so the whole column is read as words" in warning

@@ -263,3 +263,23 @@ def test_augmentation_that_leaves_masks_behind_is_refused(tmp_path: Path, key: s
     assert refused.kind == "RequestError"
     assert f"{key}: it would change the place of pixels in images, and not in their masks" in refused.error
     assert not (tmp_path / "run" / "journal.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("images", "masks", "names"),
+    [
+        ("CXR_png", "masks", ("{}", "{}_mask")),
+        ("scans", "labels", ("{}", "{}-segmentation_v2")),
+        ("input", "ground_truth", ("in{}", "out{}")),
+        ("leftImg8bit", "gtFine", ("{}_leftImg8bit", "{}_gtFine_labelIds")),
+        ("images", "manual", ("{}_training", "{}_manual1")),
+    ],
+)
+def test_public_layouts_of_masks_are_no_classes(
+    tmp_path: Path, images: str, masks: str, names: tuple[str, str]
+) -> None:
+    for number in range(20):
+        for folder, name in ((images, names[0]), (masks, names[1])):
+            write_pair(tmp_path / folder, tmp_path / folder, name.format(number), number)
+    with pytest.raises(RequestError, match=f"{masks} seems to hold masks of the images in {images}/, not a class"):
+        open_masks(tmp_path, None)

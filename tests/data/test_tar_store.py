@@ -129,6 +129,8 @@ def test_members_in_hidden_folders_are_left_out(tmp_path: Path) -> None:
     [
         ([{**SAMPLES[0], "cls": b"cat"}], "not a 64-bit integer"),
         ([{**SAMPLES[0], "cls": b"9" * 30}], "not a 64-bit integer"),
+        ([{**SAMPLES[0], "cls": b"1_1"}], "not a 64-bit integer"),
+        ([{**SAMPLES[0], "cls": "٣".encode()}], "not a 64-bit integer"),
         ([*SAMPLES[:2], {"jpg": b"x"}], r"the first sample has no \.jpg"),
     ],
 )

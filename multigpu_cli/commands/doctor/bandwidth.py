@@ -59,9 +59,8 @@ def measure_allreduce(world: World) -> dict[str, Any]:
         wrong]) where there are more than two workers.
     """
     sizes = _SIZES["cuda" if world.device.type == "cuda" else "cpu"]
-    wrong = all_reduce_max(
-        world, [float(world.rank == rank and not _sums_correctly(world)) for rank in range(world.size)]
-    )
+    own_is_wrong = not _sums_correctly(world)
+    wrong = all_reduce_max(world, [float(own_is_wrong and rank == world.rank) for rank in range(world.size)])
     return {
         "backend": dist.get_backend(),
         "workers": world.size,

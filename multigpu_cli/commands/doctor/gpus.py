@@ -144,9 +144,8 @@ def _check_equal(gpus: Sequence[Gpu]) -> Finding:
         return Finding("equal GPUs", "ok", f"{len(gpus)} of one kind")
     least = min(gpus, key=_memory)
     evidence = "; ".join(f"GPU {gpu.number} {gpu.name} {_memory(gpu) / _GIB:.0f} GiB" for gpu in gpus)
-    evidence += (
-        f"\nall get equal shares: the slowest GPU limits the speed, GPU {least.number} with the least memory the batch"
-    )
+    batch_limit = f"GPU {least.number} with the least memory the batch"
+    evidence += f"\nall get equal shares: the slowest GPU limits the speed, {batch_limit}"
     models = [(gpu.name, _memory(gpu)) for gpu in gpus]
     usual = max(models, key=lambda model: (models.count(model), model[1]))
     listed = ",".join(str(gpu.number) for gpu, model in zip(gpus, models, strict=True) if model == usual)

@@ -55,11 +55,10 @@ def write_model_folder(request: InferenceRequest, to: ExportTarget) -> tuple[str
         found = _compute_logits(_load_again(draft, str(to.format), live), live.tokens)
         difference = float((found - live.logits).abs().max() / live.logits.abs().max())
         if not difference <= _TOLERANCE:  # also where it is NaN
-            raise TrainingError(
-                f"{to.path}: the logits of the exported model differ by {difference:.2g} of the largest one, so it was "
-                "removed",
-                remedy="another version of transformers; or --to ….safetensors, for the weights as they are",
-            )
+            gap = f"{difference:.2g} of the largest one"
+            problem = f"{to.path}: the logits of the exported model differ by {gap}, so it was removed"
+            remedy = "another version of transformers; or --to ….safetensors, for the weights as they are"
+            raise TrainingError(problem, remedy=remedy)
     return live.origin, difference, live.rounding
 
 
@@ -123,18 +122,15 @@ def _check_kind(weights: TrainedWeights, kind: str) -> None:
     """Refuse a format that the run has no weights for; names the format that it has."""
     name = weights.model or weights.settings.get("model") or weights.settings.get("built_for", {}).get("model")
     if name != "pretrained":
-        raise RequestError(
-            f"--format {kind}: {weights.origin} is of --model {name}, not pretrained",
-            remedy="--to FILE.safetensors or FILE.onnx without --format",
-        )
+        problem = f"--format {kind}: {weights.origin} is of --model {name}, not pretrained"
+        raise RequestError(problem, remedy="--to FILE.safetensors or FILE.onnx without --format")
     adapter = weights.settings.get("adapter", "none")
     if adapter == "none" and kind != "hf":
         raise RequestError(f"--format {kind}: {weights.origin} is of a run without --adapter", remedy="--format hf")
     if adapter != "none" and kind == "hf":
-        raise RequestError(
-            f"--format hf: {weights.origin} is of --adapter {adapter}",
-            remedy="--format merged for a whole model, or --format adapter for the adapter alone",
-        )
+        problem = f"--format hf: {weights.origin} is of --adapter {adapter}"
+        remedy = "--format merged for a whole model, or --format adapter for the adapter alone"
+        raise RequestError(problem, remedy=remedy)
 
 
 @torch.no_grad()

@@ -58,10 +58,8 @@ class Preview:
 def preview_data(config: Config, count: int) -> Preview:
     """The first samples for training, as a training with these settings gets them; no worker is started."""
     if config.data.name != "chat":
-        raise RequestError(
-            f"data preview: --data {config.data.name} has no tokens to preview",
-            remedy="--data chat --data-dir FILE.jsonl --model-dir DIR",
-        )
+        problem = f"data preview: --data {config.data.name} has no tokens to preview"
+        raise RequestError(problem, remedy="--data chat --data-dir FILE.jsonl --model-dir DIR")
     source = open_data(config)
     train: Any = source.train
     vocabulary = source.codec
@@ -93,13 +91,10 @@ def _show(chats: SFTDataset, index: int, vocabulary: Vocabulary) -> PreviewedSam
     changes = (torch.nonzero(learned[1:] != learned[:-1]).flatten() + 1).tolist()
     bounds = list(pairwise([0, *changes, len(tokens)]))
     texts = [vocabulary.decode(tokens[:end])[len(vocabulary.decode(tokens[:first])) :] for first, end in bounds]
-    stretches = [
-        Stretch(make_printable(text), bool(learned[first])) for text, (first, _) in zip(texts, bounds, strict=True)
-    ]
-    length = int(chats.lengths[index])
-    return PreviewedSample(
-        chats.describe(index), length, length > len(tokens), int(chats.learned[index]), tokens, stretches
-    )
+    pairs = zip(texts, bounds, strict=True)
+    stretches = [Stretch(make_printable(text), bool(learned[first])) for text, (first, _) in pairs]
+    length, num_learned = int(chats.lengths[index]), int(chats.learned[index])
+    return PreviewedSample(chats.describe(index), length, length > len(tokens), num_learned, tokens, stretches)
 
 
 _TASKS = ("language-model", "dpo")

@@ -109,10 +109,8 @@ def _build_on_meta(config: Config) -> nn.Module:
     offered = {"model_dir": config.model.dir, "seed": config.reproducibility.seed}
     model, reason = build_on_meta(lambda: build_model(config.model, "pretrained", offered, adapt=find_adapter(config)))
     if model is None:
-        raise RequestError(
-            f"--model-dir {config.model.dir}: its size can't be told from config.json alone: {reason}",
-            remedy="the folder with the model's weights, and --data-dir",
-        )
+        problem = f"--model-dir {config.model.dir}: its size can't be told from config.json alone: {reason}"
+        raise RequestError(problem, remedy="the folder with the model's weights, and --data-dir")
     return model
 
 

@@ -111,10 +111,8 @@ def _to_columns(values: dict[str, Tensor]) -> dict[str, list[Any]]:
     """Columns of a table: one for each number that a sample has of the values, (n, …) each."""
     rows = {name: value.flatten(1) if value.ndim > 1 else value[:, None] for name, value in values.items()}
     if (width := sum(value.shape[1] for value in rows.values())) > _MOST_COLUMNS:
-        raise RequestError(
-            f"--out: a table with {width:,} numbers for each sample",
-            remedy="--out predictions.npz for arrays, or --out FOLDER for images",
-        )
+        problem = f"--out: a table with {width:,} numbers for each sample"
+        raise RequestError(problem, remedy="--out predictions.npz for arrays, or --out FOLDER for images")
     return {
         name if value.shape[1] == 1 else f"{name} {number}": column.tolist()
         for name, value in rows.items()
@@ -136,10 +134,9 @@ def _write_arrays(target: Path, part: InferencePass) -> None:
     try:
         tensors = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
     except (KeyError, RuntimeError) as error:
-        raise RequestError(
-            f"--out {target}: the outputs of samples differ in name or shape ({error})",
-            remedy="--out ….csv; or a task of your own, whose outputs(model, batch) gives equal ones",
-        ) from error
+        problem = f"--out {target}: the outputs of samples differ in name or shape ({error})"
+        remedy = "--out ….csv; or a task of your own, whose outputs(model, batch) gives equal ones"
+        raise RequestError(problem, remedy=remedy) from error
     arrays: dict[str, Any] = {name: each.numpy() for name, each in tensors.items()}
     with draft_of("--out", target) as draft, draft.open("wb") as file:
         if target.suffix == ".npz":

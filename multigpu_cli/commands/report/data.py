@@ -31,19 +31,12 @@ def tabulate_overview(runs: Sequence[RunData], order: str) -> ReportTable:
     metrics = dict.fromkeys(name for run in runs for name, value in _metrics(run).items() if value is not None)
     settings = [name for name in flatten_settings(Config()) if len({str(run.settings.get(name)) for run in runs}) > 1]
     columns = ["status", *map(format_label, metrics), "training time", "samples per second", *settings]
-    rows = [
-        (
-            run.name,
-            [
-                run.status,
-                *(_show(_metrics(run).get(name), partial(format_metric, name)) for name in metrics),
-                _show(run.summary.get("train_seconds"), format_duration),
-                _show(run.summary.get("samples_per_second"), "{:,.0f}".format),
-                *(_format_cell(run.settings.get(name)) for name in settings),
-            ],
-        )
-        for run in runs
-    ]
+    rows: list[Row] = []
+    for run in runs:
+        cells = [run.status, *(_show(_metrics(run).get(name), partial(format_metric, name)) for name in metrics)]
+        cells.append(_show(run.summary.get("train_seconds"), format_duration))
+        cells.append(_show(run.summary.get("samples_per_second"), "{:,.0f}".format))
+        rows.append((run.name, [*cells, *(_format_cell(run.settings.get(name)) for name in settings)]))
     return ReportTable(f"All runs{', ' * bool(order)}{order}", columns, rows)
 
 
@@ -94,18 +87,14 @@ def tabulate_plan(run: RunData) -> ReportTable:
     plan, now = plans[0] if plans else {}, history.plan
     workers = [str(count) for count, _ in groupby(plan.get("workers") for plan in plans) if count is not None]
     rates = [rate for rate in history.curves.series("lr")[1] if isfinite(rate)]
-    steps, per_epoch = history.step, now.get("steps_per_epoch") or 1
+    planned_epochs = plan.get("total_steps", 0) / (plan.get("steps_per_epoch") or 1)
     repeated = sum(max(0, before.reached - after.resumed_at) for before, after in pairwise(history.attempts))
     rows = [
         ("workers", plan.get("workers"), " → ".join(workers)),
         ("samples per micro-batch", plan.get("batch_size"), now.get("batch_size")),
         ("global batch", plan.get("global_batch_size"), now.get("global_batch_size")),
         ("optimizer steps", plan.get("total_steps"), history.steps_taken),
-        (
-            "epochs",
-            format_number(plan.get("total_steps", 0) / (plan.get("steps_per_epoch") or 1)),
-            format_number(steps / per_epoch),
-        ),
+        ("epochs", format_number(planned_epochs), format_number(history.step / (now.get("steps_per_epoch") or 1))),
         ("greatest learning rate, of the steps logged", plan.get("learning_rate"), max(rates, default=None)),
         ("precision", plan.get("precision"), run.summary.get("precision")),
         ("steps done twice after a restart", 0, repeated),
@@ -128,6 +117,7 @@ def _compare_forecast(run: RunData) -> Iterator[Row]:
     if row:  # of each worker, which holds less if the model is sharded
         sharded = (each for each in run.forecast.get("sharded", []) if each["workers"] == row["workers"])
         needs = Memory(**next(sharded, run.forecast)["memory"]).total_bytes(run.forecast["micro_batch"])
+    held = max(list_values(last["memory"])) / 2**20 if last.get("memory") else None
     rate = run.summary.get("samples_per_second") or last.get("samples_per_second")
     memory = "peak memory per worker" if now.get("device") != "cpu" else "memory per worker (tensors; the process)"
     rows_of = {
@@ -135,11 +125,7 @@ def _compare_forecast(run: RunData) -> Iterator[Row]:
         "exposed communication of a step": ("ms", 1e3 * row["waiting"] if row else None, exposed),
         "samples per second": ("", row.get("samples_per_second"), rate),
         "seconds of training": ("s", row.get("seconds"), run.summary.get("train_seconds")),
-        memory: (
-            "MiB",
-            needs and needs / 2**20,
-            max(list_values(last["memory"])) / 2**20 if last.get("memory") else None,
-        ),
+        memory: ("MiB", needs and needs / 2**20, held),
     }
     for name, (unit, planned, actual) in rows_of.items():
         if planned is not None or actual is not None:
@@ -182,14 +168,10 @@ def tabulate_samples(run: RunData) -> ReportTable:
     """The model's answers to each prompt, epoch by epoch; one that did not come to its end ends in an ellipsis."""
     events = [event for _, event in sorted(run.history.samples.items())]
     asked = dict.fromkeys(sample["prompt"] for event in events for sample in event["samples"])
-    answers = [
-        {each["prompt"]: each["answer"] if each["ended"] else f"{each['answer']} …" for each in event["samples"]}
-        for event in events
-    ]
-    rows = [
-        (f"epoch {event['epoch']}", [said.get(prompt, "") for prompt in asked])
-        for event, said in zip(events, answers, strict=True)
-    ]
+    rows: list[Row] = []
+    for event in events:
+        said = {each["prompt"]: each["answer"] if each["ended"] else f"{each['answer']} …" for each in event["samples"]}
+        rows.append((f"epoch {event['epoch']}", [said.get(prompt, "") for prompt in asked]))
     return ReportTable(run.name, list(asked), rows)
 
 

@@ -84,9 +84,8 @@ def _check_samples(measurements: Measurements) -> CheckResult:
 def _check_model(measurements: Measurements) -> CheckResult:
     alone = measurements.alone["model"]
     if where := _find_difference(alone["outputs"], alone["again"]):
-        return _blame_model(
-            f"two passes with the same samples and seeds differ, {where}", "has a random stream of its own"
-        )
+        problem = f"two passes with the same samples and seeds differ, {where}"
+        return _blame_model(problem, "has a random stream of its own")
     for rank, theirs in enumerate(measurements.of_workers("model")):
         if theirs["weights"] != alone["weights"]:
             return _blame_model(f"rank {rank} starts with other weights than one process alone", "depends on its rank")
@@ -160,6 +159,10 @@ def _judge_distances(measurements: Measurements, gaps: Sequence[float], note: st
     return CheckResult("", all(gap <= tolerance for gap in gaps), shown)
 
 
+def _check_first_step(measurements: Measurements) -> CheckResult:
+    return _judge_distances(measurements, _gradient_distances(measurements, "first"))
+
+
 def _check_last_window(measurements: Measurements) -> CheckResult:
     if measurements.config.batch.drop_last:
         return CheckResult("", None, "left out of training by --drop-last")
@@ -230,6 +233,15 @@ def _check_resume(measurements: Measurements) -> CheckResult:
     return CheckResult("", False, figures, remedy)
 
 
+def _check_exact(measurements: Measurements) -> CheckResult:
+    return _compare_exact(measurements, measurements.of_workers("exact"))
+
+
+def _check_sharded_exact(measurements: Measurements) -> CheckResult:
+    """Compare rank 0 alone, which has the whole state."""
+    return _compare_exact(measurements, [measurements.workers[0]["sharded exact"]])
+
+
 def _compare_exact(measurements: Measurements, parts: Sequence[Measured]) -> CheckResult:
     alone = measurements.alone["exact"]
     refused = (process["refused"] for process in (alone, *parts) if "refused" in process)
@@ -265,28 +277,16 @@ _CHECKS: list[tuple[str, str, Callable[[Measurements], CheckResult]]] = [
     ("a sample's output does not depend on the others", "mixing", _check_mixing),
     ("each epoch has each sample once, in its own order", "resume", _check_order),
     ("every parameter gets a gradient", "reference", _check_unused),
-    (
-        "the gradient of the first step is that of one worker",
-        "gradients",
-        lambda each: _judge_distances(each, _gradient_distances(each, "first")),
-    ),
+    ("the gradient of the first step is that of one worker", "gradients", _check_first_step),
     ("and that of an epoch's last short batch", "gradients", _check_last_window),
     ("clipping acts on the whole gradient, unscaled", "gradients", _check_clipping),
     ("BatchNorm's and other buffers move as on one worker", "gradients", _check_buffers),
     ("an evaluation counts each sample once", "evaluation", _check_evaluation),
     ("replicas are identical after the last step", "resume", _check_replicas),
     ("a resumed run equals the uninterrupted one", "resume", _check_resume),
-    (
-        "--exact gives the same bits on one worker and on several",
-        "exact",
-        lambda each: _compare_exact(each, each.of_workers("exact")),
-    ),
+    ("--exact gives the same bits on one worker and on several", "exact", _check_exact),
     ("--multi-gpu fsdp has the loss and gradients of one worker", "sharded", _check_sharded),
-    (
-        "and together with --exact its bits",
-        "sharded exact",
-        lambda each: _compare_exact(each, [each.workers[0]["sharded exact"]]),  # rank 0 alone has the whole state
-    ),
+    ("and together with --exact its bits", "sharded exact", _check_sharded_exact),
 ]
 
 _WHOLE = "the model"

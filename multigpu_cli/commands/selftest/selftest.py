@@ -167,10 +167,8 @@ def _take_first(split: Dataset[Any], count: int) -> Dataset[Any]:
 def _choose_devices(config: Config) -> Placement:
     """Several GPUs where there are enough, else the CPU."""
     if config.model.sync_bn:
-        raise RequestError(
-            "selftest can't test --sync-bn: by design, a micro-batch's result then depends on the other workers'",
-            remedy="selftest without --sync-bn",
-        )
+        problem = "selftest can't test --sync-bn: by design, a micro-batch's result then depends on the other workers'"
+        raise RequestError(problem, remedy="selftest without --sync-bn")
     if config.device.multi_gpu == "dp":
         raise RequestError("selftest compares ddp with one worker, not --multi-gpu dp", remedy="leave out --multi-gpu")
     workers, ids, gpus = config.device.nproc_per_node or _WORKERS, config.device.gpu_ids, count_visible_gpus()

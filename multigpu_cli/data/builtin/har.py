@@ -142,10 +142,8 @@ def split_by_group(groups: Tensor, val_groups: int, seed: int) -> tuple[Tensor, 
     """(training, validation) sample indices, drawn by seed; no group (n,), a subject or recording, is in both."""
     names = groups.unique()
     if not 0 < val_groups < len(names):
-        raise RequestError(
-            f"--data: {val_groups} of {len(names)} groups can't be used for validation",
-            remedy=f"use at least 1 and at most {len(names) - 1}",
-        )
+        problem = f"--data: {val_groups} of {len(names)} groups can't be used for validation"
+        raise RequestError(problem, remedy=f"use at least 1 and at most {len(names) - 1}")
     chosen = names[shuffle_numbers(len(names), seed, SPLIT)[:val_groups]]
     held_out = torch.isin(groups, chosen)
     return torch.nonzero(~held_out).flatten(), torch.nonzero(held_out).flatten()

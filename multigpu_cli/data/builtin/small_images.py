@@ -9,7 +9,6 @@ page); H. Xiao et al., "Fashion-MNIST: a Novel Image Dataset for Benchmarking", 
 import gzip
 import struct
 import zlib
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
@@ -21,11 +20,12 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.files import DatasetFiles
-from multigpu_cli.data.order import KeyedRandom, split_by_sample
+from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.data.transforms import fit_standardised, model_input_shape, shift, shift_and_mirror
 
 Pair = tuple[Tensor, Tensor]  # images (n, C, H, W) uint8 and labels (n,) int64
+_DIGITS = tuple("0123456789")  # the names of ten classes
 
 
 def digits(seed: int, augment: bool = True, val_fraction: float = 0.1, test_fraction: float = 0.2) -> DataSource:
@@ -41,7 +41,7 @@ def digits(seed: int, augment: bool = True, val_fraction: float = 0.1, test_frac
         test=test,
         input_shape=(1, 8, 8),
         num_classes=10,
-        class_names=tuple("0123456789"),
+        class_names=_DIGITS,
         prepare=lambda images: images.float() / 8 - 1,  # 0…16 to -1…1
         augment=partial(shift, reach=1) if augment else None,
         model="convnet",
@@ -76,30 +76,24 @@ def mnist(data_dir: str | None, mode: str, seed: int, augment: bool = True, val_
     `data_dir` is the folder of the four files, or the root folder of torchvision's dataset. `val_fraction` of the
     60,000 training images, chosen by seed, are for validation.
     """
-    augmentation = partial(shift, reach=2) if augment else None
-    return _source(_MNIST, data_dir, mode, seed, val_fraction, tuple("0123456789"), augmentation)
+    train, test = _read_parts(_MNIST, data_dir)
+    facts = {"class_names": _DIGITS, "augment": partial(shift, reach=2) if augment else None}
+    return _hold_out(train, test, mode, seed, val_fraction, model="convnet", **facts)
 
 
 def fashion_mnist(
     data_dir: str | None, mode: str, seed: int, augment: bool = True, val_fraction: float = 0.1
 ) -> DataSource:
     """Ten kinds of clothing; augmentation shifts by up to two pixels and mirrors half of the images. See `mnist`."""
-    augmentation = partial(shift_and_mirror, reach=2) if augment else None
-    return _source(_FASHION_MNIST, data_dir, mode, seed, val_fraction, _CLOTHES, augmentation)
+    train, test = _read_parts(_FASHION_MNIST, data_dir)
+    facts = {"class_names": _CLOTHES, "augment": partial(shift_and_mirror, reach=2) if augment else None}
+    return _hold_out(train, test, mode, seed, val_fraction, model="convnet", **facts)
 
 
-def _source(
-    download: DatasetFiles,
-    data_dir: str | None,
-    mode: str,
-    seed: int,
-    val_fraction: float,
-    names: tuple[str, ...],
-    augment: Callable[[Tensor, KeyedRandom], Tensor] | None,
-) -> DataSource:
+def _read_parts(download: DatasetFiles, data_dir: str | None) -> tuple[Pair, Pair]:
+    """The training samples and the test samples of the four IDX files."""
     folder = download.folder(data_dir, _spellings("train-images-idx3-ubyte"))
-    train, test = (_read_idx(download, folder, part, len(names)) for part in ("train", "t10k"))
-    return _hold_out(train, test, mode, seed, val_fraction, class_names=names, augment=augment, model="convnet")
+    return _read_idx(download, folder, "train"), _read_idx(download, folder, "t10k")
 
 
 def _hold_out(train: Pair, test: Pair, mode: str, seed: int, val_fraction: float, **facts: Any) -> DataSource:
@@ -117,7 +111,7 @@ def _hold_out(train: Pair, test: Pair, mode: str, seed: int, val_fraction: float
     )
 
 
-def _read_idx(download: DatasetFiles, folder: Path, part: str, classes: int) -> Pair:
+def _read_idx(download: DatasetFiles, folder: Path, part: str) -> Pair:
     """Images (n, 1, 28, 28) uint8 and labels (n,) int64 of 'train' or 't10k'."""
     image_file, label_file = (
         next(filter(Path.exists, [folder / each for each in _spellings(name)]), folder / name)
@@ -130,7 +124,7 @@ def _read_idx(download: DatasetFiles, folder: Path, part: str, classes: int) -> 
         raise download.damaged_error(
             label_file, f"has {len(labels)} labels where {image_file.name} has {len(images)} images"
         )
-    targets = download.check_labels(label_file, labels, 0, classes - 1)
+    targets = download.check_labels(label_file, labels, 0, len(_DIGITS) - 1)  # as many kinds of clothing
     return torch.from_numpy(images)[:, None], torch.from_numpy(targets)
 
 

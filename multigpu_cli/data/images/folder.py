@@ -93,7 +93,11 @@ def load(
         num_classes = choose_num_classes(parts, values, form, moved)
     parts = _divide(parts, seed)
     if new:
-        parts["new"] = [(path, 0) for path in _list_new(files.locate_other_file("image-folder", root, new))]
+        folder = files.locate_other_file("image-folder", root, new)
+        parts["new"] = [(path, 0) for path in files.list_images(folder)]
+        if not parts["new"]:
+            remedy = "a folder within --data-dir, or a whole path"
+            raise RequestError(f"data.args.new: {folder} holds no images", remedy=remedy)
     open_mask = partial(read_mask, values=values, ignored=form.ignored)
     make = partial(Images, size=size, resize=larger, open_mask=open_mask)
     part_names = [name for name in (*SPLITS, "new") if parts.get(name)]  # not "", which was divided
@@ -130,18 +134,10 @@ def _read_classes(root: Path) -> tuple[list[str], dict[str, list[Entry]]]:
         }
         numbers = numbers or {name: number for number, name in enumerate(images)}  # of train, the first split
         if unknown := [name for name in images if name not in numbers]:
-            raise RequestError(
-                f"--data image-folder: {folder / unknown[0]} is a class that train/ does not have",
-                remedy=f"the classes are {', '.join([*numbers][:10])}",
-            )
+            problem = f"--data image-folder: {folder / unknown[0]} is a class that train/ does not have"
+            raise RequestError(problem, remedy=f"the classes are {', '.join([*numbers][:10])}")
         if not images or len(numbers) < 2:
             holds = f"holds images of {'a single' if images else 'no'} class"
             raise RequestError(f"--data image-folder: {folder} {holds}", remedy=_LAYOUT)
         parts[split] = [(path, numbers[name]) for name, listed in images.items() for path in listed]
     return [*numbers], parts
-
-
-def _list_new(folder: Path) -> list[Path]:
-    if images := files.list_images(folder):
-        return images
-    raise RequestError(f"data.args.new: {folder} holds no images", remedy="a folder within --data-dir, or a whole path")

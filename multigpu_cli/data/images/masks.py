@@ -14,8 +14,10 @@ from multigpu_cli.distributed.processes import say_before_run
 from multigpu_cli.errors import RequestError
 
 _LAYOUT = "images/NAME.jpg and masks/NAME.png, directly in --data-dir or within its folders train/, val/ and test/"
-_MASKS = re.compile(r"mask|label|annot|segment|trimap|ground.?truth|^gts?$", re.IGNORECASE)  # in the name of a folder
-_IMAGES = re.compile(r"image|photo|picture|^imgs?$", re.IGNORECASE)
+# in the name of a folder
+_MASKS = re.compile(r"mask|label|annot|segment|trimap|manual|ground.?truth|^gt", re.IGNORECASE)
+_IMAGES = re.compile(r"image|img|photo|picture|^(input|original)s?$", re.IGNORECASE)
+_MASK_ENDING = re.compile(r"[ _.-](mask|label|seg|gt|anno|trimap|manual)[^/]*$", re.IGNORECASE)  # of a name: 1_mask.png
 _LOSSLESS = ("PNG", "TIFF", "BMP", "GIF")  # formats, in Pillow's words, that keep class numbers
 _MANY = 1000  # masks, whose reading takes seconds
 _STRETCHED = {"L;2": 85, "L;4": 17}  # by which Pillow multiplies gray of 2 and of 4 bits
@@ -86,10 +88,19 @@ def _find_folders(folder: Path) -> tuple[list[Path], list[Path]]:
 def refuse_masks(folder: Path) -> None:
     """Refuse a folder of classes that seems to hold masks, by the names of its folders or of the files in two."""
     images, masks = _find_folders(folder)
-    alike = len(images) == len(masks) == 1 and not _pair_files(*images, *masks)[1]
+    alike = len(images) == len(masks) == 1 and _have_same_names(*images, *masks)
     if alike or (masks and any(_IMAGES.search(each.name) for each in images)):
         problem = f"--data image-folder: {masks[0]} seems to hold masks of the images in {images[0].name}/, not a class"
         raise RequestError(problem, remedy=f"add --task segmentation; or, if it is a class, rename {masks[0].name}/")
+
+
+def _have_same_names(images: Path, masks: Path) -> bool:
+    """Whether both folders have files of the same names, but for an ending such as _mask in those of the second."""
+    names, others = (
+        {file.relative_to(folder).with_suffix("").as_posix() for file in list_images(folder)}
+        for folder in (images, masks)
+    )
+    return names in (others, {_MASK_ENDING.sub("", name) for name in others})
 
 
 def read_pairs(root: Path) -> dict[str, list[Entry]]:

@@ -64,10 +64,8 @@ class SampleMixer:
                 remedy="samples that are floating-point numbers; for data.cutmix images (channels, height, width)",
             )
         if not isinstance(targets, Tensor) or targets.dtype != torch.int64 or targets.ndim != 1:
-            raise RequestError(
-                f"data.mixup and data.cutmix: targets are {describe_shapes(targets)}",
-                remedy="targets (n,) int64, the class numbers",
-            )
+            problem = f"data.mixup and data.cutmix: targets are {describe_shapes(targets)}"
+            raise RequestError(problem, remedy="targets (n,) int64, the class numbers")
 
 
 def _tabulate_shares(alpha: float) -> Tensor:

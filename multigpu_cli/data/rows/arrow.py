@@ -49,27 +49,24 @@ class ArrowStore(RowStore):
         return int(self._starts[-1])
 
     def read(self, name: str, rows: Sequence[int] | np.ndarray) -> Any:
-        column, places = self.columns[name], self._find_places(np.asarray(rows, dtype=np.int64))
-        chunks = self._chunks.get(name) or self._open_column(column)
-        if column.kind != "number":
-            return [self._read_bytes(chunks[chunk], row, name, column.kind) for chunk, row in places]
-        found = np.empty((len(places), *column.shape), dtype=column.dtype)
-        self.read_into(name, rows, found, range(len(places)))
-        return found
+        column = self.columns[name]
+        if column.kind == "number":
+            found = np.empty((len(rows), *column.shape), dtype=column.dtype)
+            self.read_into(name, rows, found, range(len(rows)))
+            return found
+        chunks, places = self._open_column(column), self._find_places(np.asarray(rows, dtype=np.int64))
+        return [self._read_bytes(chunks[chunk], row, name, column.kind) for chunk, row in places]
 
     def read_into(self, name: str, rows: Sequence[int] | np.ndarray, out: np.ndarray, at: Sequence[int]) -> None:
         column, places = self.columns[name], self._find_places(np.asarray(rows, dtype=np.int64))
-        chunks = self._chunks.get(name) or self._open_column(column)
-        if chunks[0].bits is not None:
-            for entry, (chunk, row) in zip(at, places, strict=True):
-                bit = row + (chunks[chunk].bits or 0)
-                out[entry] = chunks[chunk].values[bit >> 3] >> (bit & 7) & 1
-        elif chunks[0].offsets:
-            for entry, (chunk, row) in zip(at, places, strict=True):
-                out[entry] = self._read_list(chunks[chunk], row, column)
-        else:
-            for entry, (chunk, row) in zip(at, places, strict=True):
-                out[entry] = chunks[chunk].values[row]
+        chunks = self._open_column(column)
+        for entry, (number, row) in zip(at, places, strict=True):
+            chunk = chunks[number]
+            if chunk.bits is not None:
+                bit = row + chunk.bits
+                out[entry] = chunk.values[bit >> 3] >> (bit & 7) & 1
+            else:
+                out[entry] = self._read_list(chunk, row, column) if chunk.offsets else chunk.values[row]
 
     def list_values(self, name: str) -> list[Any]:
         """The different values of a column; reads the whole column, and no other."""
@@ -86,12 +83,14 @@ class ArrowStore(RowStore):
         return self._last[1]
 
     def _open_column(self, column: Column) -> list[_Chunk]:
-        place = self._schema.get_field_index(column.name)
-        chunks = [_open_chunk(batch.column(place)) for batch in self._batches]
-        if column.shape and not chunks[0].offsets:  # of fixed length
-            chunks = [_Chunk((), chunk.values.reshape(-1, *column.shape)) for chunk in chunks]
-        self._chunks[column.name] = chunks
-        return chunks
+        """Return NumPy's views of a column, which are made once."""
+        if column.name not in self._chunks:
+            place = self._schema.get_field_index(column.name)
+            chunks = [_open_chunk(batch.column(place)) for batch in self._batches]
+            if column.shape and not chunks[0].offsets:  # of fixed length
+                chunks = [_Chunk((), chunk.values.reshape(-1, *column.shape)) for chunk in chunks]
+            self._chunks[column.name] = chunks
+        return self._chunks[column.name]
 
     def _read_list(self, chunk: _Chunk, row: int, column: Column) -> np.ndarray:
         first, last = row, row + 1
@@ -108,10 +107,8 @@ class ArrowStore(RowStore):
     def _read_bytes(self, chunk: _Chunk, row: int, name: str, kind: str) -> bytes | str:
         first, last = int(chunk.offsets[0][row]), int(chunk.offsets[0][row + 1])
         if first == last and kind == "bytes":
-            raise RequestError(
-                f"--data arrow: {self.label}: column {name!r} has a row without bytes, perhaps with a path alone",
-                remedy="images stored in the dataset itself: Hugging Face's Image(), not paths",
-            )
+            problem = f"--data arrow: {self.label}: column {name!r} has a row without bytes, perhaps with a path alone"
+            raise RequestError(problem, remedy="images stored in the dataset itself: Hugging Face's Image(), not paths")
         found = chunk.values[first:last].tobytes()
         return found.decode() if kind == "text" else found
 
@@ -133,10 +130,8 @@ def _read_batches(file: Path) -> list[Any]:
             f"--data arrow: {file}: {str(error).splitlines()[0]}", remedy=f"{LAYOUT}; if it is damaged, copy it anew"
         ) from error
     if batches and pyarrow.total_allocated_bytes() - before > batches[0].nbytes // 2 + 2**16:
-        raise RequestError(
-            f"--data arrow: {file} is compressed, so it can't be memory-mapped",
-            remedy="datasets.load_from_disk(…).save_to_disk(…), or pyarrow.ipc without compression",
-        )
+        remedy = "datasets.load_from_disk(…).save_to_disk(…), or pyarrow.ipc without compression"
+        raise RequestError(f"--data arrow: {file} is compressed, so it can't be memory-mapped", remedy=remedy)
     return batches
 
 
@@ -145,10 +140,8 @@ def _check_schemas(files: Sequence[Path], batches: Sequence[Any]) -> Any:
         raise RequestError(f"--data arrow: {files[0].parent} holds no rows", remedy="a dataset with rows")
     first = batches[0].schema
     if not all(batch.schema.equals(first) for batch in batches):
-        raise RequestError(
-            f"--data arrow: the files in {files[0].parent} have different columns",
-            remedy="files of one dataset, all with the same columns and types",
-        )
+        problem = f"--data arrow: the files in {files[0].parent} have different columns"
+        raise RequestError(problem, remedy="files of one dataset, all with the same columns and types")
     return first
 
 
@@ -243,10 +236,8 @@ def _list_files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise RequestError(f"--data arrow: {state} can't be read ({error})", remedy="write the folder anew") from error
     if content.get("_indices_data_files") or content.get("_indices_files"):
-        raise RequestError(
-            f"--data arrow: {folder} holds a selection of rows (flatten_indices was not called)",
-            remedy="dataset.flatten_indices().save_to_disk(…)",
-        )
+        problem = f"--data arrow: {folder} holds a selection of rows (flatten_indices was not called)"
+        raise RequestError(problem, remedy="dataset.flatten_indices().save_to_disk(…)")
     if odd := [name for name in names if Path(name).name != name]:
         raise RequestError(f"--data arrow: {state} names {odd[0]}, which is not in its folder", remedy=LAYOUT)
     if missing := [name for name in names if not (folder / name).is_file()]:

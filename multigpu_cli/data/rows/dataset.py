@@ -77,10 +77,8 @@ class TokenRows(NumberRows):
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= self.num_classes:
             wrong = least if least < 0 else most
-            raise RequestError(
-                f"--data: {self.store.label}: token {wrong} is beyond the vocabulary of {self.num_classes}",
-                remedy="a larger data.args.vocabulary",
-            )
+            problem = f"--data: {self.store.label}: token {wrong} is beyond the vocabulary of {self.num_classes}"
+            raise RequestError(problem, remedy="a larger data.args.vocabulary")
         labels = tokens if self.roles.target == name else self.store.read(self.roles.target, rows).astype(np.int64)
         targets = np.full_like(labels, IGNORED)
         targets[:, :-1] = labels[:, 1:]

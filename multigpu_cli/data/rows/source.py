@@ -97,17 +97,13 @@ def _choose_columns(name: str, store: RowStore, options: RowOptions) -> tuple[Co
             remedy=f"data.ignore={unread[0].name}, or data.columns=[…], the inputs among {words}",
         )
     if len(kinds) > 1 or (len(inputs) > 1 and kinds != {("number", False)}):
-        raise RequestError(
-            f"--data {name}: these inputs can't be combined: {words}",
-            remedy=f"data.columns={inputs[0].name}, one column, or several of single numbers",
-        )
+        problem = f"--data {name}: these inputs can't be combined: {words}"
+        raise RequestError(problem, remedy=f"data.columns={inputs[0].name}, one column, or several of single numbers")
     for used in (*inputs, target):
         if used.null_count:
             location = f", the first at {used.first_null}" if used.first_null else ""
-            raise RequestError(
-                f"--data {name}: column {used.name!r} has {used.null_count:,} rows without a value{location}",
-                remedy=f"fill or leave out such rows before, or data.ignore={used.name}",
-            )
+            problem = f"--data {name}: column {used.name!r} has {used.null_count:,} rows without a value{location}"
+            raise RequestError(problem, remedy=f"fill or leave out such rows before, or data.ignore={used.name}")
     return target, inputs
 
 
@@ -142,10 +138,8 @@ def _check_same_columns(name: str, train: RowStore, store: RowStore, used: Seque
     for column in used:
         other = store.columns.get(column.name)
         if other is None or get_type(other) != get_type(column):
-            raise RequestError(
-                f"--data {name}: column {column.name!r} differs between {train.label} and {store.label}",
-                remedy="parts of one dataset, with the same columns",
-            )
+            problem = f"--data {name}: column {column.name!r} differs between {train.label} and {store.label}"
+            raise RequestError(problem, remedy="parts of one dataset, with the same columns")
 
 
 def _divide(name: str, stores: Mapping[str, RowStore], seed: int) -> Parts:
@@ -161,10 +155,8 @@ def _find_classes(
 ) -> tuple[dict[Any, int] | None, tuple[str, ...]]:
     """The class number of each value of the target, where they are not the same; and the names of the classes."""
     if target.kind not in ("number", "text") or (target.kind == "text" and options.kind == "regression"):
-        raise RequestError(
-            f"--data {name}: column {target.name!r} holds {target.description}, no {options.kind} target",
-            remedy="data.target=…, a column of numbers or labels",
-        )
+        problem = f"--data {name}: column {target.name!r} holds {target.description}, no {options.kind} target"
+        raise RequestError(problem, remedy="data.target=…, a column of numbers or labels")
     if options.kind == "regression" or (target.kind == "number" and (target.shape or not target.is_integer)):
         if options.kind == "classification":
             raise RequestError(f"data.kind: column {target.name!r} holds {target.description}", remedy="regression")
@@ -184,15 +176,11 @@ def _find_classes(
 
 def _build_tokens(column: Column, target: Column, parts: Parts, options: RowOptions) -> Built:
     if options.vocabulary is None:
-        raise RequestError(
-            f"--data: column {column.name!r} holds tokens, and the size of their vocabulary is not known",
-            remedy="for example --set data.vocabulary=50257",
-        )
+        problem = f"--data: column {column.name!r} holds tokens, and the size of their vocabulary is not known"
+        raise RequestError(problem, remedy="for example --set data.vocabulary=50257")
     if not column.is_integer or len(column.shape) != 1 or target.shape != column.shape:
-        raise RequestError(
-            f"--data: column {column.name!r} holds {column.description}, and {target.name!r} {target.description}",
-            remedy="lists of whole numbers, all of one length",
-        )
+        problem = f"--data: column {column.name!r} holds {column.description}, and {target.name!r} {target.description}"
+        raise RequestError(problem, remedy="lists of whole numbers, all of one length")
     roles = RowRoles(inputs=(column.name,), target=target.name, num_classes=options.vocabulary)
     samples = {part: TokenRows(store, rows, roles) for part, (store, rows) in parts.items()}
     facts = {"input_shape": column.shape, "num_classes": options.vocabulary, "model": "gpt", "task": "language-model"}

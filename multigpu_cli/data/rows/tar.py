@@ -4,6 +4,7 @@ The shards stay as they are; an index of the members' places is made once, and a
 """
 
 import json
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from multigpu_cli.data.files import OpenFiles
 from multigpu_cli.data.rows.store import Column, RowStore, open_index
 from multigpu_cli.errors import RequestError
 
+_INTEGER = re.compile(rb"[+-]?[0-9]+")  # int() takes 1_1 for 11, and reads the digits of other alphabets
 _NUMBERS = ("cls", "id", "index")  # a whole number as text: it is kept in the index itself
 _TEXTS = ("txt", "text")
 _MOST = 16  # kinds of members in a sample
@@ -72,10 +74,8 @@ class TarStore(RowStore):
 
     def list_values(self, name: str) -> list[Any]:
         if (found := self._values.get(name)) is None:
-            raise RequestError(
-                f"--data tar: {self.label}: the classes in .{name} are not known before all of them are read",
-                remedy="data.classes=N for class numbers, or data.classes=[…], all labels",
-            )
+            problem = f"--data tar: {self.label}: the classes in .{name} are not known before all of them are read"
+            raise RequestError(problem, remedy="data.classes=N for class numbers, or data.classes=[…], all labels")
         return list(found)
 
     def _read_array(self, content: bytes, column: Column) -> np.ndarray:
@@ -126,10 +126,8 @@ class TarStore(RowStore):
         for member in members:
             where = f"{self.files[shard]}: {member.key}.{member.ending}"
             if member.ending not in self._endings:
-                raise RequestError(
-                    f"--data tar: {where}: the first sample has no .{member.ending}",
-                    remedy="the same kinds of members in every sample, and those of a sample side by side",
-                )
+                remedy = "the same kinds of members in every sample, and those of a sample side by side"
+                raise RequestError(f"--data tar: {where}: the first sample has no .{member.ending}", remedy=remedy)
             place, size = member.offset, member.size
             if member.ending in _NUMBERS:
                 place, size = _read_number(self._open.read(shard, member.offset, min(member.size, 100)), where), _INSIDE
@@ -160,10 +158,8 @@ def _check_uncompressed(file: Path) -> None:
     marks = {b"\x1f\x8b": "gunzip", b"BZh": "bunzip2", b"\xfd7zXZ": "unxz", b"\x28\xb5\x2f\xfd": "unzstd"}
     for mark, command in marks.items():
         if head.startswith(mark):
-            raise RequestError(
-                f"--data tar: {file} is compressed, so its members can't be read in random order",
-                remedy=f"{command} {file.name}, once",
-            )
+            problem = f"--data tar: {file} is compressed, so its members can't be read in random order"
+            raise RequestError(problem, remedy=f"{command} {file.name}, once")
 
 
 def _group_members(file: Path) -> Iterator[list[_Member]]:
@@ -191,15 +187,10 @@ def _group_members(file: Path) -> Iterator[list[_Member]]:
 
 
 def _read_number(text: bytes, where: str) -> int:
-    try:
-        number = int(text)
-        if not -(2**63) <= number < 2**63:
-            raise ValueError("too large")
+    if (match := _INTEGER.fullmatch(text.strip())) and -(2**63) <= (number := int(match[0])) < 2**63:
         return number
-    except ValueError as error:
-        raise RequestError(
-            f"--data tar: {where} holds {text[:20]!r}, not a 64-bit integer", remedy="the number of the class, as text"
-        ) from error
+    problem = f"--data tar: {where} holds {text[:20]!r}, not a 64-bit integer in plain digits"
+    raise RequestError(problem, remedy="the number of the class, as text; codes belong in a .json")
 
 
 def _load_array(content: bytes, ending: str, label: str) -> np.ndarray:

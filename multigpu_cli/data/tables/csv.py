@@ -176,10 +176,8 @@ def _read_text(path: Path) -> str:
         text = content.decode("utf-16" if wide else "utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise RequestError(
-            f"--data csv: {path}:{line}: not UTF-8 (byte 0x{content[error.start]:02x})",
-            remedy="save it as UTF-8: iconv -f latin1 -t utf-8, for instance",
-        ) from error
+        problem = f"--data csv: {path}:{line}: not UTF-8 (byte 0x{content[error.start]:02x})"
+        raise RequestError(problem, remedy="save it as UTF-8: iconv -f latin1 -t utf-8, for instance") from error
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise RequestError(f"--data csv: {path}:{line}: a zero byte: not a text file", remedy="a CSV file in UTF-8")
@@ -218,10 +216,8 @@ def _parse(path: Path, text: str, separator: str) -> tuple[list[list[str]], list
                 lines.append(line)
             line = reader.line_num + 1
     except csv.Error as error:
-        raise RequestError(
-            f"--data csv: {path}:{line}: {error}",
-            remedy='close each quote, and write one within quotes twice: "a ""b"" c"',
-        ) from error
+        remedy = 'close each quote, and write one within quotes twice: "a ""b"" c"'
+        raise RequestError(f"--data csv: {path}:{line}: {error}", remedy=remedy) from error
     return rows, lines
 
 

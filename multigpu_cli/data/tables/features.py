@@ -134,23 +134,22 @@ def _encode_words(column: Mapping[str, Any], cells: Sequence[str]) -> np.ndarray
 def describe_words(part: Part, column: str) -> str:
     """Return a warning about a column of words that looks like a mistake, or nothing.
 
-    Almost all cells are numbers, with a unit or without, dates or the like, many and different; or almost every row has
-    a text of its own.
+    Most cells are numbers, with a unit or without, dates or the like, many and different; or almost every row has a
+    text of its own.
     """
     is_word = part.table.parse(column)[1][part.rows]
     if not is_word.any():
         return ""
     counts = Counter(map(part.table.select(column).__getitem__, part.rows.tolist()))
     counts = Counter({cell: count for cell, count in counts.items() if not is_missing(cell)})
-    most = MOST * counts.total()
     if len(counts) <= FEW:
         return ""
-    if sum(counts[cell] for cell in counts if is_number_like(cell) or has_unit(cell)) >= most:
+    if 2 * sum(counts[cell] for cell in counts if is_number_like(cell) or has_unit(cell)) > counts.total():
         odd = part.table.describe_cell(column, int(part.rows[is_word].min()))
         return f"{odd} is not a number, so the whole column is read as words; {AS_NUMBERS}"
     way = f"teach nothing of other rows; --set {quote(f'data.ignore=[{column}]')}"
     what = f"{part.table.path}: column {column!r}: {len(counts):,} different texts in {len(part.rows):,} training rows"
-    return f"{what} {way}" if len(counts) >= most else ""
+    return f"{what} {way}" if len(counts) >= MOST * counts.total() else ""
 
 
 def describe_unknown_words(features: TableFeatures, part: Part) -> list[str]:

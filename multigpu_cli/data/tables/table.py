@@ -241,10 +241,8 @@ def _read_test(path: Path, table: CsvTable, form: CsvFormat) -> CsvTable:
     """Return another file of the same columns, in the table's order."""
     others = read_table(path, form)
     if sorted(others.columns) != sorted(table.columns):
-        raise RequestError(
-            f"data.test_file: {path.name} has other columns",
-            remedy=f"{', '.join(table.columns)}; or data.new={path.name}, for rows without a target",
-        )
+        remedy = f"{', '.join(table.columns)}; or data.new={path.name}, for rows without a target"
+        raise RequestError(f"data.test_file: {path.name} has other columns", remedy=remedy)
     places = [others.columns.index(name) for name in table.columns]
     rows = [[row[at] for at in places] for row in others.rows]
     return _read_alike(replace(others, columns=table.columns, rows=rows), table)
@@ -287,7 +285,10 @@ def _read_targets(
     values = {cell: read(cell) for cell in set().union(counts, *cells)}
     numbers = {values[cell] for cell in counts}
     is_whole = all(number is not None and number.is_integer() for number in numbers)
-    classes = None in numbers or (is_whole and len(numbers) <= FEW) if kind == "auto" else kind == "classification"
+    is_merged = all(map(_WHOLE.fullmatch, counts))
+    labels = {cell: match[1] if is_merged and (match := _WHOLE.fullmatch(cell)) else cell for cell in values}
+    known = {labels[cell] for cell in counts}  # not numbers: floats are the same for many long ones
+    classes = None in numbers or (is_whole and len(known) <= FEW) if kind == "auto" else kind == "classification"
     if not classes:
         for part in parts:
             if (at := part.find_word(target)) is not None:
@@ -302,16 +303,11 @@ def _read_targets(
             f"data.target: {odd} is not a number, and {len(counts):,} texts in {counts.total():,} rows are no classes",
             remedy=f"{AS_NUMBERS}; or --set data.kind=classification",
         )
-    is_merged = all(map(_WHOLE.fullmatch, counts))
-    labels = {cell: match[1] if is_merged and (match := _WHOLE.fullmatch(cell)) else cell for cell in values}
-    known = {labels[cell] for cell in counts}
     if strange := [cell for cell in dict.fromkeys(cells[2]) if labels[cell] not in known]:
         test, listed = parts[2].table, ", ".join(map(repr, strange[:5])) + ", …" * (len(strange) > 5)
         line = test.lines[test.select(target).index(strange[0])]
-        raise RequestError(
-            f"{test.path}:{line}: labels that {table.path} does not have: {listed}",
-            remedy=f"labels of column {target!r} that training knows, or data.kind=regression for numbers",
-        )
+        remedy = f"labels of column {target!r} that training knows, or data.kind=regression for numbers"
+        raise RequestError(f"{test.path}:{line}: labels that {table.path} does not have: {listed}", remedy=remedy)
     names: dict[str, str] = {}
     for cell in sorted(set().union(*cells), key=lambda cell: (values[cell] or 0.0 if is_whole else 0.0, cell)):
         names.setdefault(labels[cell], cell)
@@ -346,8 +342,6 @@ def _to_cell(value: object, name: str, place: str, doubts: dict[str, str]) -> st
         doubts.setdefault(name, f"{place}: {value} in column {name!r} counts as missing, as do others")
         return ""
     if not isinstance(value, str | int | float):
-        raise RequestError(
-            f"--data csv: {place}: {name} is a {type(value).__name__}, not a text, a number or a boolean",
-            remedy="plain values; conversations are for --data chat with --model-dir",
-        )
+        problem = f"--data csv: {place}: {name} is a {type(value).__name__}, not a text, a number or a boolean"
+        raise RequestError(problem, remedy="plain values; conversations are for --data chat with --model-dir")
     return str(value).strip()

@@ -183,10 +183,8 @@ def _choose_loss(form: str, loss_on: str | None) -> tuple[str, bool]:
     if form != PREFERENCE:
         return learns, False
     if learns == "all":
-        raise RequestError(
-            "data.args.loss_on=all: preferences compare the answers, not their prompt",
-            remedy="leave it out, or data.args.loss_on=completion: the last answer only",
-        )
+        problem = "data.args.loss_on=all: preferences compare the answers, not their prompt"
+        raise RequestError(problem, remedy="leave it out, or data.args.loss_on=completion: the last answer only")
     return learns, True
 
 
@@ -198,10 +196,8 @@ def _check_tokenizer(text: TextModel) -> None:
             remedy="the tokenizer of this model; or model.resize_token_embeddings(…) and save_pretrained(…)",
         )
     if not text.ends:
-        raise RequestError(
-            "--model-dir: its tokenizer has no EOS token, so generation would never stop",
-            remedy="eos_token in tokenizer_config.json",
-        )
+        problem = "--model-dir: its tokenizer has no EOS token, so generation would never stop"
+        raise RequestError(problem, remedy="eos_token in tokenizer_config.json")
 
 
 def _find_limit(text: TextModel, asked: int | None) -> int:
@@ -234,10 +230,8 @@ def find_files(data_dir: str | None, file: str | None) -> dict[str, Records]:
         elif file is None and f"train{ending}" in names:
             paths = {name: [place / f"{name}{ending}"] for name in SPLITS if f"{name}{ending}" in names}
         elif file is None and len(names) != 1:
-            raise RequestError(
-                f"--data-dir {data_dir} holds {', '.join(names) or 'no .jsonl file'}",
-                remedy=f"{_LAYOUT}{'; or --set data.file=' + names[0] if names else ''}",
-            )
+            problem = f"--data-dir {data_dir} holds {', '.join(names) or 'no .jsonl file'}"
+            raise RequestError(problem, remedy=f"{_LAYOUT}{'; or --set data.file=' + names[0] if names else ''}")
         else:
             paths = {"train": [locate_other_file("chat", place, file or names[0])]}
     files = {name: open_records(each) for name, each in paths.items()}
@@ -317,10 +311,8 @@ def _check_ends(chats: SFTDataset, ends: tuple[int, ...], tokenizer: Any) -> Non
     sample = chats[0]
     ids, labels = sample["input_ids"], sample["labels"]
     if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-        raise RequestError(
-            f"--data chat: {chats.describe(0)} begins with {tokenizer.bos_token!r} twice",
-            remedy="a text or a chat template without it",
-        )
+        problem = f"--data chat: {chats.describe(0)} begins with {tokenizer.bos_token!r} twice"
+        raise RequestError(problem, remedy="a text or a chat template without it")
     if chats.lengths[0] <= chats.limit and not np.isin(labels.numpy(), ends).any():
         last = tokenizer.convert_ids_to_tokens(int(labels[labels != IGNORED][-1]))
         names = ", ".join(tokenizer.convert_ids_to_tokens(list(ends)))

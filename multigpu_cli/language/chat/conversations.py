@@ -184,10 +184,8 @@ def detect_form(record: Record, place: str) -> str:
                 )
             return name
     forms = ", or ".join(f"{' and '.join(form.fields)} ({name})" for name, form in FORMS.items())
-    raise RequestError(
-        f"--data chat: {place} has {', '.join(list(record)[:_LISTED]) or 'no field'}",
-        remedy=f"records with {forms}; plain ones are for --data csv",
-    )
+    problem = f"--data chat: {place} has {', '.join(list(record)[:_LISTED]) or 'no field'}"
+    raise RequestError(problem, remedy=f"records with {forms}; plain ones are for --data csv")
 
 
 def read_conversation(record: Record, form: str, place: str) -> Conversation:
@@ -201,10 +199,8 @@ def read_conversation(record: Record, form: str, place: str) -> Conversation:
     try:
         return FORMS[form].read(record)
     except KeyError as missing:
-        raise RequestError(
-            f"--data chat: {place} has no {missing}, as records of the form {form} have",
-            remedy="records of one form, or data.args.format",
-        ) from missing
+        problem = f"--data chat: {place} has no {missing}, as records of the form {form} have"
+        raise RequestError(problem, remedy="records of one form, or data.args.format") from missing
     except ValueError as error:
         raise RequestError(f"--data chat: {place}: {error}", remedy="correct that line, or leave it out") from error
 

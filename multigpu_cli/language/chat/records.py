@@ -111,10 +111,8 @@ def _encode(encode: Encode, record: int) -> Sequence[ChatTokens]:
     try:
         return encode(record)
     except OSError as error:
-        raise RequestError(
-            f"--data chat: record {record + 1} can't be read: {error}",
-            remedy="the data and the model's folder where they were when the command began",
-        ) from error
+        remedy = "the data and the model's folder where they were when the command began"
+        raise RequestError(f"--data chat: record {record + 1} can't be read: {error}", remedy=remedy) from error
 
 
 def _find(path: Path, count: int, encode: Encode, width: int) -> TokenFile | None:

@@ -13,10 +13,8 @@ from multigpu_cli.errors import RequestError
 
 def _check_images(model: str, input_shape: tuple[int, ...]) -> None:
     if len(input_shape) != 3 or min(input_shape[1:]) < 4:
-        raise RequestError(
-            f"--model {model} needs images (channels, height, width) of at least 4×4; --data gives {input_shape}",
-            remedy="use --model mlp, which accepts samples of any shape",
-        )
+        problem = f"--model {model} needs images (channels, height, width) of at least 4×4; --data gives {input_shape}"
+        raise RequestError(problem, remedy="use --model mlp, which accepts samples of any shape")
 
 
 class ConvNet(nn.Module):

@@ -139,9 +139,8 @@ def smoke_test_batch(
     Returns how the model is called, in words; messages name the batch by `which`. RequestError: they do not fit.
     """
     if isinstance(batch.inputs, list) and spec.placement.strategy == "dp":
-        raise RequestError(
-            "--multi-gpu dp would cut each part of a batch that is a list of samples", remedy="--multi-gpu ddp"
-        )
+        problem = "--multi-gpu dp would cut each part of a batch that is a list of samples"
+        raise RequestError(problem, remedy="--multi-gpu ddp")
     for name, part in model.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and part.weight.requires_grad:
             raise RequestError(f"the embedding {name!r} has sparse=True: gradients are dense", remedy="sparse=False")
@@ -283,11 +282,9 @@ def _build_task(spec: RunSpec) -> Task:
     task = spec.factories.build_task(spec.config, spec.source)
     own = type(task).evaluate is not Task.evaluate and not task.supports_equal_passes
     if spec.strategy.sharded and own:
-        raise RequestError(
-            f"--task {spec.task} has its own `evaluate`: with --multi-gpu {spec.strategy.name} all workers have to run "
-            "the model in it equally often",
-            remedy="supports_equal_passes = True in the class if they do; or --multi-gpu ddp",
-        )
+        reason = f"with --multi-gpu {spec.strategy.name} all workers have to run the model in it equally often"
+        remedy = "supports_equal_passes = True in the class if they do; or --multi-gpu ddp"
+        raise RequestError(f"--task {spec.task} has its own `evaluate`: {reason}", remedy=remedy)
     return task
 
 

@@ -40,16 +40,12 @@ def check_device(config: Config, placement: Placement, world: World) -> Iterator
     if placement.strategy == "dp" and uses_environments(config):
         yield RequestError(f"--multi-gpu dp does not support --task {', '.join(ACTORS)}", remedy="--multi-gpu ddp")
     if placement.strategy == "dp" and config.task.name == FROM_MODEL:
-        yield RequestError(
-            "--task from-model can't be used with --multi-gpu dp: replicas return means, which can't be combined",
-            remedy="--multi-gpu ddp",
-        )
+        problem = "--task from-model can't be used with --multi-gpu dp: replicas return means, which can't be combined"
+        yield RequestError(problem, remedy="--multi-gpu ddp")
     if placement.strategy == "dp" and config.model.compile != "off":  # pytorch#94636; CUDA graphs in threads: #123177
-        yield RequestError(
-            f"--compile {config.model.compile} can't be used with --multi-gpu dp: torch compiles for one GPU, "
-            "and replicas on other GPUs can't run that code",
-            remedy="--multi-gpu ddp, or --compile off",
-        )
+        reason = "torch compiles for one GPU, and replicas on other GPUs can't run that code"
+        problem = f"--compile {config.model.compile} can't be used with --multi-gpu dp: {reason}"
+        yield RequestError(problem, remedy="--multi-gpu ddp, or --compile off")
     try:
         choose_precision(config.precision.amp, world.device)
     except RequestError as error:
@@ -88,10 +84,9 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
             remedy="--drop-last, and a --global-batch-size that is a multiple of batch size × workers",
         )
     if config.length.early_stopping_patience and spec.source.val is None:
-        yield RequestError(
-            f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none",
-            remedy="leave out --early-stopping-patience, or use data with a validation split (val)",
-        )
+        problem = f"--early-stopping-patience needs a validation split, and --data {config.data.name} has none"
+        remedy = "leave out --early-stopping-patience, or use data with a validation split (val)"
+        yield RequestError(problem, remedy=remedy)
     moved = [key for key in ("data.random_resized_crop", "data.rand_augment") if config.get(key) is not None]
     if moved and spec.source.form.ignored is not None and not start.manifest:  # older versions began such runs
         problem = f"{moved[0]}: it would change the place of pixels in images, and not in their masks"
@@ -108,16 +103,12 @@ def check_data(spec: RunSpec) -> Iterator[RequestError]:
     if not start.manifest:
         return
     if (before := start.manifest["samples"]) != plan.batches.samples:
-        yield RequestError(
-            f"--data: {plan.batches.samples} training samples now, but {start.folder} was started with {before}",
-            remedy=_SAME_DATA,
-        )
+        problem = f"--data: {plan.batches.samples} training samples now, but {start.folder} was started with {before}"
+        yield RequestError(problem, remedy=_SAME_DATA)
     elif other := describe_differences(start.manifest.get("data", fingerprint), fingerprint):  # not in old ones
-        where = f" in --data-dir {config.data.dir}" if config.data.dir else ""
-        yield RequestError(
-            f"--data {config.data.name}: {', '.join(other)}{where} differ from what {start.folder} was started with",
-            remedy=_SAME_DATA,
-        )
+        differing = ", ".join(other) + (f" in --data-dir {config.data.dir}" if config.data.dir else "")
+        problem = f"--data {config.data.name}: {differing} differ from what {start.folder} was started with"
+        yield RequestError(problem, remedy=_SAME_DATA)
 
 
 def find_unpinned_facts(spec: RunSpec) -> Iterator[str]:
@@ -144,25 +135,19 @@ def check_same_machine(world: World, pinned: Mapping[str, Any]) -> None:
     facts = all_gather_object(world, {name: str(value) for name, value in pinned.items()})
     for name, first in facts[0].items():
         if odd := [rank for rank, each in enumerate(facts) if each[name] != first]:
-            raise RequestError(
-                f"--exact: {_list_ranks(odd)} would train with {name} {facts[odd[0]][name]}, rank 0 with {first}: "
-                "bits would differ",
-                remedy="use machines and GPUs of one type, or leave out --exact",
-                shared=True,
-            )
+            difference = f"{_list_ranks(odd)} would train with {name} {facts[odd[0]][name]}, rank 0 with {first}"
+            remedy = "use machines and GPUs of one type, or leave out --exact"
+            raise RequestError(f"--exact: {difference}: bits would differ", remedy=remedy, shared=True)
 
 
 def group_ranks(marks: Sequence[Sequence[int]], sums: Sequence[Sequence[float]]) -> list[int]:
     """For each rank, the first rank whose data are the same."""
-    return [
-        next(
-            first
-            for first in range(rank + 1)
-            if list(marks[first]) == list(marks[rank])
-            and not describe_differences((marks[first], sums[first]), (marks[rank], sums[rank]))
-        )
-        for rank in range(len(marks))
-    ]
+
+    def is_same(one: DataFingerprint, other: DataFingerprint) -> bool:
+        return list(one[0]) == list(other[0]) and not describe_differences(one, other)
+
+    fingerprints = list(zip(marks, sums, strict=True))
+    return [next(rank for rank, other in enumerate(fingerprints) if is_same(other, each)) for each in fingerprints]
 
 
 def _describe_difference(
@@ -182,11 +167,8 @@ def _describe_difference(
     if here[0] == there[0] and here != there:
         what = f"{there[1]:,}, {there[2]:,} and {there[3]:,} samples to train, validate and test on "
         what += f"instead of {here[1]:,}, {here[2]:,} and {here[3]:,}"
-    return RequestError(
-        f"--data {name}: {who} and the others see different data: {what}",
-        remedy="the same files on every node, and the whole dataset on every rank: the trainer divides it",
-        shared=True,
-    )
+    remedy = "the same files on every node, and the whole dataset on every rank: the trainer divides it"
+    return RequestError(f"--data {name}: {who} and the others see different data: {what}", remedy=remedy, shared=True)
 
 
 def _list_ranks(numbers: Sequence[int]) -> str:
@@ -211,10 +193,8 @@ def check_state_fits(spec: RunSpec, model: nn.Module, device: torch.device) -> N
 def refuse_single_samples(spec: RunSpec) -> None:
     """Refuse a run for which --multi-gpu auto chose ddp, and in which not even one sample fits."""
     if spec.config.device.multi_gpu == "auto" and spec.placement.strategy == "ddp" and spec.plan.batches.workers > 1:
-        raise RequestError(
-            "out of memory with a single sample on each of several devices",
-            remedy=f"{spec.strategy.memory_remedy}; or --grad-checkpointing, or --amp bf16",
-        )
+        problem = "out of memory with a single sample on each of several devices"
+        raise RequestError(problem, remedy=f"{spec.strategy.memory_remedy}; or --grad-checkpointing, or --amp bf16")
 
 
 def forecast_state(model: nn.Module, config: Config, factories: FromConfig) -> Memory:
@@ -224,10 +204,5 @@ def forecast_state(model: nn.Module, config: Config, factories: FromConfig) -> M
     averaged = 0 if config.optimizer.ema == "off" else weights
     if averaged and not find_strategy(config.device.multi_gpu).sharded and list_unsaved_parameters(model):
         averaged = gradients  # the average shares what never changes
-    return Memory(
-        weights=weights + averaged,
-        gradients=gradients,
-        optimizer=factories.measure_optimizer(config, model),
-        fixed=0,
-        per_sample=0,
-    )
+    optimizer = factories.measure_optimizer(config, model)
+    return Memory(weights=weights + averaged, gradients=gradients, optimizer=optimizer, fixed=0, per_sample=0)

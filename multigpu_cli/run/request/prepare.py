@@ -131,15 +131,11 @@ def _load_schedule(config: Config) -> ScheduleFunction | None:
     if ":" not in name:
         return None
     function = find_factory(name, {}, flag="--schedule")
-    further = ", ".join(list(inspect.signature(function).parameters)[2:])
-    return bind_call(
-        function,
-        2,
-        args,
-        problem=f"--schedule {name}: can't be called with step, total and schedule.args",
-        remedy="a function of (step, total), which returns the factor of the peak rate"
-        + (f"; schedule.args has {further}" if further else ""),
-    )
+    problem = f"--schedule {name}: can't be called with step, total and schedule.args"
+    remedy = "a function of (step, total), which returns the factor of the peak rate"
+    if further := ", ".join(list(inspect.signature(function).parameters)[2:]):
+        remedy += f"; schedule.args has {further}"
+    return bind_call(function, 2, args, problem=problem, remedy=remedy)
 
 
 def _resolve_rate(request: RunRequest, batches: BatchPlan) -> Rate:

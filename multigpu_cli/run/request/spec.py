@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from multigpu_cli.capabilities import BEFORE_PINNED, RESOLVED, TASKS
@@ -96,13 +97,10 @@ class FromConfig:
 
     def suggest_outputs(self, config: Config, source: DataSource, given: int, wanted: int) -> str:
         """The remedy for a model with `given` outputs."""
-        return (
-            f"{suggest_outputs(config.model.name or source.model, config.model.args, given, wanted)}, or another --task"
-        )
+        suggestion = suggest_outputs(config.model.name or source.model, config.model.args, given, wanted)
+        return f"{suggestion}, or another --task"
 
-    def build_optimizer(
-        self, config: Config, plan: Plan, model: nn.Module, strategy: Strategy
-    ) -> torch.optim.Optimizer:
+    def build_optimizer(self, config: Config, plan: Plan, model: nn.Module, strategy: Strategy) -> Optimizer:
         """The optimizer over what the strategy has this process move, tried before anything is written."""
         settings, peak, exact = config.optimizer, plan.schedule.peak, config.reproducibility.exact
         factors = compute_rate_factors(model, settings)
@@ -117,7 +115,7 @@ class FromConfig:
         """Bytes of the optimizer's state, as far as they are known."""
         return measure_state_bytes(model, config.optimizer)
 
-    def describe_optimizer(self, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    def describe_optimizer(self, config: Config, model: nn.Module, optimizer: Optimizer) -> str:
         """What the plan says of the optimizer: its name, weight decay and clipping, and what is particular to it."""
         name, more = config.optimizer.name, ""
         if name == "muon":
@@ -172,10 +170,8 @@ def compute_rate_factors(model: nn.Module, config: OptimizerConfig) -> dict[str,
         depths = measure_depths(model)
         deepest = max(depths.values())
         if not deepest:
-            raise RequestError(
-                f"optimizer.layer_decay {config.layer_decay:g}: the model has no repeated blocks that learn",
-                remedy="optimizer.rates, with patterns of your own",
-            )
+            problem = f"optimizer.layer_decay {config.layer_decay:g}: the model has no repeated blocks that learn"
+            raise RequestError(problem, remedy="optimizer.rates, with patterns of your own")
         for name in names:
             factors[name] *= decay_by_depth(config.layer_decay, depths[name], deepest)
     return factors

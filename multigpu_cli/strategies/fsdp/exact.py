@@ -45,10 +45,9 @@ class WeightLayouts:
         }
         for name, strides in self.unusual.items():
             if strides[0] < max(strides):
-                raise RequestError(
-                    f"--exact can't be used with --multi-gpu fsdp: {name} is not stored row by row",
-                    remedy="make it .contiguous() where the model is built, or use --multi-gpu ddp",
-                )
+                problem = f"--exact can't be used with --multi-gpu fsdp: {name} is not stored row by row"
+                remedy = "make it .contiguous() where the model is built, or use --multi-gpu ddp"
+                raise RequestError(problem, remedy=remedy)
 
     def restore_in_forward(self) -> None:
         """Let each module find its own weights in their layout while it runs."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from multigpu_cli.checkpoint.pieces import State
 from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.config.schema import Config
@@ -323,20 +324,18 @@ class FSDP2(Strategy):
         norm = total.sqrt().to(local.dtype)
         return torch.where(marks.square() == squares * self._world.size, norm, torch.nan)  # only if all are equal
 
-    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def gather_state(self, state: State) -> State:
         self.check_passes()
         return self._state.gather(state)
 
-    def sharded_state_dict(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Tensor, int]]]:
+    def sharded_state_dict(self, state: State) -> tuple[State, dict[str, tuple[Tensor, int]]]:
         self.check_passes()
         return self._state.split(state)
 
-    def load_sharded(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
+    def load_sharded(self, outline: State, read: ReadRows) -> State:
         return self._state.read(outline, read)
 
-    def scatter_state(
-        self, state: dict[str, Any] | None, *, source: int = 0, into: Mapping[str, Any] = {}
-    ) -> dict[str, Any]:
+    def scatter_state(self, state: State | None, *, source: int = 0, into: Mapping[str, Any] = {}) -> State:
         return self._state.scatter(state, source)
 
     def check_passes(self) -> None:
@@ -345,10 +344,9 @@ class FSDP2(Strategy):
 
 
 def _unlike_blocks() -> TrainingError:
-    return TrainingError(
-        "the workers ran different blocks of the model, so that one gathered the weights of another's block",
-        remedy="--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp",
-    )
+    problem = "the workers ran different blocks of the model, so that one gathered the weights of another's block"
+    remedy = "--set strategy.wrap=… names only modules that every pass runs, or use --multi-gpu ddp"
+    return TrainingError(problem, remedy=remedy)
 
 
 class WeightUsage:

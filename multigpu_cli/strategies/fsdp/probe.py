@@ -30,15 +30,11 @@ def find_torch_errors(config: Config) -> Iterator[RequestError]:
     """What the `fully_shard` of this torch can't do."""
     known = torch.distributed.fsdp.FSDPModule
     if not hasattr(known, "set_force_sum_reduction_for_comms"):
-        yield RequestError(
-            f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients",
-            remedy="a newer torch, or --multi-gpu ddp",
-        )
+        problem = f"--multi-gpu fsdp: fully_shard of torch {torch.__version__} can't sum gradients"
+        yield RequestError(problem, remedy="a newer torch, or --multi-gpu ddp")
     if config.communication.find_unused_parameters and not hasattr(known, "set_reduce_scatter_unused_params"):
-        yield RequestError(
-            f"--find-unused-parameters can't be used with --multi-gpu fsdp: torch {torch.__version__} can't do it",
-            remedy="--freeze what takes no part in the loss, torch 2.13, or --multi-gpu ddp",
-        )
+        problem = f"--find-unused-parameters can't be used with --multi-gpu fsdp: torch {torch.__version__} can't do it"
+        yield RequestError(problem, remedy="--freeze what takes no part in the loss, torch 2.13, or --multi-gpu ddp")
     if config.batch.size == "auto" and not hasattr(known, "reset_iter_state"):
         yield RequestError(
             f"--batch-size auto can't be used with --multi-gpu fsdp: torch {torch.__version__} can't continue "
@@ -46,10 +42,8 @@ def find_torch_errors(config: Config) -> Iterator[RequestError]:
             remedy="a number, such as --batch-size 8, or torch 2.13",
         )
     if config.reproducibility.exact and not hasattr(known, "set_custom_reduce_scatter"):
-        yield RequestError(
-            f"--exact: fully_shard of torch {torch.__version__} can't sum gradients in a fixed order",
-            remedy="a newer torch, or --multi-gpu ddp",
-        )
+        problem = f"--exact: fully_shard of torch {torch.__version__} can't sum gradients in a fixed order"
+        yield RequestError(problem, remedy="a newer torch, or --multi-gpu ddp")
 
 
 def can_probe() -> bool:
@@ -117,16 +111,12 @@ def check_can_be_sharded(model: nn.Module) -> None:
     """Raises RequestError for the first parameter that `fully_shard` does not take."""
     parameters = dict(model.named_parameters())
     if scalar := next((name for name, parameter in parameters.items() if not parameter.ndim), None):
-        raise RequestError(
-            f"--multi-gpu fsdp: {scalar} is a parameter without dimensions, which can't be divided into rows",
-            remedy="make it one of shape (1,), or use --multi-gpu ddp",
-        )
+        problem = f"--multi-gpu fsdp: {scalar} is a parameter without dimensions, which can't be divided into rows"
+        raise RequestError(problem, remedy="make it one of shape (1,), or use --multi-gpu ddp")
     learning = {parameter.dtype for parameter in parameters.values() if parameter.requires_grad}
     if len(learning) > 1:
-        raise RequestError(
-            f"--multi-gpu fsdp: the parameters have several formats: {', '.join(sorted(map(str, learning)))}",
-            remedy="one format for all that learn, or --multi-gpu ddp",
-        )
+        problem = f"--multi-gpu fsdp: the parameters have several formats: {', '.join(sorted(map(str, learning)))}"
+        raise RequestError(problem, remedy="one format for all that learn, or --multi-gpu ddp")
 
 
 _SIZES = ((6, 4), (256, 32))  # halves of the second have 4,096 elements, from which on 8-bit Adam stores blocks

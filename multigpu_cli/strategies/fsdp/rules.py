@@ -27,10 +27,9 @@ def find_sharding_errors(config: Config, workers: int) -> Iterator[RequestError]
     shard_size = config.device.shard_size
     if shard_size and workers > 1 and workers % shard_size:  # one worker alone has nothing to shard
         sizes = [str(size) for size in range(2, workers + 1) if workers % size == 0]
-        yield RequestError(
-            f"--shard-size {shard_size}: {workers} workers can't be divided into groups of {shard_size}",
-            remedy=f"--shard-size {' or '.join(sizes)}; with {workers} all workers are one group",
-        )
+        problem = f"--shard-size {shard_size}: {workers} workers can't be divided into groups of {shard_size}"
+        remedy = f"--shard-size {' or '.join(sizes)}; with {workers} all workers are one group"
+        yield RequestError(problem, remedy=remedy)
 
 
 def _find_excluded_modes(config: Config) -> Iterator[RequestError]:

@@ -121,10 +121,8 @@ def agree_on_source(world: World, model: nn.Module, whole_because: str) -> tuple
     everyone = all_gather_object(world, [_fingerprint_structure(model), whole_because])
     differing = [rank for rank, (structure, _) in enumerate(everyone) if structure != everyone[0][0]]
     if differing:
-        raise RequestError(
-            f"--model: rank {differing[0]} built other parameters or buffers than rank 0",
-            remedy="a factory that builds the same network on the meta device and wherever it is called",
-        )
+        remedy = "a factory that builds the same network on the meta device and wherever it is called"
+        raise RequestError(f"--model: rank {differing[0]} built other parameters or buffers than rank 0", remedy=remedy)
     reasons = [reason for _, reason in everyone]
     if not any(reasons):
         return None, "no rank builds the weights: the checkpoint has them"
@@ -202,9 +200,7 @@ class ModelSharder:
                     module.register_forward_hook(lambda *passed: passed[-1].float())
         for name in [*blocks, ""]:
             parts = [model.get_submodule(name) for model in self._models]
-            received = [
-                parameter for part in parts for parameter in part.parameters() if not isinstance(parameter, DTensor)
-            ]
+            received = [p for part in parts for p in part.parameters() if not isinstance(p, DTensor)]
             self._receive_parameters(*parts)
             self._receive_buffers(*parts)
             for number, part in enumerate(parts):
