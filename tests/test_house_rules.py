@@ -363,7 +363,7 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 224,  # 224
+    "files": 225,  # 224
     "code lines": 33_040,  # 31,400 without what this round's features add
     "files to read": 30,
     "code lines to read": 5_280,  # 5,200
