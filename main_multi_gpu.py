@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,7 +41,13 @@ from multigpu_cli.distributed.launch_env import (
 )
 from multigpu_cli.distributed.processes import die_with_parent
 from multigpu_cli.errors import FAILED, GRACE, STOPPED, WRONG_REQUEST, RequestError, TrainingError, make_printable
-from multigpu_cli.faults.explain import describe_error, describe_usage_error, is_peer_failure, shorten_message
+from multigpu_cli.faults.explain import (
+    describe_error,
+    describe_usage_error,
+    format_traceback,
+    is_peer_failure,
+    shorten_message,
+)
 
 _INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__base__  # the same class in Typer's own click and in the installed one
@@ -153,7 +158,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
 
 def _report_error(code: int, message: str, error: BaseException, argv: Sequence[str]) -> tuple[int, str]:
     """Print an error once: rank 0 at once; other ranks, and those that only lost their peers, after a delay."""
-    whole = "".join(traceback.format_exception(error))
+    whole = format_traceback(error)
     follows = getattr(error, "caused_by_peer", False)
     lost = follows or ("RANK" in os.environ and is_peer_failure(error))
     if code == FAILED and not lost:

@@ -1,6 +1,7 @@
 """Which settings a checkpoint pins, and how a new command's settings are merged with those of the run."""
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,23 @@ from multigpu_cli.config.types import Setting
 from multigpu_cli.errors import RequestError, raise_all
 
 OF_THE_COMMAND = {"save_dir", "resume", "own_code", "tune.pause_at"}
+PRIVATE = {"notify"}
+"""Settings that may hold secrets: they are in config.yaml alone, which only its owner can read then."""
+
+
+def choose_mode(keys: Iterable[str]) -> int:
+    """Return the permissions, less the umask, of a file that holds values of these settings."""
+    return 0o600 if PRIVATE.intersection(keys) else 0o666
+
+
+def drop_private(content: bytes) -> bytes:
+    """Return a config.yaml without its private settings; a long value continues on indented lines."""
+    return re.sub(rb"^(%s):.*\n([ \t].*\n|\n)*" % "|".join(PRIVATE).encode(), b"", content, flags=re.MULTILINE)
 
 
 def flatten_settings(config: Config) -> dict[str, Any]:
-    """Every setting by key, as plain values for JSON."""
-    return {key: _plain(config.get(key)) for key in SETTINGS if key not in OF_THE_COMMAND}
+    """Return every setting by key, as plain values for JSON, except private ones: weights and tables show these."""
+    return {key: _plain(config.get(key)) for key in SETTINGS if key not in OF_THE_COMMAND | PRIVATE}
 
 
 def is_same_run(config: Config, stored: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ import yaml
 from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.config.code_names import hide_passwords
 from multigpu_cli.config.regular_files import open_regular, read_small
+from multigpu_cli.config.resume_rules import PRIVATE
 from multigpu_cli.distributed.launch_env import list_secrets
 from multigpu_cli.distributed.processes import Companion, serve
 from multigpu_cli.errors import pluralize
@@ -174,7 +175,8 @@ def identify_run(run: Path) -> RunIdentity | None:
         return None
     folder, settings = run.resolve(), run / "config.yaml"
     content = yaml.safe_load(read_small(settings)) or {} if settings.is_file() else {}
-    config = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in flatten(content)}
+    shown = {key: value for key, value in flatten(content) if key not in PRIVATE}
+    config = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in shown.items()}
     return RunIdentity(
         id=sha256(first).hexdigest()[:16],
         name=folder.name,

@@ -25,6 +25,7 @@ from multigpu_cli.checkpoint.files import (
 )
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, parse_step
 from multigpu_cli.config.code_names import hide_passwords
+from multigpu_cli.config.resume_rules import drop_private
 from multigpu_cli.distributed.launch_env import list_secrets
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.mirror.rules import make_absolute
@@ -128,7 +129,8 @@ class Mirror:
                 if file.name in FINAL_FILES:
                     self._upload(copied, compute_sha256(copied, moved), moved, file.name)
                 else:
-                    self._write(held.read(), file.name)
+                    content = held.read()
+                    self._write(drop_private(content) if file.name == "config.yaml" else content, file.name)
         except FileNotFoundError:
             self._remove_file(file.name)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.config.regular_files import read_small
+from multigpu_cli.config.resume_rules import choose_mode
 from multigpu_cli.config.yaml_text import UnreadableError, compose, dump, dump_value, parse_typed
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.monitor.history import load_history, load_summary
@@ -57,7 +58,7 @@ class Study:
         return folder if self.seeds == 1 else folder / f"seed-{self.seed + run}"
 
     def write(self, path: Path) -> None:
-        publish(path / STUDY, dump(asdict(self)).encode())
+        publish(path / STUDY, dump(asdict(self)).encode(), mode=choose_mode(self.settings))
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Resolves a request into a RunSpec: folder, data and plan (with reasons), all checked before anything is written."""
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,8 +24,8 @@ from multigpu_cli.checkpoint.run_folder import (
 )
 from multigpu_cli.config.code_names import FOLLOWING, check_code, describe_origin
 from multigpu_cli.config.paths import explain_dataset
-from multigpu_cli.config.regular_files import UnsafeFolder
-from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
+from multigpu_cli.config.regular_files import UnsafeFolder, is_trusted, open_regular
+from multigpu_cli.config.resume_rules import PRIVATE, merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.data.fingerprint import compute_fingerprint, find_shared_samples
 from multigpu_cli.data.load import open_data
@@ -186,15 +187,39 @@ def _name_device(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
 
 
-def _adopt_pins(command: Config, start: ResumePoint, origin: str) -> tuple[Config, Config]:
+def read_private(folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
+    """Return the private settings of a run from its config.yaml, None for each that it lacks.
+
+    A file into which others could write is not trusted, because `notify` names a program; `note` takes that.
+    """
+    from multigpu_cli.config.yaml_text import UnreadableError, compose, parse_plain  # late: only a resume needs it
+
+    file, stored = folder / "config.yaml", dict.fromkeys(PRIVATE)
+    try:
+        with open_regular(file) as opened:
+            node = compose(opened.read().decode())
+            content: dict[str, Any] = dict(parse_plain(node)) if node else {}
+            if not is_trusted(opened, os.geteuid()):
+                raise PermissionError("others could write into it")
+    except FileNotFoundError:  # the mirror has brought the checkpoint
+        return stored
+    except (OSError, ValueError, UnreadableError) as error:
+        note(f"--notify is not taken from {file}: {getattr(error, 'problem', error)}")
+        return stored
+    return stored | {key: content[key] for key in PRIVATE & content.keys()}
+
+
+def _adopt_pins(command: Config, start: ResumePoint, origin: str, private: dict[str, Any]) -> tuple[Config, Config]:
     """Return the settings of the command merged with those of the checkpoint, and the same with its pinned values.
 
-    `origin` is the run folder of the checkpoint. Raises RequestError if the command contradicts a pinned value.
+    `origin` is the run folder of the checkpoint, `private` what only its config.yaml has. Raises RequestError if the
+    command contradicts a pinned value.
     """
     user_config, pinned = command, {}
     if manifest := start.manifest:
         pinned = manifest["pins"]
-        user_config = merge_with_checkpoint(command, manifest["settings"], manifest["written"], pinned, origin)
+        stored = manifest["settings"] | private
+        user_config = merge_with_checkpoint(command, stored, manifest["written"], pinned, origin)
     elif start.global_batch and not command.batch.global_size:
         pinned = {"global_batch_size": start.global_batch}
     if not pinned:
@@ -222,7 +247,9 @@ def prepare_spec(
     start = agree_on_resume_point(config, world, moved, note)
     manifest, command = start.manifest, config
     origin = str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
-    user_config, config = _adopt_pins(command, start, origin)
+    by = start.checkpoint_rank
+    private = run_on_main_rank(world, lambda: read_private(Path(origin), note), by=by) if manifest else {}
+    user_config, config = _adopt_pins(command, start, origin, private)
     check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved, start))
     if manifest and (base := manifest["settings"].get("base")):
