@@ -31,7 +31,6 @@ from multigpu_cli.distributed.placement import Placement, check_gpus_exist, coun
 from multigpu_cli.distributed.process_group import place_on_machine, process_group
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.faults.explain import describe_error
 from multigpu_cli.launch import run_in_workers
 from multigpu_cli.monitor.console import Console
 from multigpu_cli.run.open import ResolvedRequest, resolve_request
@@ -133,7 +132,7 @@ class PreparedRun(NamedTuple):
         level: Any = "silent" if self.launch_env and self.launch_env.rank else self.screen
 
         def report(error: TrainingError) -> None:  # of a process that ends where no exception can be raised any more
-            Console("quiet", sys.stderr).error(describe_error(error))
+            Console("quiet", sys.stderr).error(f"error: {error}")
 
         opening = resolve_request(self.config, self.placement, self.launch_env, Console(level), report, self.objects)
         try:

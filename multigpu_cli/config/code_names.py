@@ -97,12 +97,8 @@ def describe_origin(config: Config, command: Config, where: str) -> str:
 
 
 def _list_outside(config: Config) -> dict[str, None]:
-    given = {key: config.get(key) or () for key in OUTSIDE}
-    places = [
-        f"--{key} {'…' if key in PRIVATE else each}"  # the journal shows these
-        for key, all in given.items()
-        for each in ([all] if isinstance(all, str) else all)
-    ]
+    given = {key: "…" if key in PRIVATE and config.get(key) else config.get(key) or () for key in OUTSIDE}
+    places = [f"--{key} {each}" for key, all in given.items() for each in ([all] if isinstance(all, str) else all)]
     return dict.fromkeys([*_code(config, (*NAMING, *FOLLOWING)), *places])
 
 

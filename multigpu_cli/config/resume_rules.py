@@ -1,7 +1,7 @@
 """Which settings a checkpoint pins, and how a new command's settings are merged with those of the run."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,9 @@ PRIVATE = {"notify"}
 """Settings that may hold secrets: they are in config.yaml alone, which only its owner can read then."""
 
 
-def choose_mode(keys: Iterable[str]) -> int:
-    """Return the permissions, less the umask, of a file that holds values of these settings."""
-    return 0o600 if PRIVATE.intersection(keys) else 0o666
+def choose_mode(get: Callable[[str], Any]) -> int:
+    """Return the permissions, less the umask, of a file with the settings that `get` returns by key, None without."""
+    return 0o600 if any(map(get, PRIVATE)) else 0o666
 
 
 def drop_private(content: bytes) -> bytes:

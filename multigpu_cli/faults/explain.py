@@ -50,16 +50,6 @@ def hide_secrets(text: str) -> str:
     return hide_passwords(text, list_secrets())
 
 
-def name_error(error: BaseException) -> str:
-    """Return type and message of an error, without secrets."""
-    return hide_secrets(f"{type(error).__name__}: {error}")
-
-
-def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an error and of its causes, without secrets."""
-    return hide_secrets("".join(traceback.format_exception(error)))
-
-
 def is_peer_failure(error: BaseException) -> bool:
     """Whether a rank failed only because another rank had ended; the other rank's error is the one to show."""
     names = {kind.__name__ for kind in type(error).__mro__}

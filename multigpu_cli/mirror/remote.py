@@ -24,10 +24,9 @@ from multigpu_cli.checkpoint.files import (
     publish_stream,
 )
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, parse_step
-from multigpu_cli.config.code_names import hide_passwords
 from multigpu_cli.config.resume_rules import drop_private
-from multigpu_cli.distributed.launch_env import list_secrets
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults.explain import hide_secrets
 from multigpu_cli.mirror.rules import make_absolute
 
 SMALL_FILES = ("config.yaml", "journal.jsonl", "summary.json")
@@ -72,7 +71,7 @@ class Mirror:
         except MirrorError:
             raise
         except Exception as error:  # each driver has errors of its own, not all of them an OSError
-            text = hide_passwords(f"{type(error).__name__}: {error}", list_secrets())[:300]
+            text = hide_secrets(f"{type(error).__name__}: {error}")[:300]
             raise MirrorError(f"mirror {self.url}: {doing} failed ({text})") from error
 
     def _path(self, *names: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.config.regular_files import open_regular, read_small
+from multigpu_cli.monitor.fields import check_fields
 
 _MOST = 64 * 2**20  # bytes that may wait in memory
 _BLOCK = 1 << 16  # bytes read at once
@@ -140,33 +141,42 @@ class Journal:
 
 
 def read_events(path: Path | str) -> Iterator[Event]:
-    """Yield the events of a journal in the order written, without incomplete lines.
+    """Yield the events of a journal in the order written, without incomplete and damaged lines.
 
     Raises OSError if the file does not exist or is not a regular file.
     """
     with open_regular(Path(path)) as lines:
-        yield from (event for line in lines if (event := parse_event(line)))
+        yield from (event for line in lines if (event := parse_event(line, Path(path))))
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a small file of a run folder; {} if there is no such file, or it is damaged or a trap."""
+def read_json(file: Path, kind: str) -> dict[str, Any]:
+    """Return the object in a small file of a run folder; {} if there is no such file, or it is damaged or a trap.
+
+    `kind` names the types of its fields in fields.json. Warns of a file that exists and is not used.
+    """
     try:
-        content = json.loads(read_small(file))
-    except (OSError, ValueError, RecursionError):
+        content: dict[str, Any] = json.loads(read_small(file))
+        check_fields(content, kind)
+    except FileNotFoundError:
         return {}
-    return content if isinstance(content, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(f"{file} is damaged, and not used: {error}", stacklevel=2)
+        return {}
+    return content
 
 
-def parse_event(line: str | bytes) -> Event | None:
-    """The event in a line of a journal; None if the line is cut off or is no event."""
+def parse_event(line: str | bytes, journal: Path) -> Event | None:
+    """Return the event in a line of a journal; None if the line is cut off, or if it is damaged, of which it warns."""
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
+        entry: Event = json.loads(line)
+        check_fields(entry, "event")
+        check_fields(entry, f"{journal.name} {entry['event']}")
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return None  # cut off by a kill, still being written, or nested too deep to be an event
-    match entry:
-        case {"event": str(), "time": int() | float()}:
-            return dict(entry)
-    return None
+    except ValueError as error:
+        warnings.warn(f"{journal}: a line is damaged, and not used: {error}", stacklevel=2)
+        return None
+    return entry
 
 
 def _finite(value: Any) -> Any:

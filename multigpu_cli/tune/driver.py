@@ -98,7 +98,7 @@ class Driver:
     def run(self) -> str:
         """Until all is done ("completed"), the budget is spent ("budget"), or a signal came ("stopped")."""
         settings = {"best": self.study.best} | self.study.settings
-        publish(self.path / BASE, dump(settings).encode(), mode=choose_mode(settings))
+        publish(self.path / BASE, dump(settings).encode(), mode=choose_mode(settings.get))
         old = {each: signal.signal(each, self._hear) for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
         with closing(Journal(self.path / JOURNAL, warn=self.say)) as self._journal:
             self._journal.write("open", slots=len(self.slots.names))

@@ -27,6 +27,7 @@ from multigpu_cli.config.paths import explain_dataset
 from multigpu_cli.config.regular_files import UnsafeFolder, is_trusted, open_regular
 from multigpu_cli.config.resume_rules import PRIVATE, merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.sources import gather
 from multigpu_cli.data.fingerprint import compute_fingerprint, find_shared_samples
 from multigpu_cli.data.load import open_data
 from multigpu_cli.data.source import DataSource
@@ -192,34 +193,27 @@ def read_private(folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
 
     A file into which others could write is not trusted, because `notify` names a program; `note` takes that.
     """
-    from multigpu_cli.config.yaml_text import UnreadableError, compose, parse_plain  # late: only a resume needs it
-
-    file, stored = folder / "config.yaml", dict.fromkeys(PRIVATE)
-    try:
-        with open_regular(file) as opened:
-            node = compose(opened.read().decode())
-            content: dict[str, Any] = dict(parse_plain(node)) if node else {}
-            if not is_trusted(opened, os.geteuid()):
-                raise PermissionError("others could write into it")
-    except FileNotFoundError:  # the mirror has brought the checkpoint
-        return stored
-    except (OSError, ValueError, UnreadableError) as error:
-        note(f"--notify is not taken from {file}: {getattr(error, 'problem', error)}")
-        return stored
-    return stored | {key: content[key] for key in PRIVATE & content.keys()}
+    file = folder / "config.yaml"
+    if not file.exists():  # the mirror has brought the checkpoint
+        return dict.fromkeys(PRIVATE)
+    with open_regular(file) as opened:
+        request = gather({}, [], f"/dev/fd/{opened.fileno()}")  # this very file, whatever its name leads to by now
+        trusted = is_trusted(opened, os.geteuid())
+    if not (trusted and request.readable):
+        note(f"--notify is not taken from {file}: {'it is damaged' if trusted else 'others could write into it'}")
+    return {key: request.config.get(key) if trusted else None for key in PRIVATE}
 
 
-def _adopt_pins(command: Config, start: ResumePoint, origin: str, private: dict[str, Any]) -> tuple[Config, Config]:
+def _adopt_pins(command: Config, start: ResumePoint, origin: str, secret: dict[str, Any]) -> tuple[Config, Config]:
     """Return the settings of the command merged with those of the checkpoint, and the same with its pinned values.
 
-    `origin` is the run folder of the checkpoint, `private` what only its config.yaml has. Raises RequestError if the
+    `origin` is the run folder of the checkpoint, `secret` what only its config.yaml has. Raises RequestError if the
     command contradicts a pinned value.
     """
     user_config, pinned = command, {}
     if manifest := start.manifest:
         pinned = manifest["pins"]
-        stored = manifest["settings"] | private
-        user_config = merge_with_checkpoint(command, stored, manifest["written"], pinned, origin)
+        user_config = merge_with_checkpoint(command, manifest["settings"] | secret, manifest["written"], pinned, origin)
     elif start.global_batch and not command.batch.global_size:
         pinned = {"global_batch_size": start.global_batch}
     if not pinned:
@@ -247,9 +241,8 @@ def prepare_spec(
     start = agree_on_resume_point(config, world, moved, note)
     manifest, command = start.manifest, config
     origin = str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
-    by = start.checkpoint_rank
-    private = run_on_main_rank(world, lambda: read_private(Path(origin), note), by=by) if manifest else {}
-    user_config, config = _adopt_pins(command, start, origin, private)
+    secret = run_on_main_rank(world, lambda: read_private(Path(origin), note)) if manifest else {}
+    user_config, config = _adopt_pins(command, start, origin, secret)
     check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved, start))
     if manifest and (base := manifest["settings"].get("base")):
