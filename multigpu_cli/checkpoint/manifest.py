@@ -9,7 +9,7 @@ from typing import Any
 
 from multigpu_cli.checkpoint.files import Moved, compute_sha256, ignore_progress
 from multigpu_cli.config.regular_files import read_small
-from multigpu_cli.monitor.fields import check_fields
+from multigpu_cli.monitor.journal import check_fields
 
 MANIFEST = "manifest.json"
 BEST = "best_weights.pt"  # the best weights so far, in a checkpoint's folder; the manifest names their sum under "best"

@@ -1,6 +1,5 @@
 """Which settings a checkpoint pins, and how a new command's settings are merged with those of the run."""
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,11 +16,6 @@ PRIVATE = {"notify"}
 def choose_mode(get: Callable[[str], Any]) -> int:
     """Return the permissions, less the umask, of a file with the settings that `get` returns by key, None without."""
     return 0o600 if any(map(get, PRIVATE)) else 0o666
-
-
-def drop_private(content: bytes) -> bytes:
-    """Return a config.yaml without its private settings; a long value continues on indented lines."""
-    return re.sub(rb"^(%s):.*\n([ \t].*\n|\n)*" % "|".join(PRIVATE).encode(), b"", content, flags=re.MULTILINE)
 
 
 def flatten_settings(config: Config) -> dict[str, Any]:

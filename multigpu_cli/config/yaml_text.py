@@ -109,6 +109,11 @@ def dump_config(config: Config) -> str:
     return dump(config.nest(key for key in SETTINGS if key not in OF_THE_COMMAND))
 
 
+def drop_private(content: bytes) -> bytes:
+    """Return a config.yaml without its private settings; a long value continues on indented lines."""
+    return re.sub(rb"^(%s):.*\n([ \t].*\n|\n)*" % "|".join(PRIVATE).encode(), b"", content, flags=re.MULTILINE)
+
+
 def dump_value(value: Any) -> str:
     """A single value in one line, as --set takes it."""
     options: dict[str, Any] = {"sort_keys": False, "allow_unicode": True, "width": float("inf")}

@@ -80,7 +80,7 @@ def describe_unexpected_error(error: Exception) -> str:
     lines = [f"{kind}: {type(error).__name__}: {' '.join(message[:1])}"]
     lines += [f"  {line}" for line in message[1:]]
     lines += [f"  in {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in shown]
-    lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
+    lines += [f"  {line}" for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
     return hide_secrets("\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the traceback'}"]))
 
 
@@ -149,10 +149,8 @@ def _find_remedy(error: Any) -> str:
 
 def describe_error(error: Exception) -> str:
     """Problem and remedy; several broken rules follow each other."""
-    if not isinstance(error, TrainingError):
-        return f"error: {describe_unexpected_error(error)}"
-    lines = hide_secrets(str(error)).splitlines()
-    return "\n".join(line if line.startswith(" ") else f"error: {line}" for line in lines)
+    text = hide_secrets(str(error)) if isinstance(error, TrainingError) else describe_unexpected_error(error)
+    return "\n".join(line if line.startswith(" ") else f"error: {line}" for line in text.splitlines())
 
 
 def shorten_message(message: str, columns: int | None = None) -> str:

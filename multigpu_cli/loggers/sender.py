@@ -23,7 +23,7 @@ import yaml
 from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.config.code_names import hide_passwords
 from multigpu_cli.config.regular_files import open_regular, read_small
-from multigpu_cli.config.resume_rules import drop_private
+from multigpu_cli.config.yaml_text import drop_private
 from multigpu_cli.distributed.processes import Companion, serve
 from multigpu_cli.errors import pluralize
 from multigpu_cli.faults.explain import hide_secrets

@@ -24,7 +24,7 @@ from multigpu_cli.checkpoint.files import (
     publish_stream,
 )
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, parse_step
-from multigpu_cli.config.resume_rules import drop_private
+from multigpu_cli.config.yaml_text import drop_private
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.explain import hide_secrets
 from multigpu_cli.mirror.rules import make_absolute
@@ -128,8 +128,7 @@ class Mirror:
                 if file.name in FINAL_FILES:
                     self._upload(copied, compute_sha256(copied, moved), moved, file.name)
                 else:
-                    content = held.read()
-                    self._write(drop_private(content) if file.name == "config.yaml" else content, file.name)
+                    self._write(drop_private(held.read()), file.name)  # JSON has no lines that begin like settings
         except FileNotFoundError:
             self._remove_file(file.name)
 

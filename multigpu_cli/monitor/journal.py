@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.config.regular_files import open_regular, read_small
-from multigpu_cli.monitor.fields import check_fields
 
 _MOST = 64 * 2**20  # bytes that may wait in memory
 _BLOCK = 1 << 16  # bytes read at once
@@ -138,6 +137,46 @@ class Journal:
     def close(self) -> None:
         if self._lines:
             self._lines.close()
+
+
+# The types of the fields that code reads are in fields.json, by kind of file, kind of line, or part of these. A field
+# has one of the types in its list: the name of a check below, or of another entry. An entry has the types of an
+# object's fields by name, under "*" those of all names that are not listed; or under "[]" those of a list's elements.
+# Readers check a file or a line once, as a whole, so that the code behind them can rely on the types.
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "missing": lambda value: value is ...,
+    "null": lambda value: value is None,
+    "text": lambda value: isinstance(value, str),
+    "count": lambda value: isinstance(value, int) and 0 <= value <= 2**53,  # floats have each of these numbers
+    "size": lambda value: isinstance(value, int) and 0 < value <= 2**53,
+    "time": lambda value: isinstance(value, int | float) and 0 <= value < 2.5e11,  # Unix seconds, to the year 9892
+    "finite": lambda value: isinstance(value, int | float) and abs(value) < 1e100,  # so is a product of two
+    "special": lambda value: isinstance(value, float) or value in ("NaN", "Infinity", "-Infinity"),
+}
+_KINDS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("fields.json").read_text())
+
+
+def check_fields(content: Any, kind: str) -> None:
+    """Raise ValueError, which names a field, unless this is an object with the fields of a kind of fields.json.
+
+    Of a kind that fields.json lacks, it may be any object.
+    """
+    if (name := _find_misfit(content, _KINDS.get(kind, {}))) is not None:
+        raise ValueError(f"{name} is missing, or of another type")
+
+
+def _find_misfit(content: Any, fields: dict[str, list[str]]) -> str | None:
+    """Return the name of a field, or the index of an element, that is of none of its types; None if all are."""
+    if isinstance(content, list) and "[]" in fields:
+        content, fields = dict(enumerate(content)), {"*": fields["[]"]}
+    if not isinstance(content, dict):
+        return "the object"
+    names = (fields.keys() | content.keys()) - {"*"} if "*" in fields else fields
+    return next((n for n in names if not _fits(content.get(n, ...), fields.get(n) or fields["*"])), None)
+
+
+def _fits(value: Any, kinds: list[str]) -> bool:
+    return any(_CHECKS[kind](value) if kind in _CHECKS else _find_misfit(value, _KINDS[kind]) is None for kind in kinds)
 
 
 def read_events(path: Path | str) -> Iterator[Event]:

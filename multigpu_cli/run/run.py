@@ -311,11 +311,10 @@ class Run(TrainComponents):
 
     def log_fault(self, kind: str, action: str, **more: Any) -> None:
         """Journal a fault, and warn the user; the text may quote an exception."""
-        action = hide_secrets(action)
-        fault = {"kind": kind, "action": action, "step": self.progress.step}
+        fault = {"kind": kind, "action": hide_secrets(action), "step": self.progress.step}
         self.log.journal.write("fault", **fault, **more)
         self.progress.faults.append(fault)
-        self.log.console.warn(f"step {self.progress.step}: {action}")
+        self.log.console.warn(f"step {self.progress.step}: {fault['action']}")
 
     def complete_step(self) -> StepEnd:
         """Count a step, and return what ends with it; all ranks call it together."""

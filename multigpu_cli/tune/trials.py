@@ -12,9 +12,8 @@ from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.resume_rules import choose_mode
 from multigpu_cli.config.yaml_text import UnreadableError, compose, dump, dump_value, parse_typed
 from multigpu_cli.errors import RequestError, did_you_mean
-from multigpu_cli.monitor.fields import check_fields
 from multigpu_cli.monitor.history import load_history, load_summary
-from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.monitor.journal import check_fields, dump_json
 from multigpu_cli.monitor.tensorboard import flatten
 from multigpu_cli.tune.space import Params, check_params, parse_search
 

@@ -16,7 +16,7 @@ from multigpu_cli.commands.report import report
 from multigpu_cli.commands.status import watch_runs
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.curves import list_marks, list_plots, load_runs
-from multigpu_cli.monitor.fields import check_fields
+from multigpu_cli.monitor.journal import check_fields
 from multigpu_cli.tune import driver
 from multigpu_cli.tune.report import format_study, report_study
 from multigpu_cli.tune.study import summarize

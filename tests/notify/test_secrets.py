@@ -12,13 +12,12 @@ from hypothesis.strategies import text as texts
 
 import main_multi_gpu
 from multigpu_cli import engine
-from multigpu_cli.config.resume_rules import choose_mode, drop_private, replace_settings
+from multigpu_cli.config.resume_rules import choose_mode, replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sources import resolve
-from multigpu_cli.config.yaml_text import dump_config
+from multigpu_cli.config.sources import read_private, resolve
+from multigpu_cli.config.yaml_text import drop_private, dump_config
 from multigpu_cli.faults.explain import describe_error, hide_secrets
 from multigpu_cli.loggers.sender import identify_run
-from multigpu_cli.run.request.prepare import read_private
 from tests.support.run_training import run_training
 from tests.tune.studies import make_study
 

@@ -1,7 +1,6 @@
 """Resolves a request into a RunSpec: folder, data and plan (with reasons), all checked before anything is written."""
 
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,10 +23,10 @@ from multigpu_cli.checkpoint.run_folder import (
 )
 from multigpu_cli.config.code_names import FOLLOWING, check_code, describe_origin
 from multigpu_cli.config.paths import explain_dataset
-from multigpu_cli.config.regular_files import UnsafeFolder, is_trusted, open_regular
-from multigpu_cli.config.resume_rules import PRIVATE, merge_with_checkpoint, replace_settings
+from multigpu_cli.config.regular_files import UnsafeFolder
+from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.config.sources import gather
+from multigpu_cli.config.sources import read_private
 from multigpu_cli.data.fingerprint import compute_fingerprint, find_shared_samples
 from multigpu_cli.data.load import open_data
 from multigpu_cli.data.source import DataSource
@@ -186,22 +185,6 @@ def _list_unused_flags(request: RunRequest) -> list[str]:
 
 def _name_device(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
-
-
-def read_private(folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """Return the private settings of a run from its config.yaml, None for each that it lacks.
-
-    A file into which others could write is not trusted, because `notify` names a program; `note` takes that.
-    """
-    file = folder / "config.yaml"
-    if not file.exists():  # the mirror has brought the checkpoint
-        return dict.fromkeys(PRIVATE)
-    with open_regular(file) as opened:
-        request = gather({}, [], f"/dev/fd/{opened.fileno()}")  # this very file, whatever its name leads to by now
-        trusted = is_trusted(opened, os.geteuid())
-    if not (trusted and request.readable):
-        note(f"--notify is not taken from {file}: {'it is damaged' if trusted else 'others could write into it'}")
-    return {key: request.config.get(key) if trusted else None for key in PRIVATE}
 
 
 def _adopt_pins(command: Config, start: ResumePoint, origin: str, secret: dict[str, Any]) -> tuple[Config, Config]:
