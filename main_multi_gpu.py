@@ -188,7 +188,9 @@ def _program_name() -> str:
     return f"python {module}" if program.endswith(".py") else program
 
 
-def format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str = "") -> str:
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Return a warning of Python for the terminal: one that quotes a file may hold control characters.
 
     It names the line of code that warns, unless that is ours. The arguments are those of `warnings.formatwarning`.

@@ -38,7 +38,7 @@ def test_notify_is_in_a_private_config_yaml_alone(origin: str) -> None:
     """Nor does the plan in the journal quote it, if a recipe gives it."""
     command, mirror = f"true {HOOK}", f"file:{Path('mirror').absolute()}"
     Path("recipe.yaml").write_text(f"notify: {command}\n")
-    given = {"notify": command} if origin == "command" else {"recipe": "recipe.yaml"}
+    given: dict[str, Any] = {"notify": command} if origin == "command" else {"recipe": "recipe.yaml"}
     ended = run_training(save_dir="run", max_steps=3, batch_size=8, mirror=mirror, **given)
     assert (ended.error, ended.summary["status"]) == ("", "completed")
     assert Path("mirror/config.yaml").is_file()
