@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ from multigpu_cli.distributed.launch_env import (
 )
 from multigpu_cli.distributed.processes import die_with_parent
 from multigpu_cli.errors import FAILED, GRACE, STOPPED, WRONG_REQUEST, RequestError, TrainingError, make_printable
-from multigpu_cli.faults.explain import describe_error, describe_usage_error, is_peer_failure, shorten_message
+from multigpu_cli.faults import explain
 
 _INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__base__  # the same class in Typer's own click and in the installed one
@@ -133,7 +134,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
         call = command.main(args=list(argv), prog_name=_program_name(), standalone_mode=False, obj=os.environ)
         code = (call() if callable(call) else call) or 0
     except _UsageError as error:
-        return _report_error(WRONG_REQUEST, describe_usage_error(error), error, argv)
+        return _report_error(WRONG_REQUEST, explain.describe_usage_error(error), error, argv)
     except AttemptRefused as over:  # the first attempt has reported it
         write_error(os.environ, over.exit_code, over.problem)
         return over.exit_code, ""
@@ -143,7 +144,7 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
         return FAILED, "the reader of the output closed it"
     except Exception as error:  # every error ends here, and none as a traceback
         code = error.exit_code if isinstance(error, TrainingError) else FAILED
-        return _report_error(code, describe_error(error), error, argv)
+        return _report_error(code, explain.describe_error(error), error, argv)
     if code == STOPPED:
         write_error(os.environ, STOPPED, "stopped by a signal; run the same command again to resume")
     return code, "stopped by a signal" if code == STOPPED else ""
@@ -151,9 +152,9 @@ def _run_command(argv: Sequence[str]) -> tuple[int, str]:
 
 def _report_error(code: int, message: str, error: BaseException, argv: Sequence[str]) -> tuple[int, str]:
     """Print an error once: rank 0 at once; other ranks, and those that only lost their peers, after a delay."""
-    whole = "".join(traceback.format_exception(error))
+    whole = explain.hide_secrets("".join(traceback.format_exception(error)))
     follows = getattr(error, "caused_by_peer", False)
-    lost = follows or ("RANK" in os.environ and is_peer_failure(error))
+    lost = follows or ("RANK" in os.environ and explain.is_peer_failure(error))
     if code == FAILED and not lost:
         again = record_failure(os.environ, message, getattr(error, "failed_at", None))
         message = "\n".join(filter(None, [message, again]))
@@ -169,7 +170,7 @@ def _report_error(code: int, message: str, error: BaseException, argv: Sequence[
     shared = getattr(error, "shared", False)  # rank 0 reports it for all
     if rank == 0 or (not shared and (not before_torch or os.environ.get("LOCAL_RANK") == "0")):
         columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-        text = make_printable(whole + message if "--debug" in argv else shorten_message(message, columns))
+        text = make_printable(whole + message if "--debug" in argv else explain.shorten_message(message, columns))
         print(text if rank == 0 else f"rank {rank}: {text}", file=sys.stderr, flush=True)
     return code, message
 
@@ -183,6 +184,18 @@ def _program_name() -> str:
     program = Path(sys.argv[0]).name
     module = "-m multigpu_cli" if program == "__main__.py" else program
     return f"python {module}" if program.endswith(".py") else program
+
+
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning of Python for the terminal: one that quotes a file may hold control characters.
+
+    It names the line of code that warns, unless that is ours. The arguments are those of `warnings.formatwarning`.
+    """
+    ours = Path(filename).is_relative_to(Path(__file__).parent / "multigpu_cli")
+    where = "" if ours else f" ({category.__name__}, {filename}:{lineno})"
+    return make_printable(f"warning: {message}{where}\n")
 
 
 def leave(code: int) -> NoReturn:
@@ -204,6 +217,7 @@ def main() -> NoReturn:
     and torchrun would wait half a minute for the process.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    warnings.formatwarning = format_warning
     if "RANK" in os.environ:  # before torch loads, which takes seconds in which the agent may be killed
         die_with_parent()
     prepare_cublas()

@@ -31,7 +31,7 @@ from multigpu_cli.distributed.launch_env import write_error
 from multigpu_cli.distributed.placement import Placement
 from multigpu_cli.distributed.processes import check_spawned_script, die_with_parent, python_command, quote_last_lines
 from multigpu_cli.errors import FAILED, GRACE, TrainingError
-from multigpu_cli.faults.explain import describe_unexpected_error, is_peer_failure
+from multigpu_cli.faults.explain import describe_unexpected_error, hide_secrets, is_peer_failure
 from multigpu_cli.monitor.history import JOURNAL, History, load_history
 from multigpu_cli.monitor.journal import Journal
 
@@ -147,8 +147,8 @@ def _call_in_worker(parent: int, function: Callable[..., Any], *arguments: Any) 
             time.sleep(GRACE)
         code, message = FAILED, describe_unexpected_error(error)
         if isinstance(error, TrainingError):
-            code, message = error.exit_code, str(error)
-        write_error(os.environ, code, message, traceback.format_exc())
+            code, message = error.exit_code, hide_secrets(str(error))
+        write_error(os.environ, code, message, hide_secrets(traceback.format_exc()))
         raise SystemExit(code) from error
     if str(getattr(function, "__module__", "")).startswith("multigpu_cli."):
         # not for other functions, whose exit handlers must run

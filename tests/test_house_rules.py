@@ -366,9 +366,9 @@ CEILINGS = {
     "files": 225,  # 224
     "code lines": 33_040,  # 31,400 without what this round's features add
     "files to read": 30,
-    "code lines to read": 5_280,  # 5,200
+    "code lines to read": 5_300,  # 5,200
     "files the engine reaches": 85,  # 85
-    "code lines the engine reaches": 13_050,  # 12,500
+    "code lines the engine reaches": 13_105,  # 12,500
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

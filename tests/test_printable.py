@@ -1,6 +1,8 @@
 """No text of a stranger's file reaches the terminal with characters that it would obey."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,21 @@ def test_command_shows_no_escapes_of_a_run(command: str, tmp_path: Path, capfd: 
     out, err = capfd.readouterr()
     assert out + err
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(out + err)
+
+
+def test_warning_shows_no_escapes_of_a_file(tmp_path: Path) -> None:
+    """Python's own warnings pass the same function, and those of ours name no line of code."""
+    run = write_hostile_run(tmp_path / "run\x1b[2J")
+    (run / "logs").mkdir()
+    (run / "logs/state.json").write_text("[")
+    command = [sys.executable, main_multi_gpu.__file__, "status", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith(f"warning: {tmp_path}/run\\x1b[2J/logs/state.json is damaged, and not used: ")
+    assert done.stderr.count("warning: ") == 1
+    assert ".py" not in done.stderr
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(done.stdout + done.stderr)
+    foreign = main_multi_gpu.format_warning("\x1b[2J", UserWarning, "/lib/backend.py", 7)
+    assert foreign == "warning: \\x1b[2J (UserWarning, /lib/backend.py:7)\n"
 
 
 def test_wrong_request_shows_no_escapes_of_its_words(capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,9 +23,9 @@ def ignore_progress() -> None:
     """The default where no watchdog runs."""
 
 
-def publish(path: Path, content: bytes, moved: Moved = ignore_progress) -> None:
+def publish(path: Path, content: bytes, moved: Moved = ignore_progress, mode: int = 0o666) -> None:
     """Write `path` atomically: a reader sees the complete old or new content, even if this process is killed."""
-    publish_stream(path, lambda file: file.write(content), len(content), moved)
+    publish_stream(path, lambda file: file.write(content), len(content), moved, mode)
 
 
 def publish_stream(

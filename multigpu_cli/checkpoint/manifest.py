@@ -9,6 +9,7 @@ from typing import Any
 
 from multigpu_cli.checkpoint.files import Moved, compute_sha256, ignore_progress
 from multigpu_cli.config.regular_files import read_small
+from multigpu_cli.monitor.journal import check_fields
 
 MANIFEST = "manifest.json"
 BEST = "best_weights.pt"  # the best weights so far, in a checkpoint's folder; the manifest names their sum under "best"
@@ -81,8 +82,8 @@ def find_quick_damage(folder: Path, moved: Moved = ignore_progress) -> str | Non
 def find_manifest_damage(folder: Path) -> str | None:
     """What is wrong with the manifest of a checkpoint alone; no other file is looked at."""
     try:
-        manifest = read_manifest(folder)
-    except (OSError, ValueError, TypeError) as error:
+        check_fields(manifest := read_manifest(folder), MANIFEST)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         return f"{MANIFEST} can't be read ({type(error).__name__})"
     return f"{MANIFEST} does not match its own checksum" if manifest.pop("sha256", None) != _sum(manifest) else None
 

@@ -112,7 +112,7 @@ def holds_run(folder: Path) -> bool:
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """summary.json of a run, or None if it can't be read; save_dir is the folder's present path, also of a copy."""
-    found = read_json(folder / "summary.json")
+    found = read_json(folder / "summary.json", "summary.json")
     return found | {"save_dir": str(folder)} if "save_dir" in found else found or None
 
 

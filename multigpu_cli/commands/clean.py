@@ -74,7 +74,7 @@ def _checkpoint(folder: Path, *, running: bool) -> CheckpointEntry:
     if damage:
         return CheckpointEntry(name, "damaged", damage, written, size)
     manifest = read_manifest(folder)
-    return CheckpointEntry(name, "whole", "", written, size, int(manifest["step"]), int(manifest["world_size"]))
+    return CheckpointEntry(name, "whole", "", written, size, manifest["step"], manifest.get("world_size"))
 
 
 def _weights(path: Path) -> CheckpointEntry:

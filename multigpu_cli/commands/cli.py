@@ -25,7 +25,7 @@ from multigpu_cli.config.paths import format_recipes, list_recipes
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.types import integer
 from multigpu_cli.distributed.launch_env import LaunchEnv
-from multigpu_cli.errors import FAILED, RequestError
+from multigpu_cli.errors import FAILED, RequestError, make_printable
 
 _LOOK: dict[str, Any] = {"cls": Group, "rich_markup_mode": None, "context_settings": CONTEXT}
 app = typer.Typer(pretty_exceptions_enable=False, subcommand_metavar="[COMMAND]", **_LOOK)
@@ -325,7 +325,7 @@ def predict(
     from multigpu_cli.commands.predict.predict import predict_run  # torch loads here
 
     if written := predict_run(request, target):
-        print(written)
+        print(make_printable(written))
 
 
 @app.command(cls=Command)
@@ -346,4 +346,4 @@ def sample(
     sampling = requests.parse_sampling(length, temperature, top_k, seed)
     from multigpu_cli.commands.language.samples import Sampling, generate_text  # torch loads here
 
-    print(generate_text(request, prompt, Sampling(**sampling, raw=raw)))
+    print(make_printable(generate_text(request, prompt, Sampling(**sampling, raw=raw))))

@@ -207,9 +207,8 @@ def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) ->
 
 def _read_sign(run: Path, attempt: Attempt) -> dict[str, Any]:
     """logs/state.json; {} where there is none, or only that of an older attempt."""
-    sign = read_json(run / STATE)
-    known = isinstance(sign.get("time"), int | float) and isinstance(sign.get("pid"), int)
-    return sign if known and sign["time"] > attempt.start["time"] - _PATIENCE else {}
+    sign = read_json(run / STATE, STATE)
+    return sign if sign and sign["time"] > attempt.start["time"] - _PATIENCE else {}
 
 
 def _judge_state(

@@ -1,17 +1,15 @@
 """Whether two runs are the same, and where they first differ; read from their folders alone, without torch."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.history import load_history
+from multigpu_cli.monitor.history import load_history, load_summary
 
 _RESOLVED = (  # in the plan of the `start` event: the values that _SETTINGS_OF_THE_PLAN lead to
     "contents samples batch_size global_batch_size drop_last learning_rate schedule warmup_steps total_steps precision"
@@ -124,17 +122,7 @@ def _open_run(folder: str) -> RunTrace:
         fields = {name: value for name, value in event.items() if name not in _POSITION}
         lines[step, 1 + (split == "test"), split] = fields
     config = resolve({}, [], str(path / "config.yaml"))
-    return RunTrace(folder, flatten_settings(config), start, lines, _read_summary(path))
-
-
-def _read_summary(path: Path) -> dict[str, Any]:
-    try:
-        summary = json.loads(read_small(path / "summary.json"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"{path / 'summary.json'} is damaged: {error}") from error
-    return summary if isinstance(summary, dict) else {}
+    return RunTrace(folder, flatten_settings(config), start, lines, load_summary(path))
 
 
 def _list_setting_differences(a: RunTrace, b: RunTrace) -> Iterator[str]:

@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 from multigpu_cli.capabilities import ENVIRONMENTS, OUTSIDE
+from multigpu_cli.config.resume_rules import PRIVATE
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -90,7 +91,7 @@ def describe_origin(config: Config, command: Config, where: str) -> str:
 
 
 def _list_outside(config: Config) -> dict[str, None]:
-    given = {key: config.get(key) or () for key in OUTSIDE}
+    given = {key: "…" if key in PRIVATE and config.get(key) else config.get(key) or () for key in OUTSIDE}
     places = [f"--{key} {each}" for key, all in given.items() for each in ([all] if isinstance(all, str) else all)]
     return dict.fromkeys([*_code(config, (*NAMING, *FOLLOWING)), *places])
 

@@ -1,6 +1,6 @@
 """Which settings a checkpoint pins, and how a new command's settings are merged with those of the run."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +9,18 @@ from multigpu_cli.config.types import Setting
 from multigpu_cli.errors import RequestError, raise_all
 
 OF_THE_COMMAND = {"save_dir", "resume", "own_code", "tune.pause_at"}
+PRIVATE = {"notify"}
+"""Settings that may hold secrets: they are in config.yaml alone, which only its owner can read then."""
+
+
+def choose_mode(get: Callable[[str], Any]) -> int:
+    """Return the permissions, less the umask, of a file with the settings that `get` returns by key, None without."""
+    return 0o600 if any(map(get, PRIVATE)) else 0o666
 
 
 def flatten_settings(config: Config) -> dict[str, Any]:
-    """Every setting by key, as plain values for JSON."""
-    return {key: _plain(config.get(key)) for key in SETTINGS if key not in OF_THE_COMMAND}
+    """Return every setting by key, as plain values for JSON, except private ones: weights and tables show these."""
+    return {key: _plain(config.get(key)) for key in SETTINGS if key not in OF_THE_COMMAND | PRIVATE}
 
 
 def is_same_run(config: Config, stored: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from multigpu_cli.config.paths import find_recipe, read_recipe
-from multigpu_cli.config.resume_rules import OF_THE_COMMAND
+from multigpu_cli.config.resume_rules import OF_THE_COMMAND, PRIVATE
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.types import PARTS, Setting, SettingEntry
 from multigpu_cli.errors import RequestError, TrainingError
@@ -105,6 +105,11 @@ def dump(data: dict[str, Any]) -> str:
 def dump_config(config: Config) -> str:
     """The text of config.yaml: every resolved setting except save_dir, resume and own_code; `--config` reads it."""
     return dump(config.nest(key for key in SETTINGS if key not in OF_THE_COMMAND))
+
+
+def drop_private(content: bytes) -> bytes:
+    """Return a config.yaml without its private settings; a long value continues on indented lines."""
+    return re.sub(rb"^(%s):.*\n([ \t].*\n|\n)*" % "|".join(PRIVATE).encode(), b"", content, flags=re.MULTILINE)
 
 
 def dump_value(value: Any) -> str:
@@ -207,8 +212,8 @@ def _free_argument(entry: SettingEntry) -> SettingEntry:
 
 
 def list_arguments(config: Config) -> list[str]:
-    """Flags and --set for each setting that is not the default, but for the run folder."""
-    changed = (entry for key, entry in SETTINGS.items() if key not in OF_THE_COMMAND)
+    """Return flags and --set for each setting that is not the default, without the run folder and private settings."""
+    changed = (entry for key, entry in SETTINGS.items() if key not in OF_THE_COMMAND | PRIVATE)
     return [word for entry in changed for word in _list_words(entry, config.get(entry.key))]
 
 

@@ -25,7 +25,7 @@ from types import FrameType, FunctionType
 from typing import IO, Any, TextIO
 
 from multigpu_cli.distributed.launch_env import LaunchEnv
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, make_printable
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -282,7 +282,7 @@ def say_before_run(text: str) -> None:
     """Print a text to stderr from the first process of a node, before there is a run whose console could do so."""
     launch_env = LaunchEnv.current()
     if launch_env is None or launch_env.local_rank == 0:
-        getLogger(__name__).warning("%s", text)
+        getLogger(__name__).warning("%s", make_printable(text))
 
 
 class _Raw(io.RawIOBase):

@@ -10,8 +10,10 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from multigpu_cli.config.code_names import hide_passwords
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import translate_name
+from multigpu_cli.distributed.launch_env import list_secrets
 from multigpu_cli.errors import TrainingError, did_you_mean
 
 _LOST_CONNECTION = ("closed by peer", "reset by peer", "timeout caused pair closure", "remote process has terminated")
@@ -38,6 +40,14 @@ _REMEDIES = (
     (r"index out of range in self", "an embedding with a row for every number in the data, or smaller numbers"),
     (r"device-side assert", "CUDA_LAUNCH_BLOCKING=1 shows where; labels out of range are the usual reason"),
 )
+
+
+def hide_secrets(text: str) -> str:
+    """Return the text of an error without passwords in addresses and values of secret environment variables.
+
+    All texts of exceptions that are shown, written or sent pass it, because a library may quote what it was given.
+    """
+    return hide_passwords(text, list_secrets())
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -67,8 +77,8 @@ def describe_unexpected_error(error: Exception) -> str:
     lines = [f"{kind}: {type(error).__name__}: {' '.join(message[:1])}"]
     lines += [f"  {line}" for line in message[1:]]
     lines += [f"  in {frame.filename}:{frame.lineno} {frame.name}: {frame.line}" for frame in shown]
-    lines += [f"  {note}" for note in getattr(error, "__notes__", ())]
-    return "\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the traceback'}"])
+    lines += [f"  {line}" for note in getattr(error, "__notes__", ()) for line in note.splitlines()]
+    return hide_secrets("\n".join([*lines, f"  try: {remedy_for(error) or '--debug, which shows the traceback'}"]))
 
 
 def name_unused_parameters(error: BaseException, trained: Sequence[str]) -> None:
@@ -135,9 +145,8 @@ def _find_remedy(error: Any) -> str:
 
 def describe_error(error: Exception) -> str:
     """Problem and remedy; several broken rules follow each other."""
-    if not isinstance(error, TrainingError):
-        return f"error: {describe_unexpected_error(error)}"
-    return "\n".join(line if line.startswith(" ") else f"error: {line}" for line in str(error).splitlines())
+    text = hide_secrets(str(error)) if isinstance(error, TrainingError) else describe_unexpected_error(error)
+    return "\n".join(line if line.startswith(" ") else f"error: {line}" for line in text.splitlines())
 
 
 def shorten_message(message: str, columns: int | None = None) -> str:

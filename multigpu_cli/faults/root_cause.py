@@ -13,6 +13,7 @@ from multigpu_cli.errors import STALLED, RequestError, TrainingError
 from multigpu_cli.faults.explain import (
     describe_innermost_line,
     extract_main_thread_stack,
+    hide_secrets,
     is_peer_failure,
     name_small_embedding,
     remedy_for,
@@ -90,8 +91,8 @@ class RootCauseFinder:
         head = str(error) if known else f"{type(error).__name__}: {error}"
         line = [] if known else [f"in {describe_innermost_line(traceback.extract_tb(error.__traceback__))}"]
         return self._describe_exit(
-            "\n".join([head, *getattr(error, "__notes__", ()), *line]),
-            "".join(traceback.format_exception(error)),
+            hide_secrets("\n".join([head, *getattr(error, "__notes__", ()), *line])),
+            hide_secrets("".join(traceback.format_exception(error))),
             caused_by_peer=is_peer_failure(error),
             exit_code=error.exit_code if isinstance(error, TrainingError) else TrainingError.exit_code,
         )
@@ -149,15 +150,15 @@ def lost_peer_error(exits: Sequence[RankExit], size: int, done: int | None, logs
 
 
 def summary_line(error: BaseException) -> str:
-    """The first line of the problem, without the remedy."""
+    """Return the first line of the problem, without the remedy and without secrets."""
     text = error.problem if isinstance(error, TrainingError) else f"{type(error).__name__}: {error}"
-    return text.splitlines()[0] if text else type(error).__name__
+    return hide_secrets(text.splitlines()[0]) if text else type(error).__name__
 
 
 def full_report(error: BaseException, exits: Sequence[RankExit]) -> str:
     """The crash report with all stacks; that of the rank at fault comes last, where people look."""
     ordered = sorted(exits, key=lambda end: not end.caused_by_peer)
-    parts = [f"{type(error).__name__}: {error}\n"]
+    parts = [hide_secrets(f"{type(error).__name__}: {error}\n")]
     for end in ordered:
         note = " (only lost its peers)" if end.caused_by_peer else ""
         batch = f"samples of its batch: {', '.join(map(str, end.samples[:32]))}\n" if end.samples else ""

@@ -23,9 +23,10 @@ import yaml
 from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.config.code_names import hide_passwords
 from multigpu_cli.config.regular_files import open_regular, read_small
-from multigpu_cli.distributed.launch_env import list_secrets
+from multigpu_cli.config.yaml_text import drop_private
 from multigpu_cli.distributed.processes import Companion, serve
 from multigpu_cli.errors import pluralize
+from multigpu_cli.faults.explain import hide_secrets
 from multigpu_cli.loggers.base import Destination, Ending, Row, RunIdentity, find_logger
 from multigpu_cli.monitor.history import JOURNAL, JournalTail, Line
 from multigpu_cli.monitor.journal import Event, Warn, read_json
@@ -152,8 +153,7 @@ class Sender(threading.Thread):
             write_position(self._run, self._position)
 
     def _record_error(self, error: Exception) -> None:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        text = hide_passwords(text, list_secrets())[:_LONGEST_ERROR]
+        text = hide_secrets(" ".join(f"{type(error).__name__}: {error}".split()))[:_LONGEST_ERROR]
         if text != self._position.error:
             self._position.error = text
             self._note(f"logger {self._logger}: {text}")
@@ -173,7 +173,7 @@ def identify_run(run: Path) -> RunIdentity | None:
     if not first.endswith(b"\n"):
         return None
     folder, settings = run.resolve(), run / "config.yaml"
-    content = yaml.safe_load(read_small(settings)) or {} if settings.is_file() else {}
+    content = yaml.safe_load(drop_private(read_small(settings))) or {} if settings.is_file() else {}
     config = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in flatten(content)}
     return RunIdentity(
         id=sha256(first).hexdigest()[:16],
@@ -188,7 +188,7 @@ def identify_run(run: Path) -> RunIdentity | None:
 def describe_ending(run: Path, end: Event | None) -> Ending:
     """How the last attempt ended, by its `end` event if there is one, and which files it left."""
     checkpoints = sorted(run.glob("checkpoints/step_*/manifest.json"))
-    manifest = read_json(checkpoints[-1]) if checkpoints else {}
+    manifest = read_json(checkpoints[-1], "manifest.json") if checkpoints else {}
     place = f"checkpoints/{checkpoints[-1].parent.name}" if checkpoints else ""
     files = {f"{place}/{name}": str(listed["sha256"]) for name, listed in manifest.get("files", {}).items()}
     if best := manifest.get("best"):
@@ -211,10 +211,8 @@ class Position:
 
 def read_position(run: Path, logger: str) -> Position:
     """The position in a run folder; that of the beginning where there is none, or none that can be read."""
-    match read_json(_file(run, logger)):
-        case {"sent": int(sent), "error": str(error)}:
-            return Position(logger, sent, error)
-    return Position(logger)
+    found = read_json(_file(run, logger), "position")
+    return Position(logger, found["sent"], found["error"]) if found else Position(logger)
 
 
 def write_position(run: Path, position: Position) -> None:
@@ -299,7 +297,7 @@ class LoggerProcess:
 
 def list_unsent(run: Path, loggers: Sequence[str] | None = None) -> list[tuple[Position, int]]:
     """The loggers, None for all that the folder knows, that lack lines of a run's journal, each with their number."""
-    known = (str(read_json(file).get("logger", "")) for file in sorted((run / FOLDER).glob("*.json")))
+    known = (str(read_json(file, "position").get("logger", "")) for file in sorted((run / FOLDER).glob("*.json")))
     positions = [read_position(run, name) for name in (filter(None, known) if loggers is None else loggers)]
     unsent = ((each, sum(1 for _ in JournalTail(run / JOURNAL, each.sent).read())) for each in positions)
     return [(each, lines) for each, lines in unsent if lines]

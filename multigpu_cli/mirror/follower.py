@@ -197,7 +197,7 @@ class MirrorState:
 
 def read_state(run: Path) -> MirrorState:
     """The state of a run folder's mirror; an empty one where it has none."""
-    found = read_json(run / STATE_FILE)
+    found = read_json(run / STATE_FILE, STATE_FILE)
     return MirrorState(**{name: found[name] for name in found.keys() & asdict(MirrorState())})
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from multigpu_cli.checkpoint.files import PIECE, Moved, compute_sha256, flush_folder, publish, publish_stream
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, parse_step
-from multigpu_cli.config.code_names import hide_passwords
-from multigpu_cli.distributed.launch_env import list_secrets
+from multigpu_cli.config.yaml_text import drop_private
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.faults.explain import hide_secrets
 from multigpu_cli.mirror.rules import make_absolute
 
 SMALL_FILES = ("config.yaml", "journal.jsonl", "summary.json")
@@ -63,7 +63,7 @@ class Mirror:
         except MirrorError:
             raise
         except Exception as error:  # each driver has errors of its own, not all of them an OSError
-            text = hide_passwords(f"{type(error).__name__}: {error}", list_secrets())[:300]
+            text = hide_secrets(f"{type(error).__name__}: {error}")[:300]
             raise MirrorError(f"mirror {self.url}: {doing} failed ({text})") from error
 
     def _path(self, *names: str) -> str:
@@ -120,7 +120,7 @@ class Mirror:
                 if file.name in FINAL_FILES:
                     self._upload(copied, compute_sha256(copied, moved), moved, file.name)
                 else:
-                    self._write(held.read(), file.name)
+                    self._write(drop_private(held.read()), file.name)  # JSON has no lines that begin like settings
         except FileNotFoundError:
             self._remove_file(file.name)
 

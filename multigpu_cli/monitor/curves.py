@@ -149,7 +149,7 @@ class RunData:
     def status(self) -> str:
         """How the last attempt ended; 'not over' while it runs, or if it was killed."""
         end = self.history.attempts[-1].end if self.history.attempts else None
-        return str(end["status"]) if end else "not over"
+        return str(end.get("status")) if end else "not over"
 
     def per_worker(self, name: str, *, most: int = _MOST_POINTS, **how: Any) -> list[Series]:
         """A series for each worker of the last line, of a number that `train` lines have for every worker.
@@ -176,9 +176,9 @@ class RunData:
 
     def _planned(self, step: int) -> int:
         plan = self.history.plan
-        size, per_epoch = plan["global_batch_size"], plan["steps_per_epoch"]
+        size, per_epoch = plan.get("global_batch_size", 1), plan.get("steps_per_epoch", 1)
         epochs, rest = divmod(step, per_epoch)
-        in_epoch = min(plan["samples"], per_epoch * size)  # without the samples that --drop-last leaves out
+        in_epoch = min(plan.get("samples", 0), per_epoch * size)  # without the samples that --drop-last leaves out
         return int(epochs * in_epoch + min(rest * size, in_epoch))
 
 
@@ -192,7 +192,7 @@ def load_run(name: str, folder: Path, history: CurveHistory) -> RunData:
     """A run whose journal was read, with its other files."""
     file = folder / "config.yaml"
     settings = flatten_settings(resolve({}, [], str(file))) if file.is_file() else {}
-    return RunData(name, folder, history, load_summary(folder), settings, read_json(folder / PLAN))
+    return RunData(name, folder, history, load_summary(folder), settings, read_json(folder / PLAN, PLAN))
 
 
 def _shorten_names(folders: Sequence[Path]) -> list[str]:

@@ -39,7 +39,7 @@ class JournalTail:
                     return  # still being written
                 self.end += len(line)
                 self._lines += 1
-                yield Line(self._lines, self.end, parse_event(line))
+                yield Line(self._lines, self.end, parse_event(line, self._path))
 
 
 @dataclass
@@ -106,7 +106,7 @@ class History:
         now = self.attempts[-1]
         now.longest_silence = max(now.longest_silence, event["time"] - now.last)
         now.last = max(now.last, event["time"])
-        now.reached = max(now.reached, event.get("step", 0))
+        now.reached = max(now.reached, event.get("step") or 0)
         match event["event"]:
             case "resume":
                 now.resumed_at = event["step"]
@@ -139,7 +139,7 @@ def load_history(folder: Path) -> History:
 
 def load_summary(folder: Path) -> dict[str, Any]:
     """How the run in a folder ended: its summary.json, {} where there is none that can be read."""
-    return read_json(folder / "summary.json")
+    return read_json(folder / "summary.json", "summary.json")
 
 
 def find_run_folders(folder: Path) -> list[Path]:

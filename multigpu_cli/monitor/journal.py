@@ -139,34 +139,83 @@ class Journal:
             self._lines.close()
 
 
+# The types of the fields that code reads are in fields.json, by kind of file, kind of line, or part of these. A field
+# has one of the types in its list: the name of a check below, or of another entry. An entry has the types of an
+# object's fields by name, under "*" those of all names that are not listed; or under "[]" those of a list's elements.
+# Readers check a file or a line once, as a whole, so that the code behind them can rely on the types.
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "missing": lambda value: value is ...,
+    "null": lambda value: value is None,
+    "text": lambda value: isinstance(value, str),
+    "count": lambda value: isinstance(value, int) and 0 <= value <= 2**53,  # floats have each of these numbers
+    "size": lambda value: isinstance(value, int) and 0 < value <= 2**53,
+    "time": lambda value: isinstance(value, int | float) and 0 <= value < 2.5e11,  # Unix seconds, to the year 9892
+    "finite": lambda value: isinstance(value, int | float) and abs(value) < 1e100,  # so is a product of two
+    "special": lambda value: isinstance(value, float) or value in ("NaN", "Infinity", "-Infinity"),
+}
+_KINDS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("fields.json").read_text())
+
+
+def check_fields(content: Any, kind: str) -> None:
+    """Raise ValueError, which names a field, unless this is an object with the fields of a kind of fields.json.
+
+    Of a kind that fields.json lacks, it may be any object.
+    """
+    if (name := _find_misfit(content, _KINDS.get(kind, {}))) is not None:
+        raise ValueError(f"{name} is missing, or of another type")
+
+
+def _find_misfit(content: Any, fields: dict[str, list[str]]) -> str | None:
+    """Return the name of a field, or the index of an element, that is of none of its types; None if all are."""
+    if isinstance(content, list) and "[]" in fields:
+        content, fields = dict(enumerate(content)), {"*": fields["[]"]}
+    if not isinstance(content, dict):
+        return "the object"
+    names = (fields.keys() | content.keys()) - {"*"} if "*" in fields else fields
+    return next((n for n in names if not _fits(content.get(n, ...), fields.get(n) or fields["*"])), None)
+
+
+def _fits(value: Any, kinds: list[str]) -> bool:
+    return any(_CHECKS[kind](value) if kind in _CHECKS else _find_misfit(value, _KINDS[kind]) is None for kind in kinds)
+
+
 def read_events(path: Path | str) -> Iterator[Event]:
-    """Yield the events of a journal in the order written, without incomplete lines.
+    """Yield the events of a journal in the order written, without incomplete and damaged lines.
 
     Raises OSError if the file does not exist or is not a regular file.
     """
     with open_regular(Path(path)) as lines:
-        yield from (event for line in lines if (event := parse_event(line)))
+        yield from (event for line in lines if (event := parse_event(line, Path(path))))
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a small file of a run folder; {} if there is no such file, or it is damaged or a trap."""
+def read_json(file: Path, kind: str) -> dict[str, Any]:
+    """Return the object in a small file of a run folder; {} if there is no such file, or it is damaged or a trap.
+
+    `kind` names the types of its fields in fields.json. Warns of a file that exists and is not used.
+    """
     try:
-        content = json.loads(read_small(file))
-    except (OSError, ValueError, RecursionError):
+        content: dict[str, Any] = json.loads(read_small(file))
+        check_fields(content, kind)
+    except FileNotFoundError:
         return {}
-    return content if isinstance(content, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(f"{file} is damaged, and not used: {error}", stacklevel=2)
+        return {}
+    return content
 
 
-def parse_event(line: str | bytes) -> Event | None:
-    """The event in a line of a journal; None if the line is cut off or is no event."""
+def parse_event(line: str | bytes, journal: Path) -> Event | None:
+    """Return the event in a line of a journal; None if the line is cut off, or if it is damaged, of which it warns."""
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
+        entry: Event = json.loads(line)
+        check_fields(entry, "event")
+        check_fields(entry, f"{journal.name} {entry['event']}")
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return None  # cut off by a kill, still being written, or nested too deep to be an event
-    match entry:
-        case {"event": str(), "time": int() | float()}:
-            return dict(entry)
-    return None
+    except ValueError as error:
+        warnings.warn(f"{journal}: a line is damaged, and not used: {error}", stacklevel=2)
+        return None
+    return entry
 
 
 def _finite(value: Any) -> Any:

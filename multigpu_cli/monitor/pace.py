@@ -34,7 +34,7 @@ def forecast_step(history: History, step: int, now: float) -> Forecast | None:
     last, pairs = lines[-1], list(pairwise(lines))
     rates = [(b["time"] - a["time"]) / max(1, b["step"] - a["step"]) for a, b in pairs]
     steps, count = max(1, last["step"] - lines[0]["step"]), max(1, len(pairs))
-    pace = (last["time"] - lines[0]["time"]) / steps if pairs else float(last.get("step_ms", 0.0)) / 1e3
+    pace = (last["time"] - lines[0]["time"]) / steps if pairs else float(last.get("step_ms") or 0.0) / 1e3
     stretch = steps / count
     left = max(0, step - last["step"]) / stretch
     quantile = 1.645 + 1.524 / max(1, count - 1)  # Student's t for 95 %, to the first order in the stretches

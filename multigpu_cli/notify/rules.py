@@ -13,7 +13,7 @@ from multigpu_cli.errors import RequestError
 def _notify(config: Config) -> Iterator[RequestError]:
     if has_password(config.fault.notify):
         yield RequestError(
-            "--notify: an address with a password, which would be written into config.yaml and the weights",
+            "--notify: an address with a password, which would be written into config.yaml",
             remedy="leave the password out, and let the program read it from the environment or a file of its own",
         )
     elif config.fault.notify is not None and shutil.which(program := shlex.split(config.fault.notify)[0]) is None:

@@ -38,14 +38,14 @@ def profile_run(run: str, steps: int) -> dict[str, Any]:
     finally:
         request.unlink(missing_ok=True)
     for file in folder.glob("logs/profile_*.json"):
-        if (found := read_json(file)).get("id") == number:
+        if (found := read_json(file, "profile")).get("id") == number:
             return found | {"run": run, "file": str(file), "trace": str(folder / found["trace"])}
     problem = f"{run}: the run has ended, or could not write, before {pluralize(steps, 'step')} were profiled"
     raise TrainingError(problem, remedy=f"multigpu status {run} says which")
 
 
 def _check_trains_here(run: str, folder: Path) -> None:
-    owner, state, status = read_owner(folder), read_json(folder / STATE), load_summary(folder).get("status")
+    owner, state, status = read_owner(folder), read_json(folder / STATE, STATE), load_summary(folder).get("status")
     host, here = owner.partition(" ")[0], os.uname().nodename
     for wrong, problem, remedy in (
         (not (folder / JOURNAL).is_file(), f"is not a run folder: it has no {JOURNAL}", "the --save-dir of a run"),

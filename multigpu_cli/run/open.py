@@ -22,6 +22,7 @@ from multigpu_cli.checkpoint.files import (
 from multigpu_cli.checkpoint.run_folder import rewind_run
 from multigpu_cli.checkpoint.snapshot import Writer
 from multigpu_cli.checkpoint.store import Store
+from multigpu_cli.config.resume_rules import choose_mode
 from multigpu_cli.config.schema import Config
 from multigpu_cli.distributed.launch_env import LaunchEnv, leave_failures_to_watchdog, record_run
 from multigpu_cli.distributed.placement import Placement, describe_unlike_gpus, gpu_models
@@ -35,7 +36,7 @@ from multigpu_cli.distributed.world import (
     run_on_main_rank,
 )
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
-from multigpu_cli.faults.explain import name_unused_parameters
+from multigpu_cli.faults.explain import hide_secrets, name_unused_parameters
 from multigpu_cli.faults.rank_exits import read_previous_cause
 from multigpu_cli.faults.root_cause import summary_line
 from multigpu_cli.faults.stop import SkippedStepLimit, StopConsensus, StopRequest
@@ -180,7 +181,7 @@ def record_failure(run: Run) -> Iterator[None]:
             return
         known = getattr(error, "rank", None)
         cause = {"cause": summary_line(error), "rank": rank if known is None else known}
-        summary = build_summary(run, "failed", {"error": f"{type(error).__name__}: {error}"} | cause)
+        summary = build_summary(run, "failed", {"error": hide_secrets(f"{type(error).__name__}: {error}")} | cause)
         write_run_end(run, summary)
         if run.world.restarts_left <= 0:  # no restart follows: --json prints this summary
             run.log.console.print_json(summary)
@@ -315,7 +316,8 @@ def _prepare_folder(run: Run) -> None:
         (run.folder / "summary.json").unlink(missing_ok=True)  # the previous attempt's
         remove_drafts(run.folder)
         run.checkpointer.store.sweep()
-        publish(run.folder / "config.yaml", (run.spec.factories.comment + dump_config(run.spec.user_config)).encode())
+        text = run.spec.factories.comment + dump_config(run.spec.user_config)
+        publish(run.folder / "config.yaml", text.encode(), mode=choose_mode(run.spec.user_config.get))
     if run.log.tensorboard:
         run.log.tensorboard.plan(run.plan.rows())
 

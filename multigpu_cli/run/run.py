@@ -18,6 +18,7 @@ from multigpu_cli.config.schema import CheckpointConfig
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.launch_env import PreviousAttempt
 from multigpu_cli.distributed.world import World, all_reduce_sum, empty_on_host
+from multigpu_cli.faults.explain import hide_secrets
 from multigpu_cli.faults.stop import SkippedStepLimit, StopConsensus, StopRequest
 from multigpu_cli.faults.watchdog import Watchdog
 from multigpu_cli.monitor.console import Console, ProgressDisplay
@@ -309,11 +310,11 @@ class Run(TrainComponents):
         return {"epoch": max(1, self.epoch), "epochs": self.epochs, "loss": loss, "samples_per_second": rate or None}
 
     def log_fault(self, kind: str, action: str, **more: Any) -> None:
-        """Journal a fault, and warn the user."""
-        fault = {"kind": kind, "action": action, "step": self.progress.step}
+        """Journal a fault, and warn the user; the text may quote an exception."""
+        fault = {"kind": kind, "action": hide_secrets(action), "step": self.progress.step}
         self.log.journal.write("fault", **fault, **more)
         self.progress.faults.append(fault)
-        self.log.console.warn(f"step {self.progress.step}: {action}")
+        self.log.console.warn(f"step {self.progress.step}: {fault['action']}")
 
     def complete_step(self) -> StepEnd:
         """Count a step, and return what ends with it; all ranks call it together."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from multigpu_cli.checkpoint.files import publish, wait_until_unlocked
 from multigpu_cli.config.regular_files import open_new
+from multigpu_cli.config.resume_rules import choose_mode
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.config.yaml_text import dump, dump_value
 from multigpu_cli.distributed.processes import die_with_parent, python_command
@@ -96,7 +97,8 @@ class Driver:
 
     def run(self) -> str:
         """Until all is done ("completed"), the budget is spent ("budget"), or a signal came ("stopped")."""
-        publish(self.path / BASE, dump({"best": self.study.best} | self.study.settings).encode())
+        settings = {"best": self.study.best} | self.study.settings
+        publish(self.path / BASE, dump(settings).encode(), mode=choose_mode(settings.get))
         old = {each: signal.signal(each, self._hear) for each in _SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
         with closing(Journal(self.path / JOURNAL, warn=self.say)) as self._journal:
             self._journal.write("open", slots=len(self.slots.names))

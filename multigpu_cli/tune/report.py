@@ -31,7 +31,7 @@ def report_study(path: Path, top: int | None) -> dict[str, Any]:
         found.append(trial.as_dict() | {"command": shlex.join(["multigpu", *list_arguments(config)])})
     if top is not None:
         return {"study": path, "best": found}
-    summary, picture = read_json(path / SUMMARY), path / "report.png"
+    summary, picture = read_json(path / SUMMARY, "study's summary"), path / "report.png"
     space = parse_search([f"{key}={text}" for key, text in study.search.items()])
     publish(picture, draw_study(study, space, ranked, trials))
     names = ("status", "idle_share", "start_share", "slot_hours", "epochs", "front")

@@ -210,7 +210,7 @@ def summarize(driver: Driver, status: str) -> dict[str, Any]:
     file, trials = driver.path / SUMMARY, driver.trials
     (busy, starting, total), winner = measure_use(read_events(driver.path / JOURNAL)), dict[str, Any]()
     if ranked := rank_trials(driver.study, trials):
-        content, before = ranked[0].as_dict(), read_json(file).get("best") or {}
+        content, before = ranked[0].as_dict(), read_json(file, "study's summary").get("best") or {}
         winner = {"number": ranked[0].number, "params": ranked[0].params, "epochs": max(ranked[0].values)}
         winner["value"] = content["values"][winner["epochs"]]
         if status != "stopped":

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.config.regular_files import read_small
+from multigpu_cli.config.resume_rules import choose_mode
 from multigpu_cli.config.yaml_text import UnreadableError, compose, dump, dump_value, parse_typed
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.monitor.history import load_history, load_summary
-from multigpu_cli.monitor.journal import dump_json
+from multigpu_cli.monitor.journal import check_fields, dump_json
 from multigpu_cli.monitor.tensorboard import flatten
 from multigpu_cli.tune.space import Params, check_params, parse_search
 
@@ -57,7 +58,7 @@ class Study:
         return folder if self.seeds == 1 else folder / f"seed-{self.seed + run}"
 
     def write(self, path: Path) -> None:
-        publish(path / STUDY, dump(asdict(self)).encode())
+        publish(path / STUDY, dump(asdict(self)).encode(), mode=choose_mode(self.settings.get))
 
 
 @dataclass
@@ -93,16 +94,19 @@ def read_study(path: Path) -> tuple[Study, list[Trial]]:
     if not file.is_file():
         raise RequestError(f"{path}: holds no study", remedy="the --save-dir of tune")
     try:
-        study, trials = Study(**parse_typed(compose(read_small(file).decode()))), []  # type: ignore[arg-type]
+        content, trials = parse_typed(compose(read_small(file).decode())), []  # type: ignore[arg-type]
+        check_fields(content, STUDY)
+        study = Study(**content)
         space = parse_search([f"{key}={text}" for key, text in study.search.items()])
         for number, file in enumerate(sorted(path.glob(f"trials/*/{TRIAL}"))):
-            content = json.loads(read_small(file))
-            values = {int(at): each if isinstance(each, list) else [each] for at, each in content["values"].items()}
+            check_fields(content := json.loads(read_small(file)), TRIAL)
+            lists = {int(at): each if isinstance(each, list) else [each] for at, each in content["values"].items()}
+            values = {at: [float(of) for of, _ in zip(each, study.goals, strict=True)] for at, each in lists.items()}
             trials.append(Trial(**content | {"values": values}))
-            if trials[-1].number != number:
-                raise ValueError(f"trial {number} is missing")
+            if trials[-1].number != number or (trials[-1].state == "completed" and not values):
+                raise ValueError(f"trial {number} is missing, or its values are")
             check_params(space, trials[-1].params)
-    except (OSError, UnreadableError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, UnreadableError, ValueError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{file}: can't be read ({getattr(error, 'problem', error)})"
         raise RequestError(problem, remedy="another --save-dir") from error
     return study, trials

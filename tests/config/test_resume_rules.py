@@ -6,6 +6,7 @@ import pytest
 
 from multigpu_cli.config.resume_rules import (
     OF_THE_COMMAND,
+    PRIVATE,
     flatten_settings,
     is_same_run,
     merge_with_checkpoint,
@@ -122,9 +123,8 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "on_oom": "stop",
     "hang_timeout": 5.0,
     "max_restarts": 1,
-    "notify": "true",
 }
-KEYS = sorted(set(SETTINGS) - OF_THE_COMMAND)
+KEYS = sorted(set(SETTINGS) - OF_THE_COMMAND - PRIVATE)
 FREE = {key for key, entry in SETTINGS.items() if entry.free}
 
 

@@ -112,7 +112,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path, monkeypatch: pytest.Monk
 def test_listeners_get_each_event_as_it_was_given(tmp_path: Path) -> None:
     heard: list[dict[str, object]] = []
     with closing(Journal(tmp_path / "journal.jsonl", [heard.append])) as journal:
-        returned = journal.write("train", loss=math.inf, folder=tmp_path)
+        returned = journal.write("train", step=1, loss=math.inf, folder=tmp_path)
     assert heard == [returned]
     assert heard[0]["loss"] == math.inf
     assert next(read_events(tmp_path / "journal.jsonl"))["folder"] == str(tmp_path)
@@ -127,6 +127,9 @@ def test_without_a_path_nothing_is_written() -> None:
 
 def test_lines_of_something_else_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
+    """Those that are no JSON were cut off by a kill; of others it warns, with the name of the file."""
     unfit = b'{"event": "train"}\n{"event": "start", "time": "noon"}\n{"event": 5, "time": 3}\n'
     path.write_bytes(b'\x00\x00\xff\n3\n[]\n{"step": 1}\n\n' + unfit + b'{"event": "end", "time": 2.0}\n')
-    assert [entry["event"] for entry in read_events(path)] == ["end"]
+    with pytest.warns(UserWarning, match=r"journal\.jsonl: a line is damaged, and not used: ") as warned:
+        assert [entry["event"] for entry in read_events(path)] == ["end"]
+    assert len(warned) == 6

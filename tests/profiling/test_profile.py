@@ -84,7 +84,7 @@ def test_two_workers_are_profiled_and_train_to_the_same_bits(tmp_path: Path, ste
     assert profiled.error == ""
     assert profiled.summary["fingerprint"] == plain
 
-    found = read_json(run / "answer.json")
+    found = read_json(run / "answer.json", "profile")
     assert (found["step"], found["steps"]) == (3, min(steps, _STEPS - 3)), "no more than are left"
     of_ranks = [{row["name"]: row["calls"] for row in rank["operators"]} for rank in found["ranks"]]
     assert [calls["Optimizer.step#AdamW.step"] for calls in of_ranks] == [found["steps"]] * 2

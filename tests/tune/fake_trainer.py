@@ -50,6 +50,7 @@ def end(status: str, code: int, **fields) -> None:
     evals = [json.loads(line) for line in journal.read_text().splitlines()]
     finite = [line for line in evals if line["event"] == "eval" and line["accuracy"] != "NaN"]
     best: dict = max(finite, key=lambda line: line["accuracy"], default={})
+    best = {name: value for name, value in best.items() if name not in ("event", "split")}
     summary.write_text(json.dumps({"status": status, "best": best} | fields))
     sys.exit(code)
 

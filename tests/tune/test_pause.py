@@ -55,7 +55,7 @@ def test_value_at_a_rung_is_that_of_best_pt(best: str, tmp_path: Path) -> None:
         epochs.append(content["epoch"])
     losses = [event["loss"] for (_, split), event in sorted(load_history(tmp_path).evals.items()) if split == "val"]
     assert epochs[-1] < 6
-    summary = read_json(tmp_path / "summary.json")
+    summary = read_json(tmp_path / "summary.json", "summary.json")
     (tmp_path / "summary.json").write_text(json.dumps(summary | {"best": {}}))  # --best is always NaN
     assert read_rung(tmp_path, study, 6).values == [summary["final"]["val_loss"]]
     assert best != "val_loss:min" or losses[epochs[-1] - 1] == min(losses)

@@ -240,6 +240,7 @@ def test_each_run_has_its_turn_where_the_time_does_not_suffice(tmp_path: Path, m
     assert shown == [[2, 2, 3], [2, 3, 3], [3, 3, 3]]
 
 
+@pytest.mark.filterwarnings("ignore:.* damaged, and not used")
 def test_nothing_outside_of_the_named_folders_is_read(tmp_path: Path) -> None:
     interrupted_run(tmp_path / "private/run")
     home = interrupted_run(tmp_path / "shared/own").parent
@@ -256,6 +257,7 @@ def test_nothing_outside_of_the_named_folders_is_read(tmp_path: Path) -> None:
         assert sorted(list_by_name(server)) == ["again", "own"]
 
 
+@pytest.mark.filterwarnings("ignore:.* damaged, and not used")
 def test_any_name_and_any_journal_is_shown(tmp_path: Path) -> None:
     """Names of any bytes; a journal that has no sense leaves the other runs alone."""
     interrupted_run(tmp_path / os.fsdecode(b"\xff<b>") / "a")
@@ -272,9 +274,8 @@ def test_any_name_and_any_journal_is_shown(tmp_path: Path) -> None:
         assert [plot["name"] for plot in shown["plots"]] == ["loss", "val_auc"]
         assert shown["tables"][1]["rows"][0] == ["+ 0 s", ["attempt 1 starts: unknown"]]
         del found["scarce"]
-        assert found["broken"]["phase"] == "unreadable"
-        assert "error" in ask(server, f"/view?run={found['broken']['id']}")
-        (name,) = found.keys() - {"broken"}  # a journal is a file
+        assert found.pop("broken")["phase"] == "unknown", "no line of it is an event"
+        (name,) = found  # a journal is a file
         assert view(server, name)["runs"][0]["name"] == "\udcff<b>/a"
 
 
@@ -347,7 +348,7 @@ def test_the_page_as_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     views = {f"view?run={each}" for each in ids.values()}
     assert set(kept) == {"runs", "saved", *views, "view?" + "&".join(f"run={each}" for each in ids.values())}
     assert kept["saved"].startswith(time.strftime("%Y-"))
-    assert kept[f"view?run={ids['odd']}"]["error"] == "KeyError: 'step'"
+    assert "completed at step None" in str(kept[f"view?run={ids['odd']}"])
     with serving(tmp_path / "runs") as server:
         live = ask(server, f"/view?run={ids['a']}")
     assert live["plots"] == kept[f"view?run={ids['a']}"]["plots"]

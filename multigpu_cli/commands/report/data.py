@@ -149,9 +149,9 @@ def tabulate_events(run: RunData) -> ReportTable:
         workers = f", {pluralize(plan['workers'], 'worker')}" if "workers" in plan else ""
         text = f"attempt {count} starts: {plan.get('strategy', 'unknown')}{workers}{going_on}"
         events.append((attempt.start["time"], text))
-        if attempt.end:
-            cause = f": {attempt.end['cause']}" if attempt.end.get("cause") else ""
-            events.append((attempt.end["time"], f"{attempt.end['status']} at step {attempt.end['step']}{cause}"))
+        if end := attempt.end:
+            cause = f": {end['cause']}" if end.get("cause") else ""
+            events.append((end["time"], f"{end.get('status')} at step {end.get('step')}{cause}"))
         else:
             events.append((attempt.last, "the last line of this attempt: it is running, or was killed"))
     events += [(e["time"], f"{e.get('kind')} at step {e.get('step')}: {e.get('action')}") for e in run.history.faults]

@@ -230,9 +230,10 @@ def _draw_timeline(runs: Sequence[RunData]) -> Iterator[Picture]:
 
 def _draw_confusion(run: RunData, *, alone: bool) -> Iterator[Picture]:
     counts = run.summary.get("confusion")
-    if not counts:
+    if not counts or any(len(row) != len(counts) for row in counts):
         return
-    names = [str(row.get("class", at)) for at, row in enumerate(run.summary.get("per_class") or [{}] * len(counts))]
+    rows = dict(enumerate(run.summary.get("per_class") or []))
+    names = [str(rows.get(at, {}).get("class", at)) for at in range(len(counts))]
     few = len(counts) <= 12
     figure, axes = _new_figure(f"Confusion{'' if alone else f': {escape_text(run.name)}'}", height=4.0)
     shares = [[count / (sum(row) or 1) for count in row] for row in counts]

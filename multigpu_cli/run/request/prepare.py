@@ -26,6 +26,7 @@ from multigpu_cli.config.paths import explain_dataset
 from multigpu_cli.config.regular_files import UnsafeFolder
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
+from multigpu_cli.config.sources import read_private
 from multigpu_cli.data.fingerprint import compute_fingerprint, find_shared_samples
 from multigpu_cli.data.load import open_data
 from multigpu_cli.data.source import DataSource
@@ -182,15 +183,16 @@ def _name_device(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
 
 
-def _adopt_pins(command: Config, start: ResumePoint, origin: str) -> tuple[Config, Config]:
+def _adopt_pins(command: Config, start: ResumePoint, origin: str, secret: dict[str, Any]) -> tuple[Config, Config]:
     """Return the settings of the command merged with those of the checkpoint, and the same with its pinned values.
 
-    `origin` is the run folder of the checkpoint. Raises RequestError if the command contradicts a pinned value.
+    `origin` is the run folder of the checkpoint, `secret` what only its config.yaml has. Raises RequestError if the
+    command contradicts a pinned value.
     """
     user_config, pinned = command, {}
     if manifest := start.manifest:
         pinned = manifest["pins"]
-        user_config = merge_with_checkpoint(command, manifest["settings"], manifest["written"], pinned, origin)
+        user_config = merge_with_checkpoint(command, manifest["settings"] | secret, manifest["written"], pinned, origin)
     elif start.global_batch and not command.batch.global_size:
         pinned = {"global_batch_size": start.global_batch}
     if not pinned:
@@ -218,7 +220,8 @@ def prepare_spec(
     start = agree_on_resume_point(config, world, moved, note)
     manifest, command = start.manifest, config
     origin = str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
-    user_config, config = _adopt_pins(command, start, origin)
+    secret = run_on_main_rank(world, lambda: read_private(Path(origin), note)) if manifest else {}
+    user_config, config = _adopt_pins(command, start, origin, secret)
     check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved, start))
     if manifest and (base := manifest["settings"].get("base")):
