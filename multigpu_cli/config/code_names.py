@@ -92,10 +92,8 @@ def check_new_run(command: Config, folder: str) -> None:
     """
     is_meant = command.explicit & _OF_NEW_RUN or any(_code(command, (*NAMING, *FOLLOWING)))
     if command.checkpoint.own_code and not is_meant:
-        raise RequestError(
-            f"--own-code: {folder} has no checkpoint to resume, and this command names neither data nor model",
-            remedy="--save-dir with the folder of a run; or --data and --model for a new one",
-        )
+        problem = f"--own-code: {folder} has no checkpoint to resume, and this command names neither data nor model"
+        raise RequestError(problem, remedy="--save-dir with the folder of a run; or --data and --model for a new one")
 
 
 def describe_origin(config: Config, command: Config, where: str) -> str:

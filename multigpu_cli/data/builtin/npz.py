@@ -15,7 +15,6 @@ from multigpu_cli.data.source import FEW, SPLITS, DataSource, Kind, check_precis
 from multigpu_cli.errors import RequestError
 
 _LAYOUT = "np.savez('data.npz', X_train=…, y_train=…, X_test=…, y_test=…), or X=… and y=…"
-_SAMPLES_PER_CLASS = 5  # on average, if more than FEW whole numbers are classes without data.kind
 
 
 def load(
@@ -100,11 +99,10 @@ def _tensor(arrays: dict[str, np.ndarray], name: str, path: Path) -> Tensor:
 
 def _kind(inputs: Tensor, targets: Tensor, splits: list[TensorDataset], kind: str, path: Path) -> tuple[str, int]:
     """The task that the targets are made for, and the number of classes or tokens; RequestError: see data.kind."""
-    is_whole = not targets.is_floating_point()
-    if kind == "classification" and not (is_whole and targets.ndim == 1):
+    if kind == "classification" and (targets.is_floating_point() or targets.ndim != 1):
         raise RequestError(f"data.kind: y in {path} is no array of whole numbers (n,)", remedy="data.kind=regression")
     is_multi_label = targets.ndim == 2 and bool(((targets == 0) | (targets == 1)).all())
-    if kind == "regression" or not (is_whole or is_multi_label):
+    if kind == "regression" or (targets.is_floating_point() and not is_multi_label):
         return "regression", 0
     most = max(int(split.tensors[1].max()) for split in splits) + 1
     if targets.ndim == 1:
@@ -117,16 +115,14 @@ def _kind(inputs: Tensor, targets: Tensor, splits: list[TensorDataset], kind: st
 
 
 def _check_class_numbers(targets: Tensor, path: Path) -> None:
-    """Raise RequestError if whole numbers (n,) may be amounts or seconds; up to FEW, or nearly all from 0, are classes.
+    """Raise RequestError if whole numbers (n,) may be amounts or seconds.
 
-    A few classes may be absent from a sample of many.
+    They number classes if they are FEW, or nearly all from 0 on with 5 samples each; some classes may have none.
     """
     values = targets.unique()
     count, most = len(values), int(values[-1])
-    are_numbered = count >= 0.9 * (most + 1) and len(targets) >= _SAMPLES_PER_CLASS * count
+    are_numbered = count >= 0.9 * (most + 1) and len(targets) >= 5 * count
     if not are_numbered and (count > FEW or most >= max(FEW, len(targets))):
-        raise RequestError(
-            f"--data npz: {path}: y has {count:,} different whole numbers from {int(values[0]):,} to {most:,}, "
-            "which may be classes or amounts",
-            remedy="--set data.kind=regression, or --set data.kind=classification if they number classes from 0 on",
-        )
+        numbers = f"{count:,} different whole numbers from {int(values[0]):,} to {most:,}"
+        remedy = "--set data.kind=regression, or --set data.kind=classification if they number classes from 0 on"
+        raise RequestError(f"--data npz: {path}: y has {numbers}, which may be classes or amounts", remedy=remedy)

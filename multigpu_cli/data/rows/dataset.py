@@ -134,14 +134,10 @@ def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRo
     return torch.from_numpy(np.array(numbers))
 
 
-def _check_finite(
-    values: np.ndarray, rows: Sequence[int] | np.ndarray, store: RowStore, columns: Sequence[str]
-) -> None:
+def _check_finite(values: np.ndarray, rows: Sequence[int] | np.ndarray, store: RowStore, names: Sequence[str]) -> None:
     """Raise RequestError if the values of some rows, (n, …) of one column or (n, columns), have NaN or infinity."""
     if values.dtype.kind == "f" and not (is_finite := np.isfinite(values)).all():
         place = np.argwhere(~is_finite)[0]
-        column = columns[place[1] if len(columns) > 1 else 0]
-        raise RequestError(
-            f"--data: {store.label}: row {rows[place[0]]}, from 0, has NaN or infinity in column {column!r}",
-            remedy=f"fill or leave out such rows before, or data.ignore={column}",
-        )
+        name = names[place[1] if len(names) > 1 else 0]
+        problem = f"--data: {store.label}: row {rows[place[0]]}, from 0, has NaN or infinity in column {name!r}"
+        raise RequestError(problem, remedy=f"fill or leave out such rows before, or data.ignore={name}")

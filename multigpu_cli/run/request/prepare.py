@@ -217,7 +217,7 @@ def prepare_spec(
     """
     start = agree_on_resume_point(config, world, moved, note)
     manifest, command = start.manifest, config
-    if not manifest and "data" in factories.named:
+    if not manifest:
         check_new_run(command, start.folder)
     origin = str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
     user_config, config = _adopt_pins(command, start, origin)
