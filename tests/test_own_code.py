@@ -240,6 +240,27 @@ def test_what_the_command_names_or_allows_runs(run: Path, words: list[str]) -> N
     )
 
 
+@pytest.mark.parametrize("words", [["--save-dir", "typo"], ["--save-dir", "empty", "--epochs", "3"], []], ids=" ".join)
+def test_own_code_alone_starts_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], capfd: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    assert run_apart([*words, "--own-code", "--nproc-per-node", "1"]) == 2
+    said = capfd.readouterr().err
+    assert (words or ["", "--own-code"])[1] in said
+    assert "has no checkpoint" in said
+    assert "--data" in said
+    assert everything() == {}
+    assert [path.name for path in Path().iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize("named", [["--data", "synthetic"], ["--model", "planted:net"], ["--metric", "planted:net"]])
+def test_own_code_beside_data_model_or_code_starts_a_run(run: Path, named: list[str], capfd: Any) -> None:
+    assert run_apart(["--save-dir", "new", "--own-code", "--dry-run", *named]) in (0, 2)
+    assert "has no checkpoint" not in capfd.readouterr().err
+
+
 def test_a_logger_that_only_a_file_names_is_refused_by_a_training_and_no_matter_to_others(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

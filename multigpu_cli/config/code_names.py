@@ -83,6 +83,20 @@ def check_code(config: Config, command: Config, where: str, parts: Collection[st
         raise RequestError(problem, remedy="add --own-code if you trust this code, or name it in this command as well")
 
 
+_OF_NEW_RUN = {"data", "data_dir", "data.mix", "model", "task"}  # a command with one of these is meant to start a run
+
+
+def check_new_run(command: Config, folder: str) -> None:
+    """Raise RequestError if a command with --own-code would train the defaults in a folder without a checkpoint.
+
+    The flag is for the code of a run that is resumed, so the folder is mistyped, or its checkpoints are lost.
+    """
+    is_meant = command.explicit & _OF_NEW_RUN or any(_code(command, (*NAMING, *FOLLOWING)))
+    if command.checkpoint.own_code and not is_meant:
+        problem = f"--own-code: {folder} has no checkpoint to resume, and this command names neither data nor model"
+        raise RequestError(problem, remedy="--save-dir with the folder of a run; or --data and --model for a new one")
+
+
 def describe_origin(config: Config, command: Config, where: str) -> str:
     """What these settings, from `where`, import, send to or read prompts from that the command does not name; or ""."""
     named = _list_outside(command)

@@ -1,7 +1,7 @@
 """Losses of the user's own: a callable of outputs and targets that returns their mean, or the network itself."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -25,7 +25,47 @@ from multigpu_cli.tasks.supervised import check_rows, compute_accuracy, count_ri
 from multigpu_cli.tasks.weighted_mean import WeightedMean, find_weighted_mean
 
 
-class Criterion(Task):
+class _OwnLoss(Task):
+    """A loss that only its own code computes: what comes as a scalar is taken for the mean over the samples."""
+
+    _makes_rows: bool | None = None  # whether collate_fn makes a row of each sample it keeps; None: not asked yet
+
+    def _refuse_dropped(self, batch: Batch, *parts: Any) -> None:
+        """Raise RequestError if all parts have as many rows, fewer than there are samples, and rows are samples.
+
+        They are if a part has a number in each row, or by what the collate_fn makes of copies of a sample. Other rows
+        may be packed, have time first, or be of tokens.
+        """
+        tensors = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor) and leaf.ndim]
+        rows = {len(leaf) for leaf in tensors}
+        if len(rows) == 1 and min(rows) < len(batch):
+            if self._makes_rows is None:
+                has_numbers = any(leaf.numel() == len(leaf) for leaf in tensors)
+                self._makes_rows = has_numbers or _makes_row_of_each_sample(self.source, len(batch))
+            if self._makes_rows:
+                check_rows(batch, min(rows))
+
+
+def _makes_row_of_each_sample(source: DataSource, copies: int) -> bool:
+    """Whether the training split's collate_fn makes a row of each sample, unless it drops the sample.
+
+    Of copies of a sample it then makes as many rows, or none. One that packs makes fewer if they are short, one that
+    puts time first as many as there are times, one that joins pairs half of them.
+    """
+    collate, numbers = Collate(source.train, source.form), set[int]()
+    # of 32 samples some are short enough to be packed together
+    for index in range(min(32, len(source.train))) if collate.own is not None else ():  # type: ignore[arg-type]
+        numbered = [(index, get_sample(source.train, index))] * copies
+        with suppress(Exception):  # the user's own code may raise anything, as for a batch of which it drops all
+            inputs, targets = collate(numbered)
+            leaves = tree_leaves(inputs if targets is None else targets)
+            numbers |= {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim}
+        if numbers - {0, copies}:
+            return False
+    return copies in numbers
+
+
+class Criterion(_OwnLoss):
     """The loss `criterion(outputs, targets)`, as a mean over the samples of the global batch.
 
     A criterion that returns () counts as the mean over its micro-batch, each of whose samples weighs the same; one that
@@ -92,15 +132,14 @@ class Criterion(Task):
     def _sum(self, outputs: Any, batch: Batch) -> Tensor:
         if isinstance(self.criterion, nn.Module) and isinstance(batch.targets, Tensor):
             self.criterion.to(batch.targets.device)
-        _refuse_dropped(batch, outputs, batch.targets)
-        if self._mean is not None:
-            return self._mean.loss_sum(at_least_float32(self._choose(outputs, batch.targets)), batch.targets)
-        loss: Any = self.criterion(self._choose(outputs, batch.targets), batch.targets)
+        chosen, criterion = self._choose(outputs, batch.targets), self._mean.loss_sum if self._mean else self.criterion
+        loss: Any = criterion(chosen, batch.targets)
+        self._refuse_dropped(batch, outputs, batch.targets)  # after the criterion, as samples may draw random numbers
         if not isinstance(loss, Tensor):
             raise TypeError(f"the criterion returned a {type(loss).__name__}, not a tensor")
         wide = at_least_float32(loss)
         if wide.ndim == 0:
-            return wide * len(batch)
+            return wide if self._mean else wide * len(batch)
         return wide.sum() if wide.ndim == 1 else wide.flatten(1).mean(1).sum()
 
     def _logits(self, outputs: Any) -> Any:
@@ -119,17 +158,6 @@ class Criterion(Task):
         return self._logits(outputs) if self._of_logits else outputs
 
 
-def _refuse_dropped(batch: Batch, *parts: Any) -> None:
-    """Raise RequestError if all parts have as many rows, fewer than there are samples, one of them a number in each.
-
-    Only a collate_fn that drops samples explains that: other rows may be packed, have time first, or be of tokens.
-    """
-    tensors = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor) and leaf.ndim]
-    rows = {len(leaf) for leaf in tensors}
-    if len(rows) == 1 and min(rows) < len(batch) and any(leaf.numel() == len(leaf) for leaf in tensors):
-        check_rows(batch, min(rows))
-
-
 def _right(outputs: Any, targets: Any, ignored: int | None) -> Tensor:
     """Return (3,): those of `count_right`, and the number of rows that count; (0,) if there are no classes."""
     both = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
@@ -142,7 +170,7 @@ def _right(outputs: Any, targets: Any, ignored: int | None) -> Tensor:
     return torch.cat([counts, torch.full_like(counts[:1], len(targets))])
 
 
-class FromModel(Task):
+class FromModel(_OwnLoss):
     """The loss that the network returns, as a mean over the samples of the global batch, or over its labels.
 
     The network is called with inputs and targets, a dict goes to it as it is. Its loss is the mean over a micro-batch:
@@ -222,7 +250,7 @@ class FromModel(Task):
         """Over units; the mean over none of them is no number."""
         wide, count = at_least_float32(loss), self.units(batch)
         if self.unit == "sample":
-            _refuse_dropped(batch, batch.inputs, batch.targets)
+            self._refuse_dropped(batch, batch.inputs, batch.targets)
         return wide * count if isinstance(count, int) else torch.where(count > 0, wide * count, 0.0)
 
 

@@ -54,6 +54,7 @@ class WeightedMean:
     def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The loss () of outputs (n, classes, …) and labels (n, …), times `scale`; 0 if no label counts."""
         criterion, steps = self._criterion, self._weigh_in_steps(outputs.device)
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))  # a sum in half precision is coarse
         weight = None if steps is None else steps.to(outputs.dtype)
         if isinstance(criterion, nn.NLLLoss):
             return nll_loss(outputs, targets, weight, ignore_index=criterion.ignore_index, reduction="sum")

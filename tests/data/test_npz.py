@@ -71,6 +71,52 @@ def test_the_targets_say_what_is_learned(
     assert ended.summary["status"] == "completed"
 
 
+PRICES = (X[:, 0] * 7 + 100).astype(np.int64)  # 50 different whole numbers from 100 to 2,158
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [PRICES, PRICES + 1_700_000_000, np.arange(50), np.arange(50) % 2 + 1_700_000_000, PRICES.astype(np.uint16) - 500],
+    ids=["prices", "seconds", "each once", "few large", "unsigned"],
+)
+def test_whole_numbers_that_number_no_classes_are_refused(tmp_path: Path, targets: np.ndarray) -> None:
+    np.savez(tmp_path / "data.npz", X=X, y=targets)
+    with pytest.raises(RequestError, match=r"data\.npz: y has \d+ different whole numbers from [\d,]+ to") as refused:
+        open_arrays(tmp_path)
+    assert "data.kind=regression" in refused.value.remedy
+    assert "data.kind=classification" in refused.value.remedy
+
+
+@pytest.mark.parametrize("targets", [np.arange(500) % 100, np.arange(500) % 20 + 1, np.arange(500) % 2 * 30])
+def test_class_numbers_stay_classes(tmp_path: Path, targets: np.ndarray) -> None:
+    np.savez(tmp_path / "data.npz", X=np.zeros((500, 2)), y=targets)
+    source = open_arrays(tmp_path)
+    assert (source.task, source.num_classes) == ("classification", targets.max() + 1)
+
+
+def test_kind_decides_what_whole_numbers_are(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", X=X, y=PRICES)
+    source = open_arrays(tmp_path, kind="classification")
+    assert (source.task, source.num_classes) == ("classification", 2159)
+    for targets in (PRICES, np.stack([PRICES, PRICES], axis=1)):
+        np.savez(tmp_path / "data.npz", X=X, y=targets)
+        source = open_arrays(tmp_path, kind="regression")
+        assert (source.task, source.num_classes, source.num_outputs) == ("regression", 0, targets[0].size)
+        target = source.train[0][1]  # type: ignore[index]
+        assert target.dtype == torch.float32
+        assert target.reshape(-1)[0] in torch.from_numpy(PRICES)
+
+
+def test_kind_that_the_targets_do_not_fit_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", X=X, y=PRICES % 9 + 1_700_000_000)
+    with pytest.raises(RequestError, match=r"y in .*: numbers such as .* are rounded by .* in float32"):
+        open_arrays(tmp_path, kind="regression")
+    np.savez(tmp_path / "data.npz", X=X, y=X[:, 0])
+    with pytest.raises(RequestError, match=r"data\.kind: y in .* is no array of whole numbers") as refused:
+        open_arrays(tmp_path, kind="classification")
+    assert refused.value.remedy == "data.kind=regression"
+
+
 @pytest.mark.parametrize(
     ("arrays", "named"),
     [

@@ -214,6 +214,64 @@ def test_nan_and_infinity_are_refused_with_row_and_column(tmp_path: Path, name: 
         load(name, path, target="a", columns=["b"])
 
 
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Arrow files and shards of three parts, the later with NaN in row 25, which is not looked at before a training."""
+    monkeypatch.setattr("multigpu_cli.data.rows.source._SCALED_BY", 2)  # the first and the last row
+    for part in ("train", "validation", "test"):
+        value = {"train": 0.0, "validation": math.nan, "test": -math.inf}[part]
+        rows = [{**row, "a": value if number == 25 else row["a"]} for number, row in enumerate(ROWS)]
+        write_arrow(tmp_path / "arrow" / part, rows)
+        write_tar(tmp_path / "tar" / part, make_samples(rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "args"),
+    [
+        ("arrow", "a", {"columns": ["b", "a"], "target": "label"}),
+        ("arrow", "a", {"columns": ["b"], "target": "a"}),
+        ("tar", "json.a", {"columns": ["json.a", "json.b"]}),
+        ("tar", "npy", {"columns": ["npy"]}),
+    ],
+)
+def test_rows_refuse_nan_in_any_batch(parts: Path, name: str, column: str, args: dict[str, Any]) -> None:
+    source = load(name, parts / name, **args)
+    for split, part in ((source.val, "validation"), (source.test, "test")):
+        source.train.fetch_batch(np.arange(60))
+        split.fetch_batch(np.arange(25))
+        with pytest.raises(RequestError, match=rf"{part}.*: row 25, from 0, has NaN or infinity in column") as refused:
+            split.fetch_batch(np.arange(20, 60))
+        assert repr(column) in str(refused.value)
+        assert f"data.ignore={column}" in refused.value.remedy
+
+
+def test_loader_process_names_the_row_with_nan(parts: Path) -> None:
+    source = load("arrow", parts / "arrow", columns=["a"], target="label")
+    loader = Loader(source.val, source, DataConfig(num_workers=1), device=torch.device("cpu"), seed=1)
+    with pytest.raises(RequestError, match="row 25, from 0, has NaN"):
+        list(loader.iter_training_batches([torch.arange(60)], 0))
+    loader.close()
+
+
+@pytest.mark.parametrize("name", ["arrow", "tar"])
+def test_nan_in_few_validation_rows_is_refused_before_training(
+    parts: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("multigpu_cli.data.rows.source._SCALED_BY", 60)
+    with pytest.raises(RequestError, match=r"validation.*: row 25, from 0, has NaN"):
+        load(name, parts / name, columns=["a" if name == "arrow" else "json.a"])
+
+
+def test_image_rows_refuse_a_target_of_nan(tmp_path: Path) -> None:
+    rows = [{"pic": encode_image(n), "label": math.nan if n == 19 else float(n)} for n in range(20)]
+    for part in ("train", "test"):
+        write_arrow(tmp_path / part, rows)
+    source = load("arrow", tmp_path, columns="pic", size=8, resize=8)
+    with pytest.raises(RequestError, match=r"test.*: row 19, from 0, has NaN or infinity in column 'label'"):
+        source.test[19]
+
+
 @pytest.mark.parametrize("name", ["arrow", "jsonl"])
 @pytest.mark.parametrize("column", ["seconds", "label"])
 def test_numbers_that_float32_would_round_are_refused(tmp_path: Path, name: str, column: str) -> None:

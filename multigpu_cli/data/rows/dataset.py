@@ -52,10 +52,16 @@ class NumberRows(Dataset[tuple[Tensor, Tensor]]):
         return inputs, self.fetch_into(indices, inputs.numpy(), range(len(indices)))
 
     def fetch_into(self, indices: np.ndarray, out: np.ndarray, at: Sequence[int]) -> Tensor:
-        """Write the inputs of some samples to the entries `at` of a batch; returns their targets."""
+        """Write the inputs of some samples to the entries `at` of a batch, which ascend; returns their targets.
+
+        Raises RequestError if a row has NaN or infinity, since only a part of the rows is read before training.
+        """
         rows = self.selection.find_rows(indices)
         for column, name in enumerate(self.roles.inputs):
             self.store.read_into(name, rows, out[:, column] if self.roles.stacked else out, at)
+        # in a mixture the other entries are not written yet; a copy would take longer than the check
+        values = out if len(out) == len(rows) else out[at]
+        _check_finite(values, rows, self.store, self.roles.inputs)
         return read_targets(self.store, rows, self.roles)
 
 
@@ -108,10 +114,12 @@ class ImageRows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRoles) -> Tensor:
-    """(n,) int64 class numbers, or (n, …) float32; RequestError where training does not know a row's label."""
+    """(n,) int64 class numbers, or (n, …) float32, all finite; RequestError: training does not know a row's label."""
     found = store.read(roles.target, rows)
     if not roles.num_classes:
-        return torch.from_numpy(np.asarray(found, dtype=np.float32))
+        numbers = np.asarray(found, dtype=np.float32)
+        _check_finite(numbers, rows, store, [roles.target])
+        return torch.from_numpy(numbers)
     if roles.labels is None:
         return torch.from_numpy(np.asarray(found).astype(np.int64))
     values = found.tolist() if isinstance(found, np.ndarray) else found
@@ -124,3 +132,12 @@ def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRo
             remedy="data.args.classes=[…], all of them; or leave out such rows",
         )
     return torch.from_numpy(np.array(numbers))
+
+
+def _check_finite(values: np.ndarray, rows: Sequence[int] | np.ndarray, store: RowStore, names: Sequence[str]) -> None:
+    """Raise RequestError if the values of some rows, (n, …) of one column or (n, columns), have NaN or infinity."""
+    if values.dtype.kind == "f" and not (is_finite := np.isfinite(values)).all():
+        place = np.argwhere(~is_finite)[0]
+        name = names[place[1] if len(names) > 1 else 0]
+        problem = f"--data: {store.label}: row {rows[place[0]]}, from 0, has NaN or infinity in column {name!r}"
+        raise RequestError(problem, remedy=f"fill or leave out such rows before, or data.ignore={name}")

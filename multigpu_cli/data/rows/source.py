@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Annotated, Any
 
 import numpy as np
-from torch import Tensor
 
 from multigpu_cli.config.types import integer
 from multigpu_cli.data.files import find_part_files
@@ -202,10 +201,10 @@ def _build_numbers(parts: Parts, roles: RowRoles, mode: str) -> Built:
     """Single numbers are standardised by what some training rows, spread evenly, teach; arrays stay as they are."""
     samples = {part: NumberRows(store, rows, roles) for part, (store, rows) in parts.items()}
     train = samples["train"]
-    some = _spread_evenly(len(train))
-    inputs, targets = train.fetch_batch(some)
-    for values, columns in ((inputs, roles.inputs), (targets, [roles.target])):
-        _check_finite(values, train.selection.find_rows(some), train, columns)
+    for rows in samples.values():
+        if roles.stacked and rows is not train:
+            rows.fetch_batch(_spread_evenly(len(rows)))  # most NaN is refused before training, the rest with its batch
+    inputs, targets = train.fetch_batch(_spread_evenly(len(train)))
     facts: dict[str, Any] = {
         "input_shape": model_input_shape(inputs.shape[1:], mode),
         "num_outputs": int(targets.shape[1:].numel()),
@@ -230,16 +229,6 @@ def _check_rounding(name: str, store: RowStore, selection: RowSelection, columns
     rows = selection.find_rows(_spread_evenly(len(selection)))
     for column in columns:
         check_precision(store.read(column.name, rows), f"--data {name}: {store.label}: column {column.name!r}")
-
-
-def _check_finite(values: Tensor, rows: np.ndarray, train: NumberRows, columns: Sequence[str]) -> None:
-    """Raise RequestError if the values (n, …) of one column, or of several (n, columns), hold NaN or infinity."""
-    if len(places := (~values.isfinite()).nonzero()):
-        column = columns[int(places[0, 1]) if len(columns) > 1 else 0]
-        raise RequestError(
-            f"--data: {train.store.label}: row {rows[places[0, 0]]}, from 0, has NaN or infinity in column {column!r}",
-            remedy=f"fill or leave out such rows before, or data.ignore={column}",
-        )
 
 
 _TAR = "a .tar shard or a folder with several, with members such as KEY.jpg and KEY.cls"

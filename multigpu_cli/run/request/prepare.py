@@ -21,7 +21,7 @@ from multigpu_cli.checkpoint.run_folder import (
     read_note,
     resume_exists,
 )
-from multigpu_cli.config.code_names import FOLLOWING, check_code, describe_origin
+from multigpu_cli.config.code_names import FOLLOWING, check_code, check_new_run, describe_origin
 from multigpu_cli.config.paths import explain_dataset
 from multigpu_cli.config.regular_files import UnsafeFolder
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
@@ -219,6 +219,8 @@ def prepare_spec(
     """
     start = agree_on_resume_point(config, world, moved, note)
     manifest, command = start.manifest, config
+    if not manifest:
+        check_new_run(command, start.folder)
     origin = str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
     secret = run_on_main_rank(world, lambda: read_private(Path(origin), note)) if manifest else {}
     user_config, config = _adopt_pins(command, start, origin, secret)
