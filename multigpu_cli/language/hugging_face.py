@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from multigpu_cli.config.types import choice
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize
 from multigpu_cli.language.model_folder import (
+    check_size,
     check_weight_files,
     find_model_folder,
     find_places,
@@ -233,10 +234,13 @@ def build_pretrained(
     if not sent:
         check_weight_files(folder)
     try:
-        if sent:
-            return import_transformers().AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+        with torch.device("meta"):
+            planned = import_transformers().AutoModelForCausalLM.from_config(
                 config, dtype=_DTYPES[dtype], attn_implementation=_ATTENTION[attention]
             )
+        if sent:
+            return planned  # type: ignore[no-any-return]
+        check_size(folder, sum(parameter.numel() for parameter in planned.parameters()))
         network, told = import_transformers().AutoModelForCausalLM.from_pretrained(
             str(folder),
             config=config,
