@@ -234,23 +234,21 @@ def build_pretrained(
     if not sent:
         check_weight_files(folder)
     try:
+        factory = import_transformers().AutoModelForCausalLM
+        common = {"config": config, "dtype": _DTYPES[dtype], "attn_implementation": _ATTENTION[attention]}
         with torch.device("meta"):
-            planned = import_transformers().AutoModelForCausalLM.from_config(
-                config, dtype=_DTYPES[dtype], attn_implementation=_ATTENTION[attention]
-            )
+            planned: nn.Module = factory.from_config(**common)
         if sent:
-            return planned  # type: ignore[no-any-return]
+            return planned
         check_size(folder, sum(parameter.numel() for parameter in planned.parameters()))
-        network, told = import_transformers().AutoModelForCausalLM.from_pretrained(
+        network, told = factory.from_pretrained(
             str(folder),
-            config=config,
-            dtype=_DTYPES[dtype],
-            attn_implementation=_ATTENTION[attention],
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # they are told below
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **common,
             **more,
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
