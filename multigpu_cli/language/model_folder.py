@@ -166,7 +166,7 @@ def _list_weight_files(folder: Path) -> list[str]:
             f"--model-dir {folder}: {_INDEX} names {strange[0]!r}, which is no .safetensors file in the same folder",
             remedy="download the model again",
         )
-    return sorted(set(names))
+    return sorted({str(name) for name in names})
 
 
 def has_weights(folder: Path) -> bool:

@@ -43,7 +43,7 @@ _TRAIN = (
     "--save-dir",
     "{}/data/run",
 )
-VALUES = (
+VALUES: tuple[Any, ...] = (
     *([], {}, "", "x", None, True, -1, 0, 1.5, 10**30, 1e308, float("nan"), float("inf"), [[]], [{}], {"a": {}}),
     *(
         "\x1b]0;owned\x07\r\x00",
@@ -181,7 +181,13 @@ SUBJECTS = (
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two equal runs of four steps, a study of fake trials, and datasets with their indexes."""
     root = tmp_path_factory.mktemp("originals")
-    small = {"data": "digits", "model": "mlp", "batch_size": 32, "global_batch_size": 32, "num_workers": 0}
+    small: dict[str, Any] = {
+        "data": "digits",
+        "model": "mlp",
+        "batch_size": 32,
+        "global_batch_size": 32,
+        "num_workers": 0,
+    }
     for name in "ab":
         flags = small | {"max_steps": 4, "checkpoint_every": 2, "save_dir": str(root / "runs" / name)}
         assert not run_training(**flags).error

@@ -50,8 +50,8 @@ class TokenFile:
 
     def check(self) -> None:
         """Raise ValueError if the content is not what its checksum is of, because that would be trained on."""
-        digest = hashlib.sha256(self._tokens)
-        digest.update(self.starts)
+        digest = hashlib.sha256(self._tokens.data)
+        digest.update(self.starts.data)
         if sign_cache(digest, len(self.starts)) != self._sum:
             raise ValueError("it is damaged")
 
