@@ -272,6 +272,29 @@ def python_is_started_in_one_place(tree: Tree) -> Iterator[str]:
                     yield f"{path}:{node.lineno}"
 
 
+OWN_FOLDERS = {
+    *("multigpu_cli/launch.py", "multigpu_cli/tune/check.py", "multigpu_cli/tune/study.py"),  # temporary ones
+    *("multigpu_cli/commands/selftest/selftest.py", "multigpu_cli/commands/bench.py"),
+    "multigpu_cli/language/chat/records.py",  # a folder that nobody else can write
+    *("multigpu_cli/commands/predict/predict.py", "multigpu_cli/commands/language/export_folder.py"),  # --out, --to
+    "multigpu_cli/data/rows/convert.py",
+}
+"""Files that write where no stranger has put anything: in folders that they have made, or that the command names."""
+
+
+def files_are_written_in_one_place(tree: Tree) -> Iterator[str]:
+    """`publish`, `open_new` and `without_links` follow no link: in a run folder, one may have been planted."""
+    for path, module in product(tree):
+        for node in walk(module) if path not in OWN_FOLDERS else ():
+            called = name_callee(node).rpartition(".")[2]
+            given = node.args[:2] if isinstance(node, ast.Call) else []
+            modes = [str(each.value) for each in given if isinstance(each, ast.Constant)]
+            writes = any(re.fullmatch("[wa]b?[+]?b?|rb?[+]b?", mode) for mode in modes)
+            unsafe = called == "open" and writes and "opener" not in ast.unparse(node)
+            if unsafe or (called in {"write_text", "write_bytes"} and "formatter" not in name_callee(node)):
+                yield f"{path}:{node.lineno}: {ast.unparse(node)}"  # type: ignore[attr-defined]
+
+
 def loading_runs_no_code(tree: Tree) -> Iterator[str]:
     """No pickle but torch's weights_only one, no full YAML, no shell, no eval."""
     code = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
@@ -409,6 +432,10 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (the_environment_is_read_in_one_place, HOME, "import os\nos.getenv('RANK')"),
     (the_environment_is_read_in_one_place, HOME, "import os\nos.environ.setdefault('RANK', '0')"),
     (python_is_started_in_one_place, HOME, "import sys\ncommand = [sys.executable, '-c', code]"),
+    (files_are_written_in_one_place, HOME, "open(run / 'a.log', 'ab')"),
+    (files_are_written_in_one_place, HOME, "path.open('w')"),
+    (files_are_written_in_one_place, HOME, "path.open('r+b')"),
+    (files_are_written_in_one_place, HOME, "path.write_text('a')"),
     (loading_runs_no_code, HOME, "torch.load(path)"),
     (loading_runs_no_code, HOME, "torch.load(path, weights_only=False)"),
     (loading_runs_no_code, HOME, "from torch import load"),

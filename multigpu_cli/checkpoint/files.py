@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import secrets
 import time
@@ -97,6 +99,15 @@ def compute_sha256(file: Path, moved: Moved = ignore_progress) -> str:
             digest.update(piece)
             moved()
     return digest.hexdigest()
+
+
+def sign_cache(content: "hashlib._Hash", facts: object) -> str:
+    """Return the checksum of a file that is made once and read back: of its content, whose digest is given, and facts.
+
+    The facts are plain values. It notices damage, and is no signature.
+    """
+    content.update(json.dumps(facts, sort_keys=True).encode())
+    return content.hexdigest()
 
 
 def remove_drafts(folder: Path) -> None:

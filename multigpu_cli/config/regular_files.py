@@ -24,6 +24,11 @@ def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode), "wb")
 
 
+def without_links(path: str, flags: int) -> int:
+    """Open a log or a lock that may exist, as the `opener` of `open`; a link is not followed, a FIFO not waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; a link is not followed, and a FIFO or a device is not waited for.
 

@@ -13,6 +13,7 @@ from multigpu_cli.config.types import PARTS, Setting, SettingEntry
 from multigpu_cli.errors import RequestError, TrainingError
 
 _DEEPEST = 50
+_MOST = 20_000  # words, numbers, lists and mappings of a text: those of a second
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "map", "seq", "merge")}
 _FLOAT = re.compile(r"[-+]?(?:\.\d+|\d+(?:\.\d*)?)(?:[eE][-+]?\d+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$")
 
@@ -26,10 +27,13 @@ class UnreadableError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    depth = 0
+    depth = nodes = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth += 1
+        self.nodes += 1
+        if self.nodes > _MOST:
+            raise UnreadableError(f"more than {_MOST:,} values", self.get_mark().line + 1)
         if self.depth > _DEEPEST:
             raise UnreadableError(f"nested more than {_DEEPEST} levels deep", self.get_mark().line + 1)
         if self.check_event(yaml.AliasEvent):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from multigpu_cli.config.regular_files import open_new
 from multigpu_cli.config.rules import find_environment_errors, is_launched, is_self_launched
 from multigpu_cli.errors import FAILED, RequestError, TrainingError
 
@@ -318,9 +319,11 @@ def _write(folder: Path | None, name: str, content: Mapping[str, Any]) -> None:
 
 def _replace(file: Path, content: Mapping[str, Any]) -> None:
     """Write a file that others may read at any time, if the disk has room: a restart can do without these."""
-    draft = file.with_suffix(".draft")
+    draft = file.with_suffix(f".{os.getpid()}.draft")
     with suppress(OSError):
-        draft.write_text(json.dumps(content))
+        draft.unlink(missing_ok=True)  # of another attempt, or a link that somebody has planted
+        with open_new(draft) as opened:
+            opened.write(json.dumps(content).encode())
         draft.replace(file)
 
 

@@ -13,6 +13,7 @@ from typing import TextIO, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from multigpu_cli.config.regular_files import without_links
 from multigpu_cli.distributed.world import World, call_in_thread
 from multigpu_cli.errors import FAILED
 
@@ -70,7 +71,7 @@ class OwnProgress:
 
     def open_report(self, name: str) -> TextIO:
         """A new file in the folder for reports; before training begins, what is written to it is lost."""
-        return open(os.devnull if self.logs is None else self.logs / name, "w")
+        return open(os.devnull if self.logs is None else self.logs / name, "w", opener=without_links)
 
 
 Answer = TypeVar("Answer")

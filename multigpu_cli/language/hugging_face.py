@@ -224,14 +224,16 @@ def build_pretrained(
     settings: dict[str, Any] = {"config": model_folder.load_config(folder)}
     settings |= {"dtype": _DTYPES[dtype], "attn_implementation": _ATTENTION[attention]}
     sent = torch.get_default_device().type == "meta"  # a rank that is sent the weights
-    if quantize != "none" and not sent:
-        settings["quantization_config"] = _configure_4_bits()
+    more: dict[str, Any] = {} if sent or quantize == "none" else {"quantization_config": _configure_4_bits()}
     if not sent:
         model_folder.check_weight_files(folder)
     try:
         factory = model_folder.import_transformers().AutoModelForCausalLM
+        with torch.device("meta"):
+            planned: nn.Module = factory.from_config(**settings)
         if sent:
-            return factory.from_config(**settings)  # type: ignore[no-any-return]
+            return planned
+        model_folder.check_size(folder, sum(parameter.numel() for parameter in planned.parameters()))
         network, told = factory.from_pretrained(
             str(folder),
             use_safetensors=True,
@@ -240,6 +242,7 @@ def build_pretrained(
             trust_remote_code=False,
             output_loading_info=True,
             **settings,
+            **more,
         )
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         raise _explain_load_error(folder, attention, error) from error

@@ -1,6 +1,7 @@
 """A model as transformers keeps it: a folder with its configuration, weights and tokenizer. No download, no code."""
 
 import json
+import re
 from functools import cache
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -13,6 +14,8 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _KINDS_OF_TEXT = (
     "  The cat's 12,345 naïve \ufb01sh\u00a0— ÅÇ e\u0301\r\n\n\tf(x) = x**2 # 中文 日本語 Привет 🙂 <s></s> "
 )
+_COUNTS = re.compile("(layers?|blocks|depth|stages|experts)$")  # how configurations call what is built in a loop
+_MOST = 4096  # layers; the deepest models have hundreds
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -67,6 +70,7 @@ def load_config(folder: Path) -> Any:
     from huggingface_hub import errors  # late: transformers needs it
 
     invalid = getattr(errors, "StrictDataclassError", ValueError)  # since 0.30
+    _check_counts(folder / "config.json", _read_json(folder / "config.json"))
     try:
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, invalid) as error:
@@ -80,6 +84,25 @@ def load_config(folder: Path) -> Any:
         ) from error
     config.use_cache = False
     return config
+
+
+def _check_counts(path: Path, config: dict[str, Any]) -> None:
+    """Refuse a configuration, or one inside it, with more layers than any model has: they would be built for days."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(path, value)
+        elif isinstance(value, int | float) and value > _MOST and _COUNTS.search(name):
+            raise RequestError(f"{path}: {name} is {value}, at most {_MOST}", remedy="download the model again")
+
+
+def check_size(folder: Path, count: int) -> None:
+    """Refuse a configuration of `count` parameters if its weight files are too small, before memory is taken for it."""
+    size = sum((folder / name).stat().st_size for name in _list_weight_files(folder))
+    if count > 2 * size:  # no format has more than two weights in a byte
+        raise RequestError(
+            f"--model-dir {folder}: config.json describes {count:,} parameters, the weights have {size:,} bytes",
+            remedy="the config.json and the weights of one model",
+        )
 
 
 def _load_tokenizer(folder: Path) -> Any:
@@ -134,7 +157,14 @@ def _hash_file(path: Path, changed: int) -> str:
 def _list_weight_files(folder: Path) -> list[str]:
     if not (folder / _INDEX).is_file():
         return [_WEIGHTS]
-    return sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))
+    places = _read_json(folder / _INDEX).get("weight_map")
+    names = list(places.values()) if isinstance(places, dict) else [places]
+    if strange := [name for name in names if not re.fullmatch(r"[^/\\]+\.safetensors", str(name))]:
+        raise RequestError(
+            f"--model-dir {folder}: {_INDEX} names {strange[0]!r}, which is no .safetensors file in the same folder",
+            remedy="download the model again",
+        )
+    return sorted({str(name) for name in names})
 
 
 def has_weights(folder: Path) -> bool:
@@ -203,7 +233,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not JSON ({error})", remedy="download the model again") from error
     return found if isinstance(found, dict) else {}
 

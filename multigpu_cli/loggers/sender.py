@@ -22,7 +22,7 @@ import yaml
 
 from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.config.code_names import hide_passwords
-from multigpu_cli.config.regular_files import open_regular, read_small
+from multigpu_cli.config.regular_files import open_regular, read_small, without_links
 from multigpu_cli.config.yaml_text import drop_private
 from multigpu_cli.distributed.processes import Companion, serve
 from multigpu_cli.errors import pluralize
@@ -230,7 +230,7 @@ def explain_unsent(run: Path, position: Position, lines: int) -> str:
 def hold_lock(run: Path, logger: str, is_over: Callable[[], bool] = lambda: False) -> Iterator[bool]:
     """Hold the lock of those who send a run to this logger; wait for it until `is_over`. Yields whether it is held."""
     (run / FOLDER).mkdir(exist_ok=True)
-    with open(_file(run, logger).with_suffix(".lock"), "a") as file:
+    with open(_file(run, logger).with_suffix(".lock"), "a", opener=without_links) as file:
         yield take_lock(file, is_over)
 
 

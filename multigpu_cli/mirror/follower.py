@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.checkpoint.manifest import find_damage, list_checkpoint_folders, parse_step, read_manifest
+from multigpu_cli.config.regular_files import without_links
 from multigpu_cli.distributed.processes import serve
 from multigpu_cli.mirror.remote import FINAL_FILES, SMALL_FILES, Mirror, MirrorError
 from multigpu_cli.monitor.journal import read_json
@@ -137,7 +138,7 @@ def lock_mirror(run: Path, is_over: Callable[[str], bool] = lambda busy: False) 
 
     That gets what names the other, which says by the file's time that it is at work; so does the BlockingIOError then.
     """
-    with open(run / _LOCK, "a+") as lock:
+    with open(run / _LOCK, "a+", opener=without_links) as lock:
 
         def busy() -> str:
             lock.seek(0)

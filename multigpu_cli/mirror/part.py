@@ -11,7 +11,7 @@ from typing import Any
 from multigpu_cli.checkpoint.files import is_locked
 from multigpu_cli.checkpoint.manifest import list_checkpoint_folders
 from multigpu_cli.checkpoint.run_folder import holds_run
-from multigpu_cli.config.regular_files import refuse_links
+from multigpu_cli.config.regular_files import refuse_links, without_links
 from multigpu_cli.distributed.processes import Companion
 from multigpu_cli.errors import RequestError, TrainingError, raise_all
 from multigpu_cli.mirror import follower
@@ -33,7 +33,7 @@ class MirrorProcess:
         self._run, self.url = run.absolute(), make_absolute(url)
         self._log = self._run / "logs" / "mirror.log"
         self._log.parent.mkdir(exist_ok=True)
-        with open(self._log, "ab") as log:
+        with open(self._log, "ab", opener=without_links) as log:
             arguments = [str(self._run), self.url, str(keep), str(_HANGS)]
             self._companion = Companion(follower.__name__, arguments, self._hear, log)
         self._reported = self._note = ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event as Ended
 from typing import NoReturn
 
+from multigpu_cli.config.regular_files import without_links
 from multigpu_cli.distributed.launch_env import with_variables
 from multigpu_cli.distributed.processes import serve
 from multigpu_cli.errors import FAILED, STALLED, STOPPED
@@ -56,7 +57,7 @@ def _call(run: Path, argv: Sequence[str], about: tuple[str, str, str], note: Cal
     names = ("MULTIGPU_REASON", "MULTIGPU_MESSAGE", "MULTIGPU_EXIT_CODE", "MULTIGPU_RUN_DIR")
     environ = with_variables(dict(zip(names, (*about, str(run)), strict=True)))
     try:
-        with open(run / LOG, "ab") as log:
+        with open(run / LOG, "ab", opener=without_links) as log:
             null = subprocess.DEVNULL
             subprocess.run(argv, env=environ, stdin=null, stdout=log, stderr=log, timeout=_LIMIT, check=True)
     except (OSError, subprocess.SubprocessError) as error:

@@ -7,6 +7,8 @@ count as communication. Each gives its table of operators; the trace, megabytes 
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch.profiler import profile
@@ -58,8 +60,9 @@ class Profiling(Part):
         facts = {"step": self._first, "steps": self._last - self._first, "trace": f"logs/{name}"}
         answer = dump_json({"id": self._number, **facts, "ranks": ranks}).encode()
         try:
-            self._profile.export_chrome_trace(str(draft := logs / f".{name}"))
-            draft.replace(logs / name)
+            with TemporaryDirectory() as folder:  # torch takes a name, and would follow a link that was planted there
+                self._profile.export_chrome_trace(str(trace := Path(folder, name)))
+                publish(logs / name, trace.read_bytes(), run.observer.watchdog.mark_progress)
             publish(logs / f"profile_{self._first:08d}.json", answer, run.observer.watchdog.mark_progress)
         except OSError as error:
             run.log_fault("profile", f"the profile was not written: {error}")

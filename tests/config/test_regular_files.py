@@ -10,7 +10,7 @@ import pytest
 
 import main_multi_gpu
 from multigpu_cli.checkpoint.files import is_locked, publish, read_owner
-from multigpu_cli.config.regular_files import open_new, open_regular, read_small
+from multigpu_cli.config.regular_files import open_new, open_regular, read_small, without_links
 from multigpu_cli.monitor.journal import read_events, read_json
 from multigpu_cli.watch.runs import WatchedRuns
 from multigpu_cli.watch.view import list_runs
@@ -71,6 +71,15 @@ def test_writer_never_follows_a_link(tmp_path: Path) -> None:
         open_new(dangling)
     assert victim.read_text() == "untouched"
     assert not absent.exists()
+
+
+def test_log_is_appended_to_regular_files_only(trap: Path, tmp_path: Path) -> None:
+    with within_seconds(20), pytest.raises(OSError, match="trap"), open(trap, "ab", opener=without_links):
+        pass
+    for _ in range(2):
+        with open(tmp_path / "log", "ab", opener=without_links) as log:
+            log.write(b"a")
+    assert (tmp_path / "log").read_bytes() == b"aa"
 
 
 def test_publish_replaces_a_link_and_leaves_its_target(tmp_path: Path) -> None:

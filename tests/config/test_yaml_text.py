@@ -38,6 +38,8 @@ def read(text: str) -> Any:
         ("a: 1\nb: \x01\n", 2, "control character"),
         ("? [a]\n: 2\n", 1, "key"),
         ("[" * 1500, 1, "deep"),
+        ("a: 1\nb: [" + "1," * 300_000 + "]", 2, "more than 20,000 values"),
+        ("- 1\n" * 300_000, 20_001, "more than 20,000 values"),
     ],
 )
 def test_what_is_not_plain_is_refused_with_its_line(text: str, line: int, words: str) -> None:

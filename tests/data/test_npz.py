@@ -1,3 +1,6 @@
+import io
+import struct
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -144,3 +147,39 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="there is no such file") as refused:
         open_arrays(tmp_path, file="date.npz")
     assert "did you mean 'data.npz'?" in refused.value.remedy
+
+
+def write_npy(shape: str, dtype: str = "<f4") -> bytes:
+    """The bytes of an array's file that has a header and 16 bytes of content."""
+    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header + b"\n" + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("member", "start", "damage"),
+    [
+        (write_npy("(4,)"), 30, bytes(range(200, 216))),  # zlib.error: what is compressed
+        (write_npy("(4,)"), 8, b"\x63\x00"),  # NotImplementedError: compression method 99
+        (write_npy("(4,)"), 6, b"\x01\x00"),  # RuntimeError: encrypted
+        (write_npy("(1000000000000000,)"), 0, b""),  # MemoryError
+        (write_npy("(99999999999999999999999,)"), 0, b""),  # OverflowError
+        (write_npy("(-4,)"), 0, b""),
+        (write_npy("(4,)", "O"), 0, b""),  # a pickle
+        (write_npy("((((4,)"), 0, b""),
+        (write_npy("(" * 3000), 0, b""),
+        (b"\x93NUMPY\x09\x00", 0, b""),
+        (b"", 0, b""),
+    ],
+)
+def test_npz_that_is_damaged_is_refused_by_name(tmp_path: Path, member: bytes, start: int, damage: bytes) -> None:
+    """Whatever zipfile, its decompressors or NumPy raise."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("X.npy", member)
+        archive.writestr("y.npy", write_npy("(4,)"))
+    content = bytearray(file.getvalue())
+    for header in (0, content.index(b"PK\x01\x02") + 2) if start < 30 else (5,):  # the member's own, and the list's
+        content[header + start : header + start + len(damage)] = damage
+    (tmp_path / "data.npz").write_bytes(content)
+    with pytest.raises(RequestError, match=r"data\.npz(:| is) ."):
+        open_arrays(tmp_path)

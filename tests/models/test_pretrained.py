@@ -177,3 +177,40 @@ def test_four_bits_need_bitsandbytes(llama: Path) -> None:
 def test_flash_attention_needs_its_package(llama: Path) -> None:
     with pytest.raises(RequestError, match=r"(?s)FlashAttention2.*pip install flash-attn.*attention=sdpa"):
         build(llama, attention="flash")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "config.json: num_hidden_layers is 1000000000, at most 4096"),
+        ({"text_config": {"n_layer": 10**9}}, "config.json: n_layer is 1000000000"),
+        ({"hidden_size": 2**20}, "config.json describes [0-9,]+ parameters, the weights have [0-9,]+ bytes"),
+        ({"vocab_size": 10**9}, "config.json describes"),
+        ({"vocab_size": 10**12}, "config.json"),
+    ],
+)
+def test_config_of_absurd_sizes_is_refused_before_it_is_built(
+    llama: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = shutil.copytree(llama, tmp_path / "absurd")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(RequestError, match=message):
+        build(folder)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "x.bin", 1, []])
+def test_index_names_safetensors_files_beside_it_only(llama: Path, tmp_path: Path, name: Any) -> None:
+    folder = shutil.copytree(llama, tmp_path / "indexed")
+    (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(RequestError, match=r"names .* which is no \.safetensors file in the same folder"):
+        build(folder)
+
+
+def test_index_of_weights_that_is_no_mapping_is_refused(llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama, tmp_path / "listed")
+    for content in ('{"weight_map": ["a"]}', "{}", '{"weight_map": null}'):
+        (folder / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(RequestError, match=r"model\.safetensors\.index\.json names"):
+            build(folder)

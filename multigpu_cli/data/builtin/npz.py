@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -61,9 +60,10 @@ def load(
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:  # NumPy leaves a damaged one open
-            return {name: file[name] for name in file.files}
-    except (ValueError, OSError, BadZipFile) as error:
-        raise RequestError(f"--data npz: {path}: {error}", remedy=f"plain arrays of numbers: {_LAYOUT}") from error
+            return {name: np.asarray(file[name]) for name in file.files}  # bytes, if a member is no array
+    except Exception as error:  # zipfile, its decompressors and NumPy have a dozen kinds for what is damaged or a trap
+        problem = str(error) or type(error).__name__
+        raise RequestError(f"--data npz: {path}: {problem}", remedy=f"plain arrays of numbers: {_LAYOUT}") from error
 
 
 def _split(arrays: dict[str, np.ndarray], ending: str, path: Path) -> TensorDataset:

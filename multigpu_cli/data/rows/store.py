@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from multigpu_cli.checkpoint.files import DraftFile, publish_stream
+from multigpu_cli.checkpoint.files import DraftFile, publish_stream, sign_cache
 from multigpu_cli.config.regular_files import is_trusted, open_regular
 from multigpu_cli.distributed.processes import say_before_run
 from multigpu_cli.errors import RequestError
@@ -106,7 +106,7 @@ def open_index(name: str, files: Sequence[Path], width: int, build: Build, versi
             file.write(content)
 
         foot = {**mark, "facts": build(add)}
-        text = json.dumps({**foot, "sha256": _sign(digest, foot)}).encode()
+        text = json.dumps({**foot, "sha256": sign_cache(digest, foot)}).encode()
         file.write(text + len(text).to_bytes(8, "little") + _MAGIC)
         file.flush()
 
@@ -173,15 +173,9 @@ def _open(file: BinaryIO, mark: dict[str, Any]) -> Index | None:
         raise OSError(_DAMAGED)
     with memoryview(mapped) as content:
         digest = hashlib.sha256(content[:size])
-    if _sign(digest, {**known, "facts": facts}) != checksum:
+    if sign_cache(digest, {**known, "facts": facts}) != checksum:
         raise OSError(_DAMAGED)
     return Index(np.frombuffer(mapped, dtype=np.int64, count=size // 8).reshape(-1, mark["width"]), facts)
-
-
-def _sign(rows: "hashlib._Hash", foot: dict[str, Any]) -> str:
-    """Return the checksum of an index: of its rows, whose digest is given, and of all else in it."""
-    rows.update(json.dumps(foot, sort_keys=True).encode())
-    return rows.hexdigest()
 
 
 @contextmanager

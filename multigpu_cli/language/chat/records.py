@@ -1,6 +1,7 @@
 """Tokens of samples in a file that is mapped into memory: made once on a machine, for all its ranks and later runs."""
 
 import fcntl
+import hashlib
 import mmap
 import os
 import stat
@@ -14,12 +15,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-from multigpu_cli.checkpoint.files import take_lock
+from multigpu_cli.checkpoint.files import sign_cache, take_lock
+from multigpu_cli.config.regular_files import open_regular
 from multigpu_cli.distributed.processes import say_before_run
 from multigpu_cli.errors import RequestError
 from multigpu_cli.language.chat.encoder import ChatTokens
 
 _UNUSED = {".tokens": 30 * 24 * 3600.0, ".lock": 30 * 24 * 3600.0, ".draft": 24 * 3600.0}  # seconds, then it is removed
+_SUM = 64  # bytes of the checksum, as text
 _PIECE = 4096  # samples that are counted at once
 _PATIENCE = 5.0  # seconds of silent waiting for another process
 
@@ -29,19 +32,28 @@ Encode = Callable[[int], Sequence[ChatTokens]]  # a record's number → the toke
 class TokenFile:
     """Tokens of samples, and whether each is learned.
 
-    The file: the place of each sample's first token, and the number of all, (n + 1,) int64; then the tokens, int32. A
-    token that is learned is stored as its complement, which is negative. `own_because` says why no other process reads
-    it; it is empty where others do. ValueError where the file, which may be closed afterwards, is not whole.
+    The file: the place of each sample's first token, and the number of all, (n + 1,) int64; then the tokens, int32;
+    then a checksum. A token that is learned is stored as its complement, which is negative. `own_because` says why no
+    other process reads it; it is empty where others do. ValueError where the file, which may be closed afterwards, is
+    not whole.
     """
 
     def __init__(self, file: BinaryIO, count: int) -> None:
         mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
         head = 8 * (count + 1)
         self.starts = mapped[:head].view(np.int64)
-        if len(self.starts) != count + 1 or len(mapped) != head + 4 * self.starts[-1]:
-            raise ValueError("the file is incomplete")
-        self._tokens = mapped[head:].view(np.int32)
+        if len(self.starts) != count + 1 or len(mapped) != head + 4 * self.starts[-1] + _SUM:
+            raise ValueError("it is incomplete")
+        self._tokens = mapped[head:-_SUM].view(np.int32)
+        self._sum = mapped[-_SUM:].tobytes().decode(errors="replace")
         self.own_because = ""
+
+    def check(self) -> None:
+        """Raise ValueError if the content is not what its checksum is of, because that would be trained on."""
+        digest = hashlib.sha256(self._tokens.data)
+        digest.update(self.starts.data)
+        if sign_cache(digest, len(self.starts)) != self._sum:
+            raise ValueError("it is damaged")
 
     def read(self, index: int, limit: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (t,) int32 of a sample, and which are learned (t,) bool; at most `limit`."""
@@ -118,15 +130,19 @@ def _encode(encode: Encode, record: int) -> Sequence[ChatTokens]:
 def _find(path: Path, count: int, encode: Encode, width: int) -> TokenFile | None:
     """The file, if it is there, whole, and holds what `encode` makes of its first, middle and last record."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = TokenFile(file, count * width)
-    except (FileNotFoundError, ValueError):
+        found.check()
+        for record in {0, count // 2, count - 1}:
+            for index, sample in enumerate(_encode(encode, record), record * width):
+                ids, learned = found.read(index)
+                if (ids.tolist(), learned.tolist()) != tuple(sample):
+                    raise ValueError("it holds the tokens of other samples")
+    except FileNotFoundError:
         return None
-    for record in {0, count // 2, count - 1}:
-        for index, sample in enumerate(_encode(encode, record), record * width):
-            ids, learned = found.read(index)
-            if (ids.tolist(), learned.tolist()) != tuple(sample):
-                return None
+    except ValueError as problem:
+        say_before_run(f"the tokens in {path} are not used, since {problem}: they are made again")
+        return None
     os.utime(path)
     return found
 
@@ -145,13 +161,17 @@ def _make(folder: Path, key: str, count: int, encode: Encode, width: int) -> Tok
 
 
 def _write(file: BinaryIO, count: int, encode: Encode, width: int) -> None:
-    starts = array("q", [0])
+    starts, digest = array("q", [0]), hashlib.sha256()
     file.seek(8 * (count * width + 1))
     for record in range(count):
         for ids, learned in _encode(encode, record):
             tokens = np.array(ids, dtype=np.int32)
-            file.write(np.where(np.array(learned, dtype=bool), ~tokens, tokens).tobytes())
+            content = np.where(np.array(learned, dtype=bool), ~tokens, tokens).tobytes()
+            digest.update(content)
+            file.write(content)
             starts.append(starts[-1] + len(ids))
+    digest.update(starts.tobytes())
+    file.write(sign_cache(digest, len(starts)).encode())
     file.seek(0)  # last: without it the file is incomplete
     file.write(starts.tobytes())
     file.flush()

@@ -193,3 +193,28 @@ def test_what_a_template_does_not_take_is_named(
     """The last one shows that the template runs in a sandbox."""
     with pytest.raises(RequestError, match=f"a:1:? .*{said}|a:1 {said}"):
         decode_learned(tokenizer, Conversation(messages), "assistant", template)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 seconds"),
+        ("{{ 'a' * 1000000000 }}", "(MemoryError|1,000,000,000 characters)"),
+        ("{{ 'a' * 10000000000000 }}", "MemoryError"),
+        ("{{ 'a' * 9000000 }}", "its text has 9,000,000 characters"),
+        ("{{ '%999999999999d' % 1 }}", "does not take"),
+        ("{{ 9 ** 9 ** 9 }}", "does not take"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "does not take"),
+    ],
+)
+def test_template_is_refused_within_seconds(
+    tokenizer: Any, template: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time, memory and length are bounded, which the sandbox of transformers does not do."""
+    monkeypatch.setattr("multigpu_cli.language.chat.encoder._SECONDS", 1)
+    encoder = ChatEncoder(tokenizer, template, "all", [])
+    with pytest.raises(RequestError, match=message) as refused:
+        encoder.encode(Conversation(TALK), "a:1")
+    assert "template" in refused.value.remedy
+    assert ChatEncoder(tokenizer, None, "all", []).encode(Conversation(TALK), "a:1").ids

@@ -64,6 +64,29 @@ def test_a_file_that_is_cut_or_holds_other_tokens_is_made_anew(tmp_path: Path) -
     assert len(log.read_text().splitlines()) >= 4 * COUNT
 
 
+@pytest.mark.parametrize("at", [0, 9, -70, -64, -1])
+def test_tokens_with_any_flipped_bit_are_named_and_made_again(
+    at: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_tokens(tmp_path, "key", COUNT, encode)
+    path = tmp_path / "key.tokens"
+    content = bytearray(intact := path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    check(open_tokens(tmp_path, "key", COUNT, encode))
+    assert f"the tokens in {path} are not used" in caplog.text
+    assert path.read_bytes() == intact
+
+
+def test_tokens_behind_a_link_are_made_again(tmp_path: Path) -> None:
+    open_tokens(tmp_path, "key", COUNT, encode)
+    path = tmp_path / "key.tokens"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    tokens = open_tokens(tmp_path, "key", COUNT, encode)
+    check(tokens)
+
+
 def test_where_the_folder_cant_be_written_each_process_has_its_own(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     tokens = open_tokens(tmp_path / "file" / "cache", "key", COUNT, encode)
