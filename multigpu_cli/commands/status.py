@@ -79,10 +79,8 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     for name in names or [HOME]:
         here = find_run_folders(Path(name))
         if not here:
-            raise RequestError(
-                f"{name} has no run: there is no journal.jsonl in it, nor two levels below",
-                remedy="the --save-dir of a run, or a folder of runs",
-            )
+            problem = f"{name} has no run: there is no journal.jsonl in it, nor two levels below"
+            raise RequestError(problem, remedy="the --save-dir of a run, or a folder of runs")
         runs |= dict.fromkeys(here)
     return list(runs)
 

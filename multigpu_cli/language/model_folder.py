@@ -99,10 +99,8 @@ def check_size(folder: Path, count: int) -> None:
     """Refuse a configuration of `count` parameters if its weight files are too small, before memory is taken for it."""
     size = sum((folder / name).stat().st_size for name in _list_weight_files(folder))
     if count > 2 * size:  # no format has more than two weights in a byte
-        raise RequestError(
-            f"--model-dir {folder}: config.json describes {count:,} parameters, the weights have {size:,} bytes",
-            remedy="the config.json and the weights of one model",
-        )
+        problem = f"--model-dir {folder}: config.json describes {count:,} parameters, the weights have {size:,} bytes"
+        raise RequestError(problem, remedy="the config.json and the weights of one model")
 
 
 def _load_tokenizer(folder: Path) -> Any:

@@ -30,10 +30,8 @@ class WeightedMean:
     def __init__(self, criterion: nn.CrossEntropyLoss | nn.NLLLoss) -> None:
         self._criterion, weight = criterion, criterion.weight
         if weight is not None and not (bool((weight >= 0).all()) and 0 < float(weight.max()) < torch.inf):
-            raise RequestError(
-                f"criterion: its weights range from {float(weight.min()):g} to {float(weight.max()):g}",
-                remedy="finite weights, none below 0 and one above",
-            )
+            problem = f"criterion: its weights range from {float(weight.min()):g} to {float(weight.max()):g}"
+            raise RequestError(problem, remedy="finite weights, none below 0 and one above")
         # a power of two, by which floats are multiplied without rounding
         self.scale = 1.0 if weight is None else math.ldexp(1.0, _BITS - math.frexp(float(weight.max()))[1])
         self.expected = self.scale * (1.0 if weight is None else float(weight.double().mean()))  # units of a label
