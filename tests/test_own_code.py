@@ -256,7 +256,7 @@ def test_own_code_alone_starts_no_run(
 
 
 @pytest.mark.parametrize("named", [["--data", "synthetic"], ["--model", "planted:net"], ["--metric", "planted:net"]])
-def test_own_code_beside_data_model_or_code_starts_a_run(run: Path, named: list[str], capfd: Any) -> None:
+def test_own_code_with_data_or_code_starts_a_run(run: Path, named: list[str], capfd: Any) -> None:
     assert run_apart(["--save-dir", "new", "--own-code", "--dry-run", *named]) in (0, 2)
     assert "has no checkpoint" not in capfd.readouterr().err
 

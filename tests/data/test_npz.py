@@ -105,7 +105,7 @@ def test_kind_decides_what_whole_numbers_are(tmp_path: Path) -> None:
         np.savez(tmp_path / "data.npz", X=X, y=targets)
         source = open_arrays(tmp_path, kind="regression")
         assert (source.task, source.num_classes, source.num_outputs) == ("regression", 0, targets[0].size)
-        target = source.train[0][1]  # type: ignore[index]
+        target = source.train[0][1]
         assert target.dtype == torch.float32
         assert target.reshape(-1)[0] in torch.from_numpy(PRICES)
 

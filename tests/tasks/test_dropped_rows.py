@@ -158,7 +158,7 @@ def test_criterion_refuses_dropped_samples_with_several_targets(target: Any, fir
     samples[first] = samples[6] = None
 
     def criterion(outputs: Tensor, targets: Any) -> Tensor:
-        return outputs.mean() + sum(leaf.mean() for leaf in tree_leaves(targets))
+        return torch.stack([leaf.mean() for leaf in tree_leaves((outputs, targets))]).sum()
 
     with pytest.raises(RequestError, match="collate_fn returned 6 targets for 8 samples"):
         measure_all(Samples(samples, drop_none), criterion)

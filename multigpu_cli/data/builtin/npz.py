@@ -26,7 +26,7 @@ def load(
     numbers in the shape of X are the tokens that follow.
 
     Args:
-        file: name of the file, where the folder holds several.
+        file: name of the file, if the folder holds several.
         new: another file, with X alone, for predictions.
         kind: classification, regression, or auto: whole numbers that may be amounts, such as prices, are refused.
     """
@@ -117,7 +117,7 @@ def _kind(inputs: Tensor, targets: Tensor, splits: list[TensorDataset], kind: st
 def _check_class_numbers(targets: Tensor, path: Path) -> None:
     """Raise RequestError if whole numbers (n,) may be amounts or seconds.
 
-    They number classes if they are FEW, or nearly all from 0 on with 5 samples each; some classes may have none.
+    They number classes if they are FEW, or nearly all from 0 on with 5 samples each; some classes may be absent.
     """
     values = targets.unique()
     count, most = len(values), int(values[-1])

@@ -117,9 +117,9 @@ def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRo
     """(n,) int64 class numbers, or (n, …) float32, all finite; RequestError: training does not know a row's label."""
     found = store.read(roles.target, rows)
     if not roles.num_classes:
-        numbers = np.asarray(found, dtype=np.float32)
-        _check_finite(numbers, rows, store, [roles.target])
-        return torch.from_numpy(numbers)
+        found = np.asarray(found, dtype=np.float32)
+        _check_finite(found, rows, store, [roles.target])
+        return torch.from_numpy(found)
     if roles.labels is None:
         return torch.from_numpy(np.asarray(found).astype(np.int64))
     values = found.tolist() if isinstance(found, np.ndarray) else found
