@@ -157,11 +157,11 @@ def test_what_was_not_used_for_long_is_removed(tmp_path: Path) -> None:
 MEASURE = """
 import ctypes, re
 from pathlib import Path
-from multigpu_cli.config.schema import DataConfig
+from multigpu_cli.config.schema import DataConfig, ModelConfig
 from multigpu_cli.data.load import load_data_source
 
 def measure(file):
-    source = load_data_source(DataConfig(name="chat", dir=file), 42, model_dir="model")
+    source = load_data_source(DataConfig(name="chat", dir=file), 42, model=ModelConfig(dir="model"))
     ctypes.CDLL(None).malloc_trim(0)  # what is free does not count, though the allocator keeps it for later
     return source, 1024 * int(re.search(r"RssAnon:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
 
