@@ -81,7 +81,7 @@ EDITS: dict[str, Any] = {
     "notify": ("notify: null", f'notify: "{PLANTED}"'),
     "mirror": ("mirror: null", "mirror: 'file:owned'"),
     "logger": ("logger:\n  name: []", "logger:\n  name: ['mlflow']"),
-    "hook": ("hook: []", "hook: ['evil:Hook']"),
+    "hook": ("hook:\n  name: []", "hook:\n  name: ['evil:Hook']"),
 }
 
 
