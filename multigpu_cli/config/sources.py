@@ -1,12 +1,12 @@
 """Merges defaults < YAML < --set < flags into one Config; later ones win, and an unknown key is an error."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from multigpu_cli.config import paths
-from multigpu_cli.config.regular_files import is_trusted, open_regular
+from multigpu_cli.config.regular_files import open_regular
 from multigpu_cli.config.resume_rules import PRIVATE
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
 from multigpu_cli.config.types import PARTS, SettingEntry, quote_value
@@ -106,23 +106,18 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None, *,
     return Request(config, faults, frozenset(broken), frozenset(filed.keys() - given.keys()), command, readable)
 
 
-def read_private(folder: Path, note: Callable[[str], None]) -> dict[str, Any]:
-    """Return the private settings of a run from its config.yaml, None for each that it lacks.
+def list_private(folder: Path) -> list[str]:
+    """Return the private settings that the config.yaml of a run has; none if it is missing or can't be read.
 
-    A file into which others could write is not trusted, because `notify` names a program; `note` takes that.
+    A resume takes none of them: whoever unpacks a stranger's folder owns its files, and `notify` names a program.
     """
-    file = folder / "config.yaml"
     try:
-        with open_regular(file) as opened:
-            request = gather({}, [], f"/dev/fd/{opened.fileno()}")  # this very file, whatever its name leads to by now
-            private = {key: request.config.get(key) for key in PRIVATE}
-            if not request.is_readable or (any(private.values()) and not is_trusted(opened, owner=0)):
-                raise PermissionError("it is damaged, or others could write into it")
-    except OSError as error:
-        if file.exists():  # otherwise the mirror has brought the checkpoint
-            note(f"--notify is not taken from {file}: {error}")
-        return dict.fromkeys(PRIVATE)
-    return private
+        with open_regular(folder / "config.yaml") as opened:
+            # this very file, whatever its name leads to by now
+            config = gather({}, [], f"/dev/fd/{opened.fileno()}").config
+    except OSError:  # the mirror has brought the checkpoint without it
+        return []
+    return sorted(key for key in PRIVATE if config.get(key))
 
 
 def explicit_dump(config: Config) -> dict[str, Any]:

@@ -123,3 +123,10 @@ def test_fifo_in_one_run_hides_no_other_run(name: str, tmp_path: Path, capsys: p
         assert main_multi_gpu.run(["status", str(tmp_path)]) == 0
         assert str(tmp_path / "sound") in capsys.readouterr().out
         assert "sound" in str(list_runs(WatchedRuns([str(tmp_path)]), 1.0))
+
+
+def test_checkpoints_names_weights_that_are_a_fifo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(interrupted_run(tmp_path / "run") / "best.pt")
+    with within_seconds(60):
+        assert main_multi_gpu.run(["checkpoints", str(tmp_path / "run")]) == 1
+        assert "best.pt is not a torch.save file (OSError)" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import main_multi_gpu
 from multigpu_cli import engine
 from multigpu_cli.config.resume_rules import choose_mode, replace_settings
 from multigpu_cli.config.schema import Config
-from multigpu_cli.config.sources import read_private, resolve
+from multigpu_cli.config.sources import list_private, resolve
 from multigpu_cli.config.yaml_text import drop_private, dump_config
 from multigpu_cli.faults.explain import describe_error, hide_secrets
 from multigpu_cli.loggers.sender import identify_run
@@ -49,24 +49,26 @@ def test_notify_is_in_a_private_config_yaml_alone(origin: str) -> None:
     assert "notify" not in identity.config
 
 
-def test_resume_by_its_folder_notifies_as_before() -> None:
-    Path("record.sh").write_text("echo $MULTIGPU_REASON >> told")
-    command = f"sh '{Path('record.sh').absolute()}'"
+def test_resume_takes_no_notify_from_the_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whoever unpacks a stranger's run folder owns its files: a config.yaml in it names no program, but is named."""
+    command = "touch told"
     assert run_training(save_dir="run", max_steps=2, batch_size=8, notify=command).error == ""
+    Path("told").unlink()
     assert run_training(save_dir="run", max_steps=4).summary["status"] == "completed"
-    assert Path("told").read_text().split() == ["completed", "completed"]
-    Path("run/config.yaml").chmod(0o666)  # somebody else could have named the program
-    assert run_training(save_dir="run", max_steps=6).summary["status"] == "completed"
-    assert Path("told").read_text().split() == ["completed", "completed"]
+    assert not Path("told").exists()
+    assert "--notify is not taken from run/config.yaml" in capfd.readouterr().out
+    assert run_training(save_dir="run", max_steps=6, notify=command).summary["status"] == "completed"
+    assert Path("told").exists()
+    assert "not taken" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("content", [None, b"", b"- a list\n", b"notify: [\n", b"\xff\xfe", b"a word"])
-def test_damaged_config_yaml_names_no_program(content: bytes | None) -> None:
+@pytest.mark.parametrize(
+    "content", [None, b"", b"- a list\n", b"notify: [\n", b"\xff\xfe", b"a word", b"notify: true\n"]
+)
+def test_only_a_config_yaml_with_notify_is_named(content: bytes | None) -> None:
     if content is not None:
         Path("config.yaml").write_bytes(content)
-    notes = list[str]()
-    assert read_private(Path(), notes.append) == {"notify": None}
-    assert all("config.yaml" in note for note in notes)
+    assert list_private(Path()) == (["notify"] if content == b"notify: true\n" else [])
 
 
 @given(texts(min_size=1).filter(lambda words: "\0" not in words))

@@ -1,14 +1,19 @@
-"""What a stranger plants beside a run or in its journal: nothing is written through it, and pages hold it as text."""
+"""What a stranger plants in or next to a run: nothing is written through it or imported; pages hold it as text."""
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import main_multi_gpu
 from tests.commands.runs import interrupted_run
+from tests.distributed.launcher import alone, run_command
+from tests.support.forked_command import ForkedCommand, call
 from tests.support.run_training import run_training
+from tests.support.wait_until import wait_until
+from tests.test_printable import ESCAPES
 
 MARKUP = "</script><script>alert(1)</script><!--\u2028\u2029{{SCRIPT}}{{DATA}}]]>\x00"
 
@@ -25,7 +30,9 @@ def test_mirror_writes_nothing_through_planted_links(entry: str, tmp_path: Path)
     if entry == "checkpoints":
         link.rmdir()
     link.symlink_to(precious if link.suffix == "" else precious / "state.pt")
-    run_training(max_steps=6, checkpoint_every=2, keep=1, mirror=f"file:{mirror}", save_dir=str(tmp_path / "run"))
+    flags = {"max_steps": 6, "checkpoint_every": 2, "keep": 1, "mirror": f"file:{mirror}"}
+    ended = run_training(save_dir=str(tmp_path / "run"), **flags)
+    assert (ended.error, ended.summary["status"]) == ("", "completed")
     assert (precious / "state.pt").read_text() == "untouched"
 
 
@@ -45,3 +52,64 @@ def test_exported_page_holds_markup_of_a_journal_as_text(tmp_path: Path) -> None
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert data is not None
     assert json.loads(data[1])
+
+
+def test_run_follows_no_links_planted_while_it_trains(tmp_path: Path) -> None:
+    """Not under the names that it writes, nor under those that its drafts once had."""
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    victim.write_text("untouched")
+    flags = ["--model", "mlp", "--max-steps", "200", "--checkpoint-every", "20", "--multi-gpu", "none", "--quiet"]
+    command = ForkedCommand([*flags, "--num-workers", "0", "--save-dir", str(run)], tmp_path, tmp_path)
+    wait_until((run / "checkpoints/step_00000020/manifest.json").exists, "a checkpoint")
+    names = ("summary.json", "last.pt", "best.pt", "logs/state.json")
+    drafts = (f".{name}.{suffix}" for name in names[:3] for suffix in (f"{command.pid}.draft", "draft"))
+    for name in (*names, *drafts, "logs/.state.json.draft"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(victim)
+    outcome = command.wait()
+    assert outcome.is_clear(), outcome
+    assert outcome.code == 0, outcome
+    assert victim.read_text() == "untouched"
+    assert [name for name in names if (run / name).is_symlink()] == []
+
+
+PACKAGES = ("sitecustomize", "usercustomize", "numpy", "torch", "yaml", "typer", "optuna", "matplotlib", "tensorboard")
+PACKAGES += ("safetensors", "transformers", "sklearn", "pandas", "multigpu_cli", "train_multi_gpu", "tests")
+TRAIN = ("--model", "mlp", "--max-steps", "2", "--global-batch-size", "64", "--batch-size", "16", "--quiet")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*TRAIN, "--multi-gpu", "none", "--num-workers", "2", "--mirror", "file:mirror", "--save-dir", "run"),
+        *((*TRAIN, "--multi-gpu", "ddp", "--nproc-per-node", "2", "--save-dir", "run"), ("recipes",), ("doctor",)),
+        *(("status", "made"), ("report", "made"), ("evaluate", "made"), ("watch", "made", "--export", "page.html")),
+    ],
+    ids=lambda words: " ".join(words[-2:]),
+)
+def test_command_imports_nothing_planted_where_it_works(words: tuple[str, ...], tmp_path: Path) -> None:
+    for name in ({*sys.stdlib_module_names} - {"__main__"}) | {*PACKAGES}:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')\n")
+    if "made" in words:
+        assert run_training(save_dir=str(tmp_path / "made"), max_steps=2, data="digits", model="mlp").error == ""
+    ended = run_command(alone(*words), tmp_path, PYTHONPATH="")
+    assert not (tmp_path / "imported").exists(), (tmp_path / "imported").read_text()
+    assert ended.returncode == 0, ended
+
+
+@pytest.mark.parametrize(
+    "words", [("export", "{}", "--to", "{}/model.pt"), ("--save-dir", "{}", "--max-steps", "5", "--quiet")]
+)
+def test_command_shows_no_escapes_of_a_real_run(words: tuple[str, ...], tmp_path: Path) -> None:
+    run = tmp_path / "run\x1b[2J"
+    flags = {"max_steps": 4, "data": "digits", "model": "mlp", "num_workers": 0, "multi_gpu": "none"}
+    assert run_training(save_dir=str(run), **flags).error == ""
+    config, journal = run / "config.yaml", run / "journal.jsonl"
+    config.write_text(config.read_text().replace("recipe: null", 'recipe: "\\e]0;owned\\a"'))
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    for event in events:
+        event |= {"host": ESCAPES} if event["event"] == "start" else {ESCAPES: 0.5}
+    journal.write_text("".join(json.dumps(event) + "\n" for event in events))
+    outcome = call([word.format(run) for word in words], tmp_path, tmp_path)
+    assert outcome.is_clear(), outcome
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(outcome.text)

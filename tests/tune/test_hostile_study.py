@@ -1,17 +1,21 @@
 """A study whose files a stranger has written: they are data, and name nothing that is run, imported or written to."""
 
 import json
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.tune import driver
 from multigpu_cli.tune.report import report_study
 from multigpu_cli.tune.space import check_params, parse_search
-from multigpu_cli.tune.study import check_space, summarize
+from multigpu_cli.tune.study import check_space, evaluate_trial, summarize
 from multigpu_cli.tune.trials import read_study
+from tests.support.run_training import run_training
 from tests.tune.studies import FAKE, make_driver, make_study
 
 SMALL: dict[str, Any] = {"trials": 3, "rungs": [1], "generation": 3}
@@ -76,6 +80,36 @@ def test_trial_folder_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="leads elsewhere by a symbolic link"):
         run_study(tmp_path / "study")
     assert not list((tmp_path / "elsewhere").glob("output.log"))
+
+
+@pytest.mark.parametrize("name", ["study.yaml", "study.jsonl", "base.yaml", ".optuna.journal.draft", "optuna.journal"])
+def test_tune_writes_nothing_through_a_link_of_a_study(name: str, tmp_path: Path) -> None:
+    run_study(tmp_path / "study")
+    victim = tmp_path / "victim"
+    victim.write_bytes((tmp_path / "study" / name).read_bytes() if (tmp_path / "study" / name).exists() else b"mine")
+    before = victim.read_bytes()
+    (tmp_path / "study" / name).unlink(missing_ok=True)
+    (tmp_path / "study" / name).symlink_to(victim)
+    with suppress(RequestError):
+        run_study(tmp_path / "study")
+    assert victim.read_bytes() == before
+
+
+def test_winner_is_evaluated_without_the_code_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_study(tmp_path / "study")
+    notes = list[str]()
+    own = make_driver(tmp_path / "study", make_study(**SMALL), said=notes)
+    monkeypatch.undo()  # a real evaluation
+    monkeypatch.chdir(tmp_path)
+    Path("planted.py").write_text("open('owned', 'w').close()\nfrom tests.support.user_code import net\n")
+    trial = own.study.run_folder(own.path, 0, 0)
+    shutil.rmtree(trial)
+    assert run_training(save_dir=str(trial), max_steps=2, data="digits", model="mlp").error == ""
+    weights = torch.load(trial / "best.pt", weights_only=True)
+    torch.save(weights | {"config": weights["config"] | {"model": "planted:net"}}, trial / "best.pt")
+    assert evaluate_trial(own, 0) is None
+    assert "names code that this command does not name: --model planted:net" in notes[-1]
+    assert not Path("owned").exists()
 
 
 def test_report_of_a_study_is_not_written_through_a_link(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from multigpu_cli.config.paths import explain_dataset
 from multigpu_cli.config.regular_files import UnsafeFolder
 from multigpu_cli.config.resume_rules import merge_with_checkpoint, replace_settings
 from multigpu_cli.config.schema import SETTINGS, Config
-from multigpu_cli.config.sources import read_private
+from multigpu_cli.config.sources import list_private
 from multigpu_cli.data.fingerprint import compute_fingerprint, find_shared_samples
 from multigpu_cli.data.load import open_data
 from multigpu_cli.data.source import DataSource
@@ -183,16 +183,15 @@ def _name_device(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
 
 
-def _adopt_pins(command: Config, start: ResumePoint, origin: str, secret: dict[str, Any]) -> tuple[Config, Config]:
+def _adopt_pins(command: Config, start: ResumePoint, origin: str) -> tuple[Config, Config]:
     """Return the settings of the command merged with those of the checkpoint, and the same with its pinned values.
 
-    `origin` is the run folder of the checkpoint, `secret` what only its config.yaml has. Raises RequestError if the
-    command contradicts a pinned value.
+    `origin` is the run folder of the checkpoint. Raises RequestError if the command contradicts a pinned value.
     """
     user_config, pinned = command, {}
     if manifest := start.manifest:
         pinned = manifest["pins"]
-        user_config = merge_with_checkpoint(command, manifest["settings"] | secret, manifest["written"], pinned, origin)
+        user_config = merge_with_checkpoint(command, manifest["settings"], manifest["written"], pinned, origin)
     elif start.global_batch and not command.batch.global_size:
         pinned = {"global_batch_size": start.global_batch}
     if not pinned:
@@ -222,15 +221,20 @@ def prepare_spec(
     if not manifest:
         check_new_run(command, start.folder)
     origin = str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
-    secret = run_on_main_rank(world, lambda: read_private(Path(origin), note)) if manifest else {}
-    user_config, config = _adopt_pins(command, start, origin, secret)
+    private = run_on_main_rank(world, lambda: list_private(Path(origin))) if manifest else []
+    user_config, config = _adopt_pins(command, start, origin)
     check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved, start))
     if manifest and (base := manifest["settings"].get("base")):
         for check in load_given(CHECK_BASE, config):
             run_on_main_rank(world, partial(check, base, config, source.codec.record, origin))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
-    source = replace(source, warnings=(*source.warnings, *find_shared_samples(source, fingerprint)))
+    ignored = [
+        f"--{key} is not taken from {origin}/config.yaml, which may be somebody else's: give it again"
+        for key in private
+        if not command.get(key)
+    ]
+    source = replace(source, warnings=(*ignored, *source.warnings, *find_shared_samples(source, fingerprint)))
     if world.size > 1:
         check_same_data(world, source, fingerprint, config.data.name)
     request = RunRequest(
