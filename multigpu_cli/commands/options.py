@@ -203,9 +203,14 @@ def name_draft(target: Path) -> Path:
 
 @contextmanager
 def draft_of(flag: str, target: Path) -> Iterator[Path]:
-    """The draft of a new file or folder: on the disk, it gets the target's name; what fails inside leaves nothing."""
+    """The draft of a new file or folder: on the disk, it gets the target's name; what fails inside leaves nothing.
+
+    Its name can be guessed. Nothing of that name exists at the start, and inside it is created by `open_new`, `publish`
+    or `mkdir`, none of which follows a link.
+    """
     draft = name_draft(target)
-    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    with writing_to(flag, target):
+        _remove(draft)  # of a process that was killed, or planted
     try:
         yield draft
         with writing_to(flag, target):
@@ -215,7 +220,15 @@ def draft_of(flag: str, target: Path) -> Iterator[Path]:
             flush_folder(target.parent)
     finally:
         with writing_to(flag, target):
-            shutil.rmtree(draft) if draft.is_dir() else draft.unlink(missing_ok=True)
+            _remove(draft)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a folder or a link, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -1,3 +1,5 @@
+import os
+import traceback
 from pathlib import Path
 
 import pyarrow
@@ -5,6 +7,7 @@ import pytest
 
 from multigpu_cli.data.rows.arrow import ArrowStore, find_arrow_files
 from multigpu_cli.errors import RequestError
+from tests.support import safe_forks  # noqa: F401
 from tests.support.row_files import ROWS, write_arrow
 
 
@@ -55,6 +58,56 @@ def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:1500])
     with pytest.raises(RequestError, match=r"data\.arrow"):
         ArrowStore([file])
+
+
+def _write_columns(folder: Path) -> Path:
+    """Write a file of texts, bytes, lists and numbers whose buffers lie where a test can find them."""
+    rows = range(40)
+    table = pyarrow.table(
+        {
+            "text": [f"text {n}" * (n % 4) for n in rows],
+            "bytes": [bytes([n]) * (n % 5 + 1) for n in rows],
+            "list": [[float(n), 2.0, 3.0] for n in rows],
+            "lists": [[[n, 1], [2, 3]] for n in rows],
+            "fixed": pyarrow.array([[n, 2] for n in rows], pyarrow.list_(pyarrow.float32(), 2)),
+            "label": [n % 2 for n in rows],
+        }
+    )
+    file = folder / "data.arrow"
+    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table, max_chunksize=13)
+    return file
+
+
+def test_damaged_offsets_end_in_messages_not_in_crashes(tmp_path: Path) -> None:
+    """Every fifth word of the file in turn holds a number that is too large; a crash would end the fork by a signal."""
+    file = _write_columns(tmp_path)
+    content = file.read_bytes()
+    process = os.fork()
+    if process == 0:
+        refusals = 0
+        try:
+            for at in range(0, len(content) - 4, 20):
+                file.write_bytes(content[:at] + (2**24).to_bytes(4, "little") + content[at + 4 :])
+                try:
+                    store = ArrowStore([file])
+                    for column in store.columns.values():
+                        if column.kind != "other":
+                            store.read(column.name, range(min(len(store), 40)))
+                except RequestError:
+                    refusals += 1
+            os._exit(0 if refusals > 20 else 98)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    file = _write_columns(tmp_path)
+    file.write_bytes(file.read_bytes().replace(b"text 5", b"text \xff"))
+    with pytest.raises(RequestError, match=r"column 'text' has a text that is not UTF-8"):
+        ArrowStore([file]).read("text", range(40))
 
 
 def test_files_of_different_columns_are_refused(tmp_path: Path) -> None:

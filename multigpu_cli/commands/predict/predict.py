@@ -17,6 +17,7 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.commands.inference import InferencePass, run_distributed
 from multigpu_cli.commands.options import draft_of, name_draft, writing_to
 from multigpu_cli.commands.requests import InferenceRequest
+from multigpu_cli.config.regular_files import open_new
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.world import broadcast_object, run_on_all_ranks
 from multigpu_cli.errors import RequestError
@@ -138,7 +139,7 @@ def _write_arrays(target: Path, part: InferencePass) -> None:
         remedy = "--out ….csv; or a task of your own, whose outputs(model, batch) gives equal ones"
         raise RequestError(problem, remedy=remedy) from error
     arrays: dict[str, Any] = {name: each.numpy() for name, each in tensors.items()}
-    with draft_of("--out", target) as draft, draft.open("wb") as file:
+    with draft_of("--out", target) as draft, open_new(draft) as file:
         if target.suffix == ".npz":
             np.savez(file, **arrays)
             return

@@ -110,7 +110,11 @@ class ArrowStore(RowStore):
             problem = f"--data arrow: {self.label}: column {name!r} has a row without bytes, perhaps with a path alone"
             raise RequestError(problem, remedy="images stored in the dataset itself: Hugging Face's Image(), not paths")
         found = chunk.values[first:last].tobytes()
-        return found.decode() if kind == "text" else found
+        try:
+            return found.decode() if kind == "text" else found
+        except UnicodeDecodeError as error:
+            problem = f"--data arrow: {self.label}: column {name!r} has a text that is not UTF-8 ({error})"
+            raise RequestError(problem, remedy="copy the file again, or write it anew from its source") from error
 
 
 def _read_batches(file: Path) -> list[Any]:
@@ -125,7 +129,9 @@ def _read_batches(file: Path) -> list[Any]:
             batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         else:
             batches = list(pyarrow.ipc.open_stream(mapped))
-    except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError, OSError) as error:
+        for column in (column for batch in batches for column in batch.columns):
+            _validate(column)
+    except (pyarrow.ArrowException, OSError) as error:
         raise RequestError(
             f"--data arrow: {file}: {str(error).splitlines()[0]}", remedy=f"{LAYOUT}; if it is damaged, copy it anew"
         ) from error
@@ -133,6 +139,17 @@ def _read_batches(file: Path) -> list[Any]:
         remedy = "datasets.load_from_disk(…).save_to_disk(…), or pyarrow.ipc without compression"
         raise RequestError(f"--data arrow: {file} is compressed, so it can't be memory-mapped", remedy=remedy)
     return batches
+
+
+def _validate(column: Any) -> None:
+    """Check lengths and offsets of a column: beyond its buffers lies other memory, and a crash of the interpreter.
+
+    The offsets are read, but neither numbers nor texts. Raises pyarrow.ArrowInvalid if they do not fit.
+    """
+    column.validate()
+    if column.type in ("string", "large_string"):
+        column = column.view("binary" if column.type == "string" else "large_binary")  # without a check of its UTF-8
+    column.validate(full=True)
 
 
 def _check_schemas(files: Sequence[Path], batches: Sequence[Any]) -> Any:
@@ -195,11 +212,13 @@ def _open_chunk(chunk: Any) -> _Chunk:
     if types.is_boolean(chunk.type):
         return _Chunk((), np.frombuffer(chunk.buffers()[1], dtype=np.uint8), chunk.offset)
     if types.is_integer(chunk.type) or types.is_floating(chunk.type):
-        values = np.frombuffer(chunk.buffers()[1], dtype=chunk.type.to_pandas_dtype())
-        return _Chunk(tuple(offsets), values[chunk.offset : chunk.offset + len(chunk)])
+        count = chunk.offset + len(chunk)
+        values = np.frombuffer(chunk.buffers()[1], dtype=chunk.type.to_pandas_dtype(), count=count)
+        return _Chunk(tuple(offsets), values[chunk.offset :])
     large = types.is_large_binary(chunk.type) or types.is_large_string(chunk.type)
     _, places, data = chunk.buffers()
-    ends = np.frombuffer(places, dtype=np.int64 if large else np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+    count = chunk.offset + len(chunk) + 1
+    ends = np.frombuffer(places, dtype=np.int64 if large else np.int32, count=count)[chunk.offset :]
     return _Chunk((ends,), np.frombuffer(data or b"", dtype=np.uint8))
 
 

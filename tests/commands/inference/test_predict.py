@@ -253,6 +253,18 @@ def test_arrays_of_any_number_of_workers_hold_what_the_table_does(tmp_path: Path
     assert sorted(path.name for path in Path.cwd().glob(".*")) == [], "no half of a file is left"
 
 
+@pytest.mark.parametrize("name", ["said.npz", "said"])
+def test_predict_writes_nothing_through_planted_links(name: str) -> None:
+    pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
+    words = train_pictures("pictured:Squared")
+    Path("precious.txt").write_text("untouched")
+    Path(f".{name}.unchecked").symlink_to("precious.txt")  # where the draft goes
+    assert main_multi_gpu.run([*words, name]) == 0
+    assert Path("precious.txt").read_text() == "untouched"
+    assert not Path(name).is_symlink()
+    assert not Path(f".{name}.unchecked").is_symlink()
+
+
 def test_images_of_a_task_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = pytest.importorskip("PIL.Image", reason="needs Pillow (extra images)")
     words = train_pictures("pictured:Squared")
