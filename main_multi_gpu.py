@@ -31,11 +31,11 @@ except ModuleNotFoundError as missing:  # started with another python than the e
 from multigpu_cli.capabilities import COMMANDS, load
 from multigpu_cli.commands.cli import app
 from multigpu_cli.commands.options import Command, list_given_flags, with_train_options
-from multigpu_cli.config.rules import is_self_launched
 from multigpu_cli.distributed.launch_env import (
     AttemptRefused,
     FinalVerdict,
     find_binding_verdict,
+    is_told_by_launcher,
     prepare_cublas,
     record_failure,
     record_verdict,
@@ -161,8 +161,7 @@ def _report_error(code: int, message: str, error: BaseException, argv: Sequence[
     foreseen = isinstance(error, (TrainingError, _UsageError, KeyboardInterrupt, typer.Abort))
     write_error(os.environ, code, message, message if foreseen or lost else whole)
     rank = _read_rank()
-    told_by_launcher = getattr(error, "is_unexplained", False) and is_self_launched(os.environ)
-    if not message or told_by_launcher or (rank and code == _INTERRUPTED):
+    if not message or is_told_by_launcher(error, os.environ) or (rank and code == _INTERRUPTED):
         return code, message
     first = rank == 0 or (follows and os.environ.get("LOCAL_RANK") == "0")  # no other rank of its node reports
     time.sleep(GRACE * ((not first) + (lost and not follows)))

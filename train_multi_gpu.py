@@ -24,11 +24,11 @@ import torch
 
 from multigpu_cli import engine
 from multigpu_cli.config.resume_rules import replace_settings
-from multigpu_cli.config.rules import is_self_launched
 from multigpu_cli.config.schema import Config
 from multigpu_cli.distributed.launch_env import (
     LaunchEnv,
     has_redirected_logs,
+    is_told_by_launcher,
     prepare_cublas,
     record_failure,
     refuse_srun_copies,
@@ -127,5 +127,5 @@ def _print_last_error(rank_output: RankOutput | None, error: TrainingError) -> N
     message = describe_error(error)
     again = "" if error.caused_by_peer else record_failure(os.environ, message.splitlines()[0], error.failed_at)
     write_error(os.environ, error.exit_code, message)
-    if not (error.is_unexplained and is_self_launched(os.environ)):  # the launcher knows more
+    if not is_told_by_launcher(error, os.environ):
         Console("quiet", sys.stderr).error("\n".join(filter(None, [message, again])))

@@ -204,12 +204,22 @@ def has_redirected_logs(environ: Mapping[str, str]) -> bool:
     return any(file.with_name(name).exists() for name in ("stdout.log", "stderr.log")) if file.name else False
 
 
+def _has_restarts_left(environ: Mapping[str, str]) -> bool:
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+def is_told_by_launcher(error: BaseException, environ: Mapping[str, str]) -> bool:
+    """Whether our launcher, which knows more of a rank that ended without a word, will print the cause at the end."""
+    is_unexplained = isinstance(error, TrainingError) and error.is_unexplained
+    return is_unexplained and is_self_launched(environ) and not _has_restarts_left(environ)
+
+
 def record_verdict(environ: Mapping[str, str], verdict: FinalVerdict) -> None:
     """Record for further attempts of this agent that they must not repeat this one.
 
     The agent restarts its workers after any exit code other than 0, also after a wrong request or a stop.
     """
-    if int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+    if _has_restarts_left(environ):
         now = _read_attempt_record(environ)
         nodes = now.nodes if now and now.process == os.getpid() else ()
         _write(find_agent_dir(environ), f"verdict-{attempt_number(environ)}", verdict._replace(nodes=nodes)._asdict())
@@ -247,7 +257,7 @@ def record_failure(environ: Mapping[str, str], message: str, step: int | None) -
         _write(folder, f"failure-{number}", failure)
         return ""
     record_verdict(environ, FinalVerdict(FAILED, message))
-    if int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) >= int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+    if not _has_restarts_left(environ):
         return ""
     why = "a failure before the first step" if step is None else f"the same failure at step {step} again"
     return f"  no restart: {why} would be repeated"
