@@ -183,8 +183,10 @@ def _check(inputs: UserInputs) -> None:
         problem = f"train_loader: its {kind} divides the samples among {ranks} ranks, as the program does"
         raise RequestError(problem, remedy="give it all samples: num_replicas=1, rank=0")
     if inputs.optimizer is not None and not isinstance(inputs.optimizer, torch.optim.Optimizer):
-        problem = f"optimizer: a {type(inputs.optimizer).__name__} is not a torch.optim.Optimizer"
-        raise RequestError(problem, remedy=OWN_LOOP if isinstance(inputs.optimizer, tuple | list) else "")
+        raise RequestError(
+            f"optimizer: a {type(inputs.optimizer).__name__} is not a torch.optim.Optimizer",
+            remedy=OWN_LOOP if isinstance(inputs.optimizer, tuple | list) else "",
+        )
     if inputs.criterion is not None and not callable(inputs.criterion):
         raise RequestError(f"criterion: a {type(inputs.criterion).__name__} is not callable with (outputs, targets)")
     if inputs.scheduler_step not in ("epoch", "step", None):

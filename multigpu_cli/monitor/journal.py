@@ -173,6 +173,7 @@ def check_fields(content: Any, kind: str) -> None:
 def _find_misfit(content: Any, kind: str) -> str | None:
     """Return the name of a field, or the index of an element, that is of none of its types; None if all are."""
     fields = _KINDS[kind]
+    others: list[str] | None
     if isinstance(content, list) and "[]" in fields:
         content, others = dict(enumerate(content)), fields["[]"]
     elif isinstance(content, dict):

@@ -496,7 +496,7 @@ def test_command_survives_any_damage(
 
 
 def test_mutants_damage_each_kind_of_file_in_each_way() -> None:
-    words = [("status", "{}/runs")]
+    words: list[tuple[str, ...]] = [("status", "{}/runs")]
     readers = dict.fromkeys(["runs/a/journal.jsonl", "runs/a/best.pt", "data/tar/0000.tar", "data/tar/0001.tar"], words)
     pairs = {(name, change) for name in readers for change in list_changes(name)}
     mutants = plan_mutants(readers, seed=1, number=len(pairs))

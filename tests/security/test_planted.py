@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_mirror_writes_nothing_through_planted_links(entry: str, tmp_path: Path)
     if entry == "checkpoints":
         link.rmdir()
     link.symlink_to(precious if link.suffix == "" else precious / "state.pt")
-    flags = {"max_steps": 6, "checkpoint_every": 2, "keep": 1, "mirror": f"file:{mirror}"}
+    flags: dict[str, Any] = {"max_steps": 6, "checkpoint_every": 2, "keep": 1, "mirror": f"file:{mirror}"}
     ended = run_training(save_dir=str(tmp_path / "run"), **flags)
     assert (ended.error, ended.summary["status"]) == ("", "completed")
     assert (precious / "state.pt").read_text() == "untouched"
@@ -73,7 +74,17 @@ def test_run_follows_no_links_planted_while_it_trains(tmp_path: Path) -> None:
     assert [name for name in names if (run / name).is_symlink()] == []
 
 
-PACKAGES = ("sitecustomize", "usercustomize", "numpy", "torch", "yaml", "typer", "optuna", "matplotlib", "tensorboard")
+PACKAGES: tuple[str, ...] = (
+    "sitecustomize",
+    "usercustomize",
+    "numpy",
+    "torch",
+    "yaml",
+    "typer",
+    "optuna",
+    "matplotlib",
+    "tensorboard",
+)
 PACKAGES += ("safetensors", "transformers", "sklearn", "pandas", "multigpu_cli", "train_multi_gpu", "tests")
 TRAIN = ("--model", "mlp", "--max-steps", "2", "--global-batch-size", "64", "--batch-size", "16", "--quiet")
 
@@ -102,7 +113,7 @@ def test_command_imports_nothing_planted_where_it_works(words: tuple[str, ...], 
 )
 def test_command_shows_no_escapes_of_a_real_run(words: tuple[str, ...], tmp_path: Path) -> None:
     run = tmp_path / "run\x1b[2J"
-    flags = {"max_steps": 4, "data": "digits", "model": "mlp", "num_workers": 0, "multi_gpu": "none"}
+    flags: dict[str, Any] = {"max_steps": 4, "data": "digits", "model": "mlp", "num_workers": 0, "multi_gpu": "none"}
     assert run_training(save_dir=str(run), **flags).error == ""
     config, journal = run / "config.yaml", run / "journal.jsonl"
     config.write_text(config.read_text().replace("recipe: null", 'recipe: "\\e]0;owned\\a"'))

@@ -17,7 +17,18 @@ from tests.support.forked_command import ForkedCommand, Outcome, call
 from tests.support.wait_until import wait_until
 
 pytestmark = pytest.mark.slow
-TRAIN = ("--model", "mlp", "--max-steps", "60", "--checkpoint-every", "3", "--exact", "--log-interval", "2", "--quiet")
+TRAIN: tuple[str, ...] = (
+    "--model",
+    "mlp",
+    "--max-steps",
+    "60",
+    "--checkpoint-every",
+    "3",
+    "--exact",
+    "--log-interval",
+    "2",
+    "--quiet",
+)
 TRAIN += ("--global-batch-size", "256", "--batch-size", "64", "--num-workers", "0", "--multi-gpu", "none")
 CHECKPOINT = "checkpoints/step_00000012"
 PLANTED = "sh -c 'touch owned'"
@@ -52,7 +63,15 @@ def execute(run: Path, *words: str) -> Outcome:
     return call([*words], run.parent, run.parent)
 
 
-FIFOS = ("summary.json", ".lock", "logs/state.json", "plan.json", "journal.jsonl", "config.yaml", "best.pt")
+FIFOS: tuple[str, ...] = (
+    "summary.json",
+    ".lock",
+    "logs/state.json",
+    "plan.json",
+    "journal.jsonl",
+    "config.yaml",
+    "best.pt",
+)
 FIFOS += ("mirror.json", f"{CHECKPOINT}/manifest.json", f"{CHECKPOINT}/state.pt")
 
 
