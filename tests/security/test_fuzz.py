@@ -395,7 +395,8 @@ def _watch(home: Path, allowed: Path) -> None:
     """Note what this process, which ends soon, opens, and what it does that no command may do."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     log, opened = os.open(home / "violations", flags), os.open(home / "opened", flags)
-    temporary = tuple(f"{tempfile.gettempdir()}/{prefix}" for prefix in ("multigpu-", "tmp", "pymp-"))
+    unnamed = tempfile.gettempdir()  # an unnamed temporary file is opened by the name of its folder
+    temporary = tuple(f"{unnamed}/{prefix}" for prefix in ("multigpu-", "tmp", "pymp-"))
     starts = {"subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "pty.spawn"}
     changes = {
         **dict.fromkeys(("os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.mkdir", "os.chown", "os.utime"), (0,)),
@@ -422,7 +423,8 @@ def _watch(home: Path, allowed: Path) -> None:
                 # names are removed, renamed or made where they are, and the others follow a link
                 named = Path(os.path.realpath(place.parent), place.name)
                 real = os.path.realpath(place) if event in follow else str(named)
-                if not Path(real).is_relative_to(allowed) and not real.startswith((*temporary, "/dev/")):
+                elsewhere = real != unnamed and not real.startswith((*temporary, "/dev/"))
+                if elsewhere and not Path(real).is_relative_to(allowed):
                     os.write(log, f"{event} {real!r}\n".encode(errors="replace"))
 
     sys.addaudithook(hook)
