@@ -387,11 +387,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 225,  # 224
-    "code lines": 33_040,  # 31,400 without what this round's features add
+    "code lines": 32_800,  # 31,400 without what this round's features add
     "files to read": 30,
-    "code lines to read": 5_300,  # 5,200
+    "code lines to read": 5_200,  # 5,200
     "files the engine reaches": 85,  # 85
-    "code lines the engine reaches": 13_105,  # 12,500
+    "code lines the engine reaches": 12_860,  # 12,500
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

@@ -229,11 +229,8 @@ def prepare_spec(
         for check in load_given(CHECK_BASE, config):
             run_on_main_rank(world, partial(check, base, config, source.codec.record, origin))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
-    ignored = [
-        f"--{key} is not taken from {origin}/config.yaml, which may be somebody else's: give it again"
-        for key in private
-        if not command.get(key)
-    ]
+    reason = f"is not taken from {origin}/config.yaml, which may be somebody else's: give it again"
+    ignored = [f"--{key} {reason}" for key in private if not command.get(key)]
     source = replace(source, warnings=(*ignored, *source.warnings, *find_shared_samples(source, fingerprint)))
     if world.size > 1:
         check_same_data(world, source, fingerprint, config.data.name)
