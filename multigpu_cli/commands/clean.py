@@ -13,7 +13,7 @@ from zipfile import BadZipFile, ZipFile
 from multigpu_cli.checkpoint.files import is_locked, lock_folder
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, parse_step, read_manifest
 from multigpu_cli.commands.status import find_runs
-from multigpu_cli.config.regular_files import refuse_links
+from multigpu_cli.config.regular_files import open_regular, refuse_links
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.format import format_bytes, format_duration
 from multigpu_cli.monitor.history import load_summary
@@ -87,7 +87,7 @@ def _weights(path: Path) -> CheckpointEntry:
 def _find_fault(path: Path) -> str:
     """What is wrong with a file of torch.save: gone, truncated, modified, or more than tensors and plain values."""
     try:
-        with ZipFile(path) as archive:
+        with open_regular(path) as file, ZipFile(file) as archive:
             if torn := archive.testzip():
                 return f"{path.name} does not match its checksum ({torn})"
             pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
