@@ -1,6 +1,7 @@
 """Checkpoints of finished runs can go; all else stays."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,10 @@ def test_a_cleaned_run_serves_its_weights_and_does_not_begin_again(
 def test_there_must_be_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main_multi_gpu.run(["clean", str(tmp_path)]) == 2
     assert "has no run" in capsys.readouterr().err
+
+
+def test_checkpoints_does_not_wait_for_a_fifo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_folder(tmp_path / "run", [])
+    os.mkfifo(run / "last.pt")
+    assert main_multi_gpu.run(["checkpoints", str(run)]) == 1  # damage
+    assert "last.pt is not a torch.save file" in capsys.readouterr().out

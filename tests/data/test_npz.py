@@ -1,4 +1,5 @@
 import io
+import os
 import struct
 import zipfile
 from pathlib import Path
@@ -182,4 +183,10 @@ def test_npz_that_is_damaged_is_refused_by_name(tmp_path: Path, member: bytes, s
         content[header + start : header + start + len(damage)] = damage
     (tmp_path / "data.npz").write_bytes(content)
     with pytest.raises(RequestError, match=r"data\.npz(:| is) ."):
+        open_arrays(tmp_path)
+
+
+def test_npz_that_is_a_fifo_is_refused_without_a_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "data.npz")
+    with pytest.raises(RequestError, match="not a regular file"):
         open_arrays(tmp_path)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from multigpu_cli.config.regular_files import open_regular
 from multigpu_cli.data.files import locate_other_file, locate_single_file
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import FEW, SPLITS, DataSource, Kind, check_precision
@@ -59,7 +60,10 @@ def load(
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
-        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:  # NumPy leaves a damaged one open
+        with (
+            open_regular(path.resolve()) as raw,
+            np.load(raw, allow_pickle=False) as file,
+        ):  # NumPy leaves a damaged one open
             return {name: np.asarray(file[name]) for name in file.files}  # bytes, if a member is no array
     except Exception as error:  # zipfile, its decompressors and NumPy have a dozen kinds for what is damaged or a trap
         problem = str(error) or type(error).__name__
