@@ -156,6 +156,7 @@ def real_data() -> Callable[[str], Path]:
 def _no_orphans() -> Iterator[None]:
     """Whatever a test leaves running would train on beside the next one, so it fails the session."""
     yield
+    gc.collect()  # an object that is held by an exception's frames may have a process, which ends with it
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     left = children.read_text().split() if children.exists() else []
     commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in left]

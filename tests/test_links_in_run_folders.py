@@ -68,6 +68,7 @@ def put_link(run: Path, entry: str) -> Path:
     return link
 
 
+@pytest.mark.filterwarnings("ignore:.* is damaged, and not used")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_whatever_is_a_link_is_refused_and_nothing_is_touched(
     entry: str, run: Path, capsys: pytest.CaptureFixture[str]

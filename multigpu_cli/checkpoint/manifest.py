@@ -82,10 +82,13 @@ def find_quick_damage(folder: Path, moved: Moved = ignore_progress) -> str | Non
 def find_manifest_damage(folder: Path) -> str | None:
     """What is wrong with the manifest of a checkpoint alone; no other file is looked at."""
     try:
-        check_fields(manifest := read_manifest(folder), MANIFEST)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        manifest = read_manifest(folder)
+        if manifest.get("sha256") != _sum({name: value for name, value in manifest.items() if name != "sha256"}):
+            return f"{MANIFEST} does not match its own checksum"
+        check_fields(manifest, MANIFEST)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} can't be read ({type(error).__name__})"
-    return f"{MANIFEST} does not match its own checksum" if manifest.pop("sha256", None) != _sum(manifest) else None
+    return None
 
 
 def find_damaged_piece(folder: Path, share: int = 0, shares: int = 1, *, moved: Moved = ignore_progress) -> str | None:

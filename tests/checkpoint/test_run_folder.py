@@ -412,6 +412,7 @@ def test_a_folder_holds_a_run_once_its_settings_are_there(tmp_path: Path) -> Non
     assert holds_run(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.*summary.json is damaged, and not used")
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", "\udcff".encode("utf-8", "surrogateescape")])
 def test_a_summary_that_cannot_be_read_is_none(content: str | bytes | None, tmp_path: Path) -> None:
     if content is not None:

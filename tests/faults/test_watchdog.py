@@ -72,6 +72,7 @@ def test_where_the_run_folder_takes_no_word_the_run_is_ended_all_the_same(
     monkeypatch.setattr("multigpu_cli.faults.watchdog._WRITING", 0.5, raising=False)
     (tmp_path / "logs").mkdir()
     os.mkfifo(tmp_path / "logs" / "stacks_0_rank_0.txt")
+    monkeypatch.setattr("multigpu_cli.faults.rank_exits.without_links", lambda path, flags: os.open(path, os.O_WRONLY))
     code, words = watch_run(tmp_path, [0.01, 5.0])
     assert code == 1
     assert words.startswith(f"the run can't continue, and no report could be written to {tmp_path / 'logs'}")

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,7 +149,7 @@ def test_what_can_not_be_profiled_is_refused_in_one_message(tmp_path: Path) -> N
     assert "is not running" in refusal()
     with lock_folder(run):
         assert "is starting" in refusal()
-        put(run, STATE, {"host": here, "pid": os.getpid(), "phase": "training"})
+        put(run, STATE, {"time": time.time(), "host": here, "pid": os.getpid(), "phase": "training"})
         put(run, REQUEST, {})
         assert "profiled already" in refusal()
         (run / REQUEST).unlink()
@@ -160,7 +161,7 @@ def test_what_can_not_be_profiled_is_refused_in_one_message(tmp_path: Path) -> N
 
 def test_a_run_that_dies_meanwhile_is_not_waited_for(tmp_path: Path) -> None:
     put(tmp_path, "journal.jsonl", {})
-    put(tmp_path, STATE, {"host": os.uname().nodename, "pid": os.getpid()})
+    put(tmp_path, STATE, {"time": time.time(), "host": os.uname().nodename, "pid": os.getpid()})
     with lock_folder(tmp_path):
         answers: list[str] = []
 

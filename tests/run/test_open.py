@@ -299,8 +299,8 @@ def test_the_folder_has_the_settings_and_nothing_of_the_attempt_before(
     run.folder, tables = tmp_path, run.log.tensorboard
     run.log.tensorboard = tables if board else None
     run.spec.factories.comment = "# by hand\n"
-    monkeypatch.setattr("multigpu_cli.config.yaml_text.dump_config", lambda config: f"seed: {config}\n")
-    run.spec.user_config = 17
+    monkeypatch.setattr("multigpu_cli.config.yaml_text.dump_config", lambda config: f"seed: {config['seed']}\n")
+    run.spec.user_config = {"seed": 17}
     (tmp_path / "summary.json").write_text("{}")
     for _ in range(2):
         opening._prepare_folder(run)

@@ -127,7 +127,14 @@ def train(case: str, size: int, workers: int, folder: Path) -> list[tuple[float,
     return [run(None)] if workers == 1 else run_on_each_rank(workers, run)
 
 
-@pytest.mark.parametrize("case", ["pixels", "samples in memory", "samples on the disk"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "pixels",
+        pytest.param("samples in memory", marks=pytest.mark.slow),
+        pytest.param("samples on the disk", marks=pytest.mark.slow),
+    ],
+)
 def test_step_is_that_of_plain_torch_at_any_micro_batch(tmp_path: Path, case: str) -> None:
     fingerprints: dict[int, set[str]] = {}
     for size, workers in product([1, 2, 8, 32], [1, 2, 3]):

@@ -202,6 +202,12 @@ def _adopt_pins(command: Config, start: ResumePoint, origin: str) -> tuple[Confi
     return user_config, replace_settings(user_config, fixed | ({"base_lr": None} if "lr" in pinned else {}))
 
 
+def _list_ignored(origin: str, command: Config) -> list[str]:
+    """Return a warning for each private setting in the config.yaml of a run that the command does not repeat."""
+    reason = f"is not taken from {origin}/config.yaml, which may be somebody else's: give it again"
+    return [f"--{key} {reason}" for key in list_private(Path(origin)) if not command.get(key)]
+
+
 def prepare_spec(
     config: Config,
     placement: Placement,
@@ -221,7 +227,6 @@ def prepare_spec(
     if not manifest:
         check_new_run(command, start.folder)
     origin = str(Path(str(start.checkpoint)).parents[1]) if start.checkpoint else ""
-    private = run_on_main_rank(world, lambda: list_private(Path(origin))) if manifest else []
     user_config, config = _adopt_pins(command, start, origin)
     check_code(config, command, str(start.checkpoint), (*factories.named, *FOLLOWING))
     source = run_on_all_ranks(world, lambda: _open_source(config, placement, world, factories, moved, start))
@@ -229,8 +234,7 @@ def prepare_spec(
         for check in load_given(CHECK_BASE, config):
             run_on_main_rank(world, partial(check, base, config, source.codec.record, origin))
     fingerprint = run_on_all_ranks(world, lambda: compute_fingerprint(source, config.reproducibility.seed))
-    reason = f"is not taken from {origin}/config.yaml, which may be somebody else's: give it again"
-    ignored = [f"--{key} {reason}" for key in private if not command.get(key)]
+    ignored = run_on_main_rank(world, lambda: _list_ignored(origin, command)) if manifest else []
     source = replace(source, warnings=(*ignored, *source.warnings, *find_shared_samples(source, fingerprint)))
     if world.size > 1:
         check_same_data(world, source, fingerprint, config.data.name)

@@ -203,7 +203,7 @@ def test_what_a_template_does_not_take_is_named(
         ("{{ 'a' * 10000000000000 }}", "MemoryError"),
         ("{{ 'a' * 9000000 }}", "its text has 9,000,000 characters"),
         ("{{ '%999999999999d' % 1 }}", "does not take"),
-        ("{{ 9 ** 9 ** 9 }}", "does not take"),
+        ("{{ 9 ** (9 ** 9) }}", "more than 1 seconds"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "does not take"),
     ],
