@@ -77,7 +77,7 @@ def load(code: str) -> Any:
 
 
 def load_given(table: dict[str, str], config: Any) -> list[Any]:
-    """The code of a table by settings, one or several with spaces between, where one differs from its default."""
+    """Load the code of each entry of a table, whose key names settings, if one of these differs from its default."""
     usual = type(config)()
     codes = [code for keys, code in table.items() if any(config.get(key) != usual.get(key) for key in keys.split())]
     return [load(code) for code in codes]

@@ -205,7 +205,7 @@ def choose_interval(scheduler: LRScheduler, epochs: int, steps: int, batches: Ba
 
 
 def _find_length(scheduler: LRScheduler, expected: Collection[int]) -> int | None:
-    """After how many of its steps a scheduler is at its end; None where none shows."""
+    """Return the number of steps after which a scheduler ends; None if it has no visible end."""
     match scheduler:
         case lr_scheduler.SequentialLR():
             before = int(scheduler._milestones[-1])
@@ -230,5 +230,5 @@ def _find_zero(factor: Callable[[int], float], expected: Collection[int]) -> int
         high = next((2**power for power in range(1, 40) if factor(2**power) <= 0), 0)
         end = bisect_left(range(high), True, lo=high // 2 + 1, key=lambda step: factor(step) <= 0)
         return end if high and factor(end - 1) > _UNDERFLOW else None
-    except Exception:  # the user's own code may raise anything, such as at the end of a table: no end shows
+    except Exception:  # the user's own code may raise anything, such as at the end of a table: its end is unknown then
         return None

@@ -118,7 +118,7 @@ class UserInputs:
         return Collate(self.train, form)([SeededDataset(self.train, seed)[EVAL_EPOCH, 0]])
 
     def _classes(self, task: str | None, inputs: Any, form: SampleForm, seed: int) -> int:
-        """The number of classes, or of tokens, that a task chosen by name needs; 0 where it needs none."""
+        """Return the number of classes, or of tokens, for a task chosen by name; 0 if it needs no such number."""
         if declared := count_declared_classes(self.train):
             return declared
         if task == "language-model":
@@ -306,7 +306,7 @@ def from_loader(
 
 
 def with_collate(loader: DataLoader[Any], seed: int, split: str = "train") -> Dataset[Any]:
-    """The loader's dataset, with its collate_fn where that is not torch's own."""
+    """Return the loader's dataset, with the loader's collate_fn unless that is torch's default."""
     if not isinstance(loader, DataLoader):
         raise RequestError(f"{split} loader: a {type(loader).__name__} is no DataLoader", remedy="DataLoader(dataset)")
     dataset, own = index_stream(loader.dataset, seed, split), loader.collate_fn is not default_collate

@@ -125,8 +125,8 @@ class MultiGPUTrainer(Functions):
             epoch: counted from 0; the current one (default), or an earlier one.
 
         Returns:
-            loss (mean over the epoch's samples), epoch, step, learning_rate, and val_loss, val_accuracy (a share, 0 to
-            1) where there is validation data.
+            loss (mean over the epoch's samples), epoch, step and learning_rate; with validation data also val_loss and
+            val_accuracy (a share, 0 to 1).
 
         Raises:
             RequestError: epochs are skipped, or num_epochs are done.
@@ -177,7 +177,7 @@ class MultiGPUTrainer(Functions):
         return {"loss": loss, "grad_norm": outcome.grad_norm, "skipped": outcome.skipped, "step": run.progress.step}
 
     def validate_epoch(self, val_loader: Any = None) -> dict[str, float]:
-        """Loss, and where there are classes accuracy (a share, 0 to 1), over the validation data, each sample once.
+        """Return the loss, and for classes the accuracy (a share, 0 to 1), over the validation data, each sample once.
 
         Directly after an epoch, its evaluation is returned and not repeated. RequestError: there is no validation data.
         SystemExit: a signal stopped it, with a checkpoint saved (code 75).

@@ -68,8 +68,8 @@ def train_with_multi_gpu(
     Args:
         model: a DataParallel or DistributedDataParallel around it is removed.
         optimizer: over the model's parameters, any of torch's but LBFGS; None is AdamW with a scaled rate.
-        criterion: (outputs, targets) → loss; () mean over the micro-batch, or (n, …) one per sample. Of
-            `nn.CrossEntropyLoss` and `nn.NLLLoss` the mean is over the global batch, with their weights and ignored
+        criterion: (outputs, targets) → loss; () mean over the micro-batch, or (n, …) one per sample.
+            `nn.CrossEntropyLoss` and `nn.NLLLoss` are means over the global batch, with their weights and ignored
             labels. None is cross-entropy for (n,) classes and (n, t) next tokens, squared error for real numbers.
         strategy: auto, none, dp or DataParallel, ddp or DistributedDataParallel, fsdp. With fsdp an optimizer is
             refused; under torchrun the model stays sharded, and best.pt has its whole weights.

@@ -104,7 +104,7 @@ def compute_sha256(file: Path, moved: Moved = ignore_progress) -> str:
 def sign_cache(content: "hashlib._Hash", facts: object) -> str:
     """Return the checksum of a file that is made once and read back: of its content, whose digest is given, and facts.
 
-    The facts are plain values. It notices damage, and is no signature.
+    `facts` are plain values. The checksum detects damage; it does not prove who wrote the file.
     """
     content.update(json.dumps(facts, sort_keys=True).encode())
     return content.hexdigest()

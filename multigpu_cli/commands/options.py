@@ -203,14 +203,14 @@ def name_draft(target: Path) -> Path:
 
 @contextmanager
 def draft_of(flag: str, target: Path) -> Iterator[Path]:
-    """The draft of a new file or folder: on the disk, it gets the target's name; what fails inside leaves nothing.
+    """Yield the draft of a new file or folder; it gets the target's name once it is on the disk, or goes on an error.
 
     Its name can be guessed. Nothing of that name exists at the start, and inside it is created by `open_new`, `publish`
     or `mkdir`, none of which follows a link.
     """
     draft = name_draft(target)
     with writing_to(flag, target):
-        _remove(draft)  # of a process that was killed, or planted
+        _remove(draft)  # left by a process that was killed, or planted by somebody
     try:
         yield draft
         with writing_to(flag, target):

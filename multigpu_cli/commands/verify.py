@@ -162,7 +162,7 @@ def _find_divergences(a: RunTrace, b: RunTrace, places: list[tuple[int, int, str
 
 
 def _relative_difference(one: Any, other: Any) -> float | None:
-    """The difference relative to the greater value; None where one of them is no finite number."""
+    """The difference relative to the greater value; None if one of them is not finite."""
     if not (isinstance(one, (int, float)) and isinstance(other, (int, float))):
         return None
     return abs(one - other) / (max(abs(one), abs(other)) or 1.0)

@@ -109,7 +109,8 @@ def gather(flags: Mapping[str, Any], sets: Sequence[str], recipe: str | None, *,
 def list_private(folder: Path) -> list[str]:
     """Return the private settings that the config.yaml of a run has; none if it is missing or can't be read.
 
-    A resume takes none of them: whoever unpacks a stranger's folder owns its files, and `notify` names a program.
+    A resume takes none of them: after a stranger's folder was unpacked its files belong to the user, and `notify` names
+    a program.
     """
     try:
         with open_regular(folder / "config.yaml") as opened:

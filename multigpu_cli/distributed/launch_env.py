@@ -209,7 +209,7 @@ def _has_restarts_left(environ: Mapping[str, str]) -> bool:
 
 
 def is_told_by_launcher(error: BaseException, environ: Mapping[str, str]) -> bool:
-    """Whether our launcher, which knows more of a rank that ended without a word, will print the cause at the end."""
+    """Return whether our launcher prints this error's cause: a rank ended without an error, and no restart is left."""
     is_unexplained = isinstance(error, TrainingError) and error.is_unexplained
     return is_unexplained and is_self_launched(environ) and not _has_restarts_left(environ)
 
@@ -331,7 +331,7 @@ def _replace(file: Path, content: Mapping[str, Any]) -> None:
     """Write a file that others may read at any time, if the disk has room: a restart can do without these."""
     draft = file.with_suffix(f".{os.getpid()}.draft")
     with suppress(OSError):
-        draft.unlink(missing_ok=True)  # of another attempt, or a link that somebody has planted
+        draft.unlink(missing_ok=True)  # left by another attempt, or a link that somebody has planted
         with open_new(draft) as opened:
             opened.write(json.dumps(content).encode())
         draft.replace(file)

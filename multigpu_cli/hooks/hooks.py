@@ -273,7 +273,7 @@ def _call_one(
     versions = TensorVersions(watched)
     watchdog.mark_progress()
     began = time.perf_counter()
-    with name_own_code(call), enable_grad():  # ends with the mode that was there before
+    with name_own_code(call), enable_grad():  # afterwards the mode is as before
         getattr(hook.object, method)(numbers, *tensors)
     taken = 1e3 * (time.perf_counter() - began)
     watchdog.mark_progress()

@@ -192,7 +192,7 @@ class MirrorState:
     url: str = ""  # of the mirror
     step: int | None = None  # of the newest checkpoint in the mirror
     content: str = ""  # checksum of that checkpoint's manifest
-    complete: bool = False  # all files of the ended run are there
+    complete: bool = False  # the mirror holds all files of the ended run
     error: str = ""  # why the last try failed; "" after one that did not
 
 

@@ -204,7 +204,7 @@ class Mirror:
             raise MirrorError(f"mirror {self.url}: {names[-1]} came back with other content")
 
     def _upload(self, file: Path, wanted: str, moved: Moved, *names: str) -> None:
-        """Send a file of any size, unless it is there, and read it back; its SHA-256 sum is wanted."""
+        """Send a file of SHA-256 sum `wanted`, unless the mirror holds it already, and check it by reading it back."""
         moved()
         if self._sum(*names, moved=moved) != wanted:
             self._send(file, moved, *names)

@@ -162,9 +162,9 @@ _NEEDED = {  # the fields that an object of each kind must have
 
 
 def check_fields(content: Any, kind: str) -> None:
-    """Raise ValueError, which names a field, unless this is an object with the fields of a kind of fields.json.
+    """Raise ValueError, which names a field, unless `content` is an object with the fields of a kind of fields.json.
 
-    Of a kind that fields.json lacks, it may be any object.
+    If fields.json lacks the kind, any object will do.
     """
     if (name := _find_misfit(content, kind if kind in _KINDS else "object")) is not None:
         raise ValueError(f"{name} is missing, or of another type")

@@ -40,7 +40,7 @@ class Part:
         """The network on this rank, before the strategy takes it."""
 
     def built(self, components: TrainComponents) -> None:
-        """Model, task, optimizer and data are there, with the state of the checkpoint."""
+        """Called when model, task, optimizer and data are built and have the state of the checkpoint."""
 
     def fitted(self, components: TrainComponents) -> None:
         """The batch sizes fit the memory; next the run folder is locked. Not for a dry run."""

@@ -26,15 +26,15 @@ from multigpu_cli.tasks.weighted_mean import WeightedMean, find_weighted_mean
 
 
 class _OwnLoss(Task):
-    """A loss that only its own code computes: what comes as a scalar is taken for the mean over the samples."""
+    """A loss that user code computes; a scalar counts as the mean over the samples of the micro-batch."""
 
     _makes_rows: bool | None = None  # whether collate_fn makes a row of each sample it keeps; None: not asked yet
 
     def _refuse_dropped(self, batch: Batch, *parts: Any) -> None:
         """Raise RequestError if all parts have as many rows, fewer than there are samples, and rows are samples.
 
-        They are if a part has a number in each row, or by what the collate_fn makes of copies of a sample. Other rows
-        may be packed, have time first, or be of tokens.
+        Rows are samples if a part has one number in each row, or if the collate_fn makes a row of each copy of a
+        sample. Otherwise rows may be packed, time steps or tokens.
         """
         tensors = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor) and leaf.ndim]
         rows = {len(leaf) for leaf in tensors}
@@ -47,13 +47,13 @@ class _OwnLoss(Task):
 
 
 def _makes_row_of_each_sample(source: DataSource, copies: int) -> bool:
-    """Whether the training split's collate_fn makes a row of each sample, unless it drops the sample.
+    """Return whether the training split's collate_fn makes one row of each sample that it does not drop.
 
-    Of copies of a sample it then makes as many rows, or none. One that packs makes fewer if they are short, one that
-    puts time first as many as there are times, one that joins pairs half of them.
+    Such a function returns as many rows as it gets copies of one sample, or none. A function that packs returns fewer
+    rows for short samples, one that puts time first a row for each time step, one that joins pairs half as many.
     """
     collate, numbers = Collate(source.train, source.form), set[int]()
-    # of 32 samples some are short enough to be packed together
+    # 32, since a few of so many samples are short enough to be packed together
     for index in range(min(32, len(source.train))) if collate.own is not None else ():  # type: ignore[arg-type]
         numbered = [(index, get_sample(source.train, index))] * copies
         with suppress(Exception):  # the user's own code may raise anything, as for a batch of which it drops all

@@ -18,7 +18,7 @@ _BITS = 30  # the greatest weight has 2²⁹ to 2³⁰ steps: finer than float32
 
 
 class WeightedMean:
-    """What one of torch's cross-entropies means over a global batch, as a sum and its units.
+    """The mean over a global batch of one of torch's cross-entropies, as a sum and its units.
 
     Units are weights in steps of `1 / scale`, so that they are whole numbers: their sum has no rounding, in any order
     and on any number of workers. The sum of losses is of the same rounded weights, times `scale`.
@@ -66,13 +66,13 @@ class WeightedMean:
         )
 
     def _weigh_in_steps(self, device: torch.device) -> Tensor | None:
-        """Return the weights (classes,) int64 in steps of `1 / scale`; None where all weigh 1."""
+        """Return the weights (classes,) int64 in steps of `1 / scale`; None if all weigh 1."""
         weight = self._criterion.weight
         return None if weight is None else (weight.to(device).double() * self.scale).round().long()
 
 
 def find_weighted_mean(criterion: Any, targets: object, labels: Tensor | None) -> WeightedMean | None:
-    """Return the mean over a global batch; None where the mean over samples is the same, or the criterion another.
+    """Return the mean over a global batch; None if the mean over samples is the same, or for other criteria.
 
     Args:
         criterion: a subclass of torch's may compute anything, so it is another.

@@ -15,8 +15,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +27,14 @@ import pytest
 
 import main_multi_gpu
 from multigpu_cli.tune import driver
-from tests.support import safe_forks  # noqa: F401
+from tests.support.forked_command import NOTES, SECONDS, ForkedCommand, Outcome
 from tests.support.row_files import ROWS, make_samples, write_arrow, write_jsonl, write_tar
 from tests.support.run_training import run_training
 from tests.tune.studies import FAKE, make_driver, make_study
 
 SEED = int(os.environ.get("FUZZ_SEED", time.time_ns() % 10**6))
 MUTANTS = int(os.environ.get("FUZZ_MUTANTS", "500"))
-_SECONDS = 120  # of a command, on a busy machine
+_SECONDS = SECONDS  # of a command
 _FORKS = 2  # commands at a time
 _SECOND_CHANGES = 0.25  # of the mutants
 _QUICK = 4  # chances of a command that takes a moment, against one that trains or draws
@@ -293,7 +291,7 @@ def _find_readers(subject: Subject, root: Path) -> dict[str, list[tuple[str, ...
         copy_folder(root, home, subject.folder)
         outcome = finish(start(words, home, subject.folder))
         assert outcome.code == 0, (words, outcome)
-        assert not describe_failure(outcome), (words, outcome)
+        assert not outcome.describe_failure(), (words, outcome)
         for name in readers.keys() & outcome.opened:
             readers[name] += [words] * commands.count(words)
         shutil.rmtree(home)
@@ -315,19 +313,10 @@ def copy_folder(root: Path, home: Path, folder: str) -> None:
 class Fork(NamedTuple):
     """A running command; `before` is what `_list_outside` returned when it started."""
 
-    process: int
+    command: ForkedCommand
     home: Path
     folder: str
     before: dict[str, tuple[int, ...]]
-
-
-class Outcome(NamedTuple):
-    """How a command ended: its exit code, output, forbidden acts, and the names of the files that it opened."""
-
-    code: int
-    text: str
-    violations: str
-    opened: frozenset[str]
 
 
 def start(words: Sequence[str], home: Path, folder: str) -> Fork:
@@ -335,48 +324,16 @@ def start(words: Sequence[str], home: Path, folder: str) -> Fork:
     root = home / "in"
     argv = [word.replace("{}", str(root)) for word in words]
     before = _list_outside(home, folder)
-    process = os.fork()
-    if process == 0:
-        try:
-            with open(home / "output", "wb") as file:
-                for number in (1, 2):
-                    os.dup2(file.fileno(), number)
-            sys.stdout = open(1, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
-            sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
-            _watch(home, root / folder)
-            signal.alarm(_SECONDS)  # its signal ends the fork
-            code = main_multi_gpu.run(argv)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        finally:
-            os._exit(99)
-    return Fork(process, home, folder, before)
+    command = ForkedCommand(argv, home, root / folder, seconds=_SECONDS, noted=root)
+    return Fork(command, home, folder, before)
 
 
 def finish(fork: Fork) -> Outcome:
     """Wait until the command has ended."""
-    status = os.waitstatus_to_exitcode(os.waitpid(fork.process, 0)[1])
-    texts = {}
-    for name in ("output", "violations", "opened"):
-        file = fork.home / name
-        texts[name] = file.read_bytes().decode(errors="replace") if file.exists() else ""
-        file.unlink(missing_ok=True)
+    outcome = fork.command.wait()
     after = _list_outside(fork.home, fork.folder)
     changed = sorted(name for name in after.keys() | fork.before if after.get(name) != fork.before.get(name))
-    violations = texts["violations"] + "".join(f"changed {name}\n" for name in changed)
-    return Outcome(status, texts["output"], violations, frozenset(texts["opened"].splitlines()))
-
-
-def describe_failure(outcome: Outcome) -> str:
-    """Return what a command did that none may do with a stranger's folder; "" if nothing."""
-    problems = [outcome.violations] if outcome.violations else []
-    if outcome.code not in (0, 1, 2):
-        problems.append("hangs" if outcome.code == -signal.SIGALRM else f"ends with {outcome.code}")
-    problems += [
-        f"prints {mark!r}" for mark in ("Traceback", "internal error", *"\x1b\x07\x00") if mark in outcome.text
-    ]
-    return "; ".join(problems)
+    return outcome._replace(violations=outcome.violations + "".join(f"changed {name}\n" for name in changed))
 
 
 def _list_outside(home: Path, folder: str) -> dict[str, tuple[int, ...]]:
@@ -388,46 +345,7 @@ def _list_outside(home: Path, folder: str) -> dict[str, tuple[int, ...]]:
             status = path.lstat()
             facts = () if stat.S_ISDIR(status.st_mode) else (status.st_size, status.st_mtime_ns)
             found[path.relative_to(home).as_posix()] = (status.st_mode, *facts)
-    return {name: facts for name, facts in found.items() if name not in ("output", "violations", "opened")}
-
-
-def _watch(home: Path, allowed: Path) -> None:
-    """Note what this process, which ends soon, opens, and what it does that no command may do."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-    log, opened = os.open(home / "violations", flags), os.open(home / "opened", flags)
-    unnamed = tempfile.gettempdir()  # an unnamed temporary file is opened by the name of its folder
-    temporary = tuple(f"{unnamed}/{prefix}" for prefix in ("multigpu-", "tmp", "pymp-"))
-    starts = {"subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "pty.spawn"}
-    changes = {
-        **dict.fromkeys(("os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.mkdir", "os.chown", "os.utime"), (0,)),
-        "os.rename": (0, 1),
-        "os.link": (0, 1),
-        "os.symlink": (1,),
-    }
-    follow = {"open", "os.truncate", "os.chmod", "os.chown", "os.utime"}
-    prefix = f"{home}/in/"
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in starts:
-            os.write(log, f"{event} {arguments[:2]!r}\n".encode())
-        paths = [arguments[number] for number in changes.get(event, ())]
-        if event == "open" and isinstance(arguments[0], str) and arguments[0].startswith(prefix):
-            os.write(opened, arguments[0].removeprefix(prefix).encode(errors="replace") + b"\n")
-        if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            paths = [arguments[0]]
-        inside = event in ("os.remove", "os.rmdir") and arguments[1] != -1  # by the descriptor of a folder
-        base = Path(f"/proc/self/fd/{arguments[1]}").readlink() if inside else Path.cwd()
-        for path in paths:
-            if isinstance(path, str | bytes | os.PathLike):
-                place = base / os.fsdecode(path)
-                # names are removed, renamed or made where they are, and the others follow a link
-                named = Path(os.path.realpath(place.parent), place.name)
-                real = os.path.realpath(place) if event in follow else str(named)
-                elsewhere = real != unnamed and not real.startswith((*temporary, "/dev/"))
-                if elsewhere and not Path(real).is_relative_to(allowed):
-                    os.write(log, f"{event} {real!r}\n".encode(errors="replace"))
-
-    sys.addaudithook(hook)
+    return {name: facts for name, facts in found.items() if name not in NOTES}
 
 
 class Mutant(NamedTuple):
@@ -492,7 +410,7 @@ def test_command_survives_any_damage(
     failures = [
         f"{' '.join(mutant.words)} after {mutant.damage}: {problem}\n  {outcome.text.strip()[-400:]!r}"
         for mutant, outcome in _run_mutants(mutants, folder, originals.root, tmp_path)
-        if (problem := describe_failure(outcome))
+        if (problem := outcome.describe_failure())
     ]
     assert not failures, f"FUZZ_SEED={SEED}: {len(failures)} failures\n" + "\n".join(failures)
 
@@ -541,4 +459,4 @@ def test_fuzzer_notices(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     act, expected = FAULTS[fault]
     monkeypatch.setattr(main_multi_gpu, "run", lambda argv: (act(Path(argv[0])), 0)[1])
     monkeypatch.setattr(f"{__name__}._SECONDS", 1)
-    assert re.search(expected, describe_failure(finish(start(["{}/runs/a"], tmp_path, "runs/a"))), re.DOTALL)
+    assert re.search(expected, finish(start(["{}/runs/a"], tmp_path, "runs/a")).describe_failure(), re.DOTALL)

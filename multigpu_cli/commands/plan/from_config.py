@@ -1,4 +1,4 @@
-"""Whether a pretrained model fits here, by its config.json alone: before its weights or the data are there."""
+"""Tell from config.json alone whether a pretrained model fits here, before its weights and the data are downloaded."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -117,11 +117,11 @@ def _build_on_meta(config: Config) -> nn.Module:
 def _add_activations(
     memory: Memory, model: nn.Module, tokens: int, dtype: torch.dtype | None, *, pairs: bool
 ) -> tuple[Memory, str]:
-    """The memory with what backward needs, or as it was with the reason why that can't be told."""
+    """Return the memory with the activations that backward keeps; or unchanged, and the reason why they are unknown."""
     each = 2 if pairs else 1  # rows of a sample
     try:
         one, two = count_kept_bytes(model, (each, 2 * each), tokens, dtype)
-    except Exception as error:  # of transformers, where tensors have no values; the forecast says what it then lacks
+    except Exception as error:  # layers of transformers may ask for values, which meta tensors lack, and raise anything
         return memory, f"its layers ask for values ({type(error).__name__})"
     fixed, slope = fit_line((1, float(one)), (2, float(two)))
     return replace(memory, fixed=fixed, per_sample=slope), ""

@@ -33,7 +33,7 @@ def load(
     """
     path = locate_single_file("npz", data_dir, file, _LAYOUT)
     arrays = _arrays(path)
-    if kind == "regression":  # float64 is checked for what float32 would round
+    if kind == "regression":  # as float64 they are checked for rounding by float32
         whole_numbers = [name for name in arrays if name.startswith("y") and arrays[name].dtype.kind in "iub"]
         arrays |= {name: arrays[name].astype(np.float64) for name in whole_numbers}
     splits: dict[str, Any] = {name: _split(arrays, f"_{name}", path) for name in SPLITS if f"X_{name}" in arrays}
@@ -60,12 +60,10 @@ def load(
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
-        with (
-            open_regular(path.resolve()) as raw,
-            np.load(raw, allow_pickle=False) as file,
-        ):  # NumPy leaves a damaged one open
-            return {name: np.asarray(file[name]) for name in file.files}  # bytes, if a member is no array
-    except Exception as error:  # zipfile, its decompressors and NumPy have a dozen kinds for what is damaged or a trap
+        # NumPy leaves a damaged file open, so it is opened here; members other than arrays come as bytes
+        with open_regular(path.resolve()) as raw, np.load(raw, allow_pickle=False) as file:
+            return {name: np.asarray(file[name]) for name in file.files}
+    except Exception as error:  # zipfile, its decompressors and NumPy raise a dozen types for damaged and hostile files
         problem = str(error) or type(error).__name__
         raise RequestError(f"--data npz: {path}: {problem}", remedy=f"plain arrays of numbers: {_LAYOUT}") from error
 

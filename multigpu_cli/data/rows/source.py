@@ -220,7 +220,7 @@ def _build_numbers(parts: Parts, roles: RowRoles, mode: str) -> Built:
 
 
 def _spread_evenly(count: int) -> np.ndarray:
-    """The indices of up to `_SCALED_BY` of so many rows."""
+    """Return up to `_SCALED_BY` indices below `count`, evenly spread."""
     return np.unique(np.linspace(0, count - 1, min(count, _SCALED_BY)).astype(np.int64))
 
 

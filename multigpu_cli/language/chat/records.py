@@ -34,8 +34,8 @@ class TokenFile:
 
     The file: the place of each sample's first token, and the number of all, (n + 1,) int64; then the tokens, int32;
     then a checksum. A token that is learned is stored as its complement, which is negative. `own_because` says why no
-    other process reads it; it is empty where others do. ValueError where the file, which may be closed afterwards, is
-    not whole.
+    other process reads the file; it is empty if others do. The file may be closed afterwards. ValueError: it is
+    incomplete.
     """
 
     def __init__(self, file: BinaryIO, count: int) -> None:
@@ -128,7 +128,7 @@ def _encode(encode: Encode, record: int) -> Sequence[ChatTokens]:
 
 
 def _find(path: Path, count: int, encode: Encode, width: int) -> TokenFile | None:
-    """The file, if it is there, whole, and holds what `encode` makes of its first, middle and last record."""
+    """Return a file that exists and is undamaged, if its first, middle and last record are as `encode` makes them."""
     try:
         with open_regular(path) as file:
             found = TokenFile(file, count * width)
