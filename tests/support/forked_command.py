@@ -69,19 +69,19 @@ class ForkedCommand:
         prepare: Callable[[], object] = lambda: None,
         noted: Path | None = None,
     ) -> None:
-        self._files = [home / name for name in NOTES]
+        output, violations, openings = self._files = [home / name for name in NOTES]
         self.pid = os.fork()
         if self.pid:
             self._ended = os.pidfd_open(self.pid)
             return
         try:
             os.setsid()
-            with open(self._files[0], "wb") as file:
+            with open(output, "wb") as file:
                 for number in (1, 2):
                     os.dup2(file.fileno(), number)
             sys.stdout = open(1, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
             sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
-            _watch(*self._files[1:], allowed, noted)
+            _watch(violations, openings, allowed, noted)
             warnings.resetwarnings()  # pytest makes errors of them
             warnings.showwarning = _show_warning
             signal.alarm(seconds)

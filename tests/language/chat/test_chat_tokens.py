@@ -1,3 +1,6 @@
+import fcntl
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,3 +221,26 @@ def test_template_is_refused_within_seconds(
         encoder.encode(Conversation(TALK), "a:1")
     assert "template" in refused.value.remedy
     assert ChatEncoder(tokenizer, None, "all", []).encode(Conversation(TALK), "a:1").ids
+
+
+def test_process_of_the_template_holds_no_lock_of_its_parent(tokenizer: Any, tmp_path: Path) -> None:
+    """It is forked while the file of tokens is locked, and lives longer than that lock."""
+    encoder = ChatEncoder(tokenizer, None, "all", [])
+    with (tmp_path / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        encoder.encode(Conversation(TALK), "a:1")
+    with (tmp_path / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert encoder.encode(Conversation(TALK), "a:2").ids
+
+
+def test_fork_that_drops_the_encoder_leaves_the_templates_process_alone(tokenizer: Any) -> None:
+    """A loader process ends with a copy of all that its parent had."""
+    encoder = ChatEncoder(tokenizer, None, "all", [])
+    encoder.encode(Conversation(TALK), "a:1")
+    child = os.fork()
+    if child == 0:
+        del encoder
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert encoder.encode(Conversation(TALK), "a:2").ids
