@@ -1,8 +1,9 @@
 """Every setting of a run: one frozen dataclass per section, and one table for flags, YAML and help.
 
-A setting's key (in YAML and --set) is its flag in snake_case: --batch-size is batch_size. Those with a dot in their
-key have no flag: the free-form arguments of the parts (data.args.*, and so for model, task, optimizer, schedule, metric
-and hook), and what few people need, such as optimizer.rates. Settings of a section that is FREE may differ on resume.
+A setting's key (in YAML and --set) is its flag in snake_case: --batch-size is batch_size. `guard` has no flag, nor have
+those with a dot in their key: the free-form arguments of the parts (data.args.*, and so for model, task, optimizer,
+schedule, metric and hook), and what few people need, such as optimizer.rates. Settings of a section that is FREE may
+differ on resume.
 """
 
 from collections.abc import Iterable, Iterator
@@ -234,6 +235,7 @@ class ReproducibilityConfig:
     PANEL = "Precision and reproducibility"
     seed: int = flag(42, integer(0), "random seed")
     exact: bool = flag(False, types.switch, "bit-identical results on any number of workers")
+    guard: str = flag("on", choice("on", "off"), "refuse code whose result depends on the number of workers", free=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -308,6 +308,10 @@ groups = ValueType("[{match: PATTERN, …}]", _groups)
 class_weights = ValueType("balanced|W,W", _class_weights)
 
 
+WITHOUT_FLAG = {"guard"}
+"""Settings without a dot in their key that are given in YAML or by --set alone."""
+
+
 class Setting(NamedTuple):
     """One setting: `section` and `attribute` are its place in Config, and a `free` one may differ on resume."""
 
@@ -322,7 +326,7 @@ class Setting(NamedTuple):
 
     @property
     def flag(self) -> str | None:
-        return None if "." in self.key else "--" + self.key.replace("_", "-")
+        return None if "." in self.key or self.key in WITHOUT_FLAG else "--" + self.key.replace("_", "-")
 
 
 def setting(key: str, default: Any, kind: ValueType, help: str, *, free: bool = False, panel: str = "") -> Any:

@@ -52,6 +52,7 @@ from multigpu_cli.run.assembly.components import TrainComponents, describe_group
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_batch
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.finalize import build_summary, restore_best_file, write_run_end
+from multigpu_cli.run.guard.first_batch import check_user_code
 from multigpu_cli.run.part import Part, bind_moments, load_parts
 from multigpu_cli.run.request.checks import find_unpinned_facts
 from multigpu_cli.run.request.prepare import prepare_spec
@@ -114,6 +115,7 @@ def try_request(request: ResolvedRequest) -> dict[str, Any]:
         components = build_components(spec, world, request.parts)
         with closing(components.loaders):
             samples, memory_warnings = try_micro_batch(components)
+            _examine_user_code(components, console)
         for warning in filter(None, [components.state.restore_warning, *memory_warnings]):
             console.warn(warning)
         plan = components.plan
@@ -142,6 +144,7 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         components = build_components(spec, world, parts)
         stack.callback(components.loaders.close)
         memory_warnings = fit_batch_sizes_to_memory(components)
+        _examine_user_code(components, console)
         for part in parts:
             part.fitted(components)
         console.plan(components.plan.rows(), "Plan")
@@ -160,6 +163,12 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
         if not run.control.summary_written:
             finish_pending_checkpoint(run)
             write_run_end(run, build_summary(run, "stopped", {}))
+
+
+def _examine_user_code(components: TrainComponents, console: Console) -> None:
+    """Warn of user code whose result depends on the number of workers, or raise; the last check of the first batch."""
+    for warning in check_user_code(components):
+        console.warn(warning)
 
 
 def _show_model_tables(components: TrainComponents, console: Console) -> None:

@@ -99,6 +99,7 @@ OTHER: dict[str, Any] = {  # a valid value for each setting that is not its defa
     "ema": 0.5,
     "amp": "bf16",
     "seed": 7,
+    "guard": "off",
     "exact": True,
     "find_unused_parameters": True,
     "bucket_cap_mb": 5,
