@@ -56,7 +56,12 @@ ENVIRONMENT_READERS = {
     "multigpu_cli/distributed/launch_env.py",
 }
 READING_LIST = (
-    *("multigpu_cli/engine.py", "multigpu_cli/run/*.py", "multigpu_cli/run/*/*.py"),
+    *(
+        "multigpu_cli/engine.py",
+        "multigpu_cli/run/*.py",
+        "multigpu_cli/run/assembly/*.py",
+        "multigpu_cli/run/request/*.py",
+    ),
     *(f"multigpu_cli/strategies/{name}.py" for name in ("base", "buffers", "ddp", "exact")),
     *(f"multigpu_cli/planning/{name}.py" for name in ("batch", "schedule", "plan")),
     *(f"multigpu_cli/data/{name}.py" for name in ("loader", "order", "fetcher")),
@@ -386,12 +391,12 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 225,  # 224
-    "code lines": 32_810,  # 31,400 without what this round's features add
+    "files": 232,  # 224, without the 7 of the guard
+    "code lines": 33_600,  # 31,400 without what this round's features add
     "files to read": 30,
     "code lines to read": 5_200,  # 5,200
-    "files the engine reaches": 85,  # 85
-    "code lines the engine reaches": 12_860,  # 12,500
+    "files the engine reaches": 92,  # 85, without the guard
+    "code lines the engine reaches": 13_645,  # 12,500, without the guard
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

@@ -67,7 +67,9 @@ def test_collectives_wait_as_long_as_the_watchdog_does(
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_dry_run_says_what_was_tried(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = note_calls(monkeypatch, "check_unlocked", "build_components", "try_micro_batch", "_show_model_tables")
+    names = ["check_unlocked", "build_components", "try_micro_batch", "check_user_code", "_show_model_tables"]
+    noted = note_calls(monkeypatch, *names)
+    noted.check_user_code.return_value = ["of the guard"]
     made, request = noted.build_components.return_value, MagicMock()
     request.spec.is_complete, request.spec.placement.num_processes_to_launch = False, processes
     request.spec.resume_point.folder = "run"
@@ -77,6 +79,7 @@ def test_a_dry_run_says_what_was_tried(processes: int, monkeypatch: pytest.Monke
     facts = {"batch_size": 5, "tried": tried}
     assert opening.try_request(request) == facts
     assert request.console.mock_calls == [
+        call.warn("of the guard"),
         call.warn("halved"),
         call.plan([("model", "net"), ("tried", tried)], "Plan"),
         call.print_json(facts),
@@ -91,13 +94,15 @@ def test_a_dry_run_says_what_was_tried(processes: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("written", [False, True])
 def test_a_run_is_opened_and_closed_in_this_order(written: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["build_components", "fit_batch_sizes_to_memory", "_show_model_tables", "lock_folder", "assemble_run"]
+    names = ["build_components", "fit_batch_sizes_to_memory", "check_user_code", "_show_model_tables", "lock_folder"]
+    names += ["assemble_run"]
     names += ["start_run", "finish_pending_checkpoint", "build_summary", "write_run_end"]
     noted = note_calls(monkeypatch, *names)
     monkeypatch.setattr(opening, "time", Mock(perf_counter=lambda: 10.0))
     monkeypatch.setattr(opening, "record_failure", lambda run: nullcontext())
     made, run, console = noted.build_components.return_value, noted.assemble_run.return_value, noted.console
     run.progress.startup_seconds, run.moments.start, run.control.summary_written = 5.0, (noted.begin,), written
+    noted.check_user_code.return_value = ["of the guard"]
     made.state.part_states = {"hooks": {"b": 1, "a": 2}} if written else {"hooks": {}}
     spec = Mock(is_complete=False)
     spec.resume_point.folder = "run"
@@ -109,6 +114,8 @@ def test_a_run_is_opened_and_closed_in_this_order(written: bool, monkeypatch: py
     assert [each for each in noted.mock_calls if "__" not in each[0] and "plan.rows" not in each[0]] == [
         call.build_components(spec, request.world, [noted.part]),
         call.fit_batch_sizes_to_memory(made),
+        call.check_user_code(made),
+        call.console.warn("of the guard"),
         call.part.fitted(made),
         call.console.plan(made.plan.rows.return_value, "Plan"),
         call._show_model_tables(made, console),

@@ -48,7 +48,7 @@ def _find_exemption(components: TrainComponents) -> str:
     if components.config.reproducibility.guard == "off":
         return "off: code whose result depends on the number of workers is not looked for"
     if components.strategy.sharded:
-        return f"does not examine models that --multi-gpu {components.strategy.name} shards"
+        return f"does not examine a model that --multi-gpu {components.strategy.name} divides among workers"
     return ""
 
 

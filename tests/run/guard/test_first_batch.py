@@ -1,23 +1,20 @@
 """What the guard's findings mean for a run: refused or warned of, by the size of a step and --exact."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.guard.findings import Finding, Refusal, decide
 from multigpu_cli.run.guard.first_batch import check_user_code
+from tests.run import test_profile_micro_batch as profile
 from tests.run.guard import planted_models as planted
-from tests.run.test_profile_micro_batch import components
 
 ALWAYS, SEVERAL, EXACT, NEVER = (Finding(each.name, "b", "c", each) for each in Refusal)
-QUIET = Finding("projection", "b", "c", Refusal.NEVER, only_several=True)
+PROJECTION = Finding("projection", "b", "c", Refusal.NEVER, only_several=True)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +27,70 @@ QUIET = Finding("projection", "b", "c", Refusal.NEVER, only_several=True)
     ],
 )
 def test_decide_refuses_by_size_of_step_and_exactness(several: bool, exact: bool, refused: list[Finding]) -> None:
-    findings = [ALWAYS, SEVERAL, EXACT, NEVER, QUIET]
-    warned = [each for each in findings if each not in refused and (several or each is not QUIET)]
+    findings = [ALWAYS, SEVERAL, EXACT, NEVER, PROJECTION]
+    warned = [each for each in findings if each not in refused and (several or each is not PROJECTION)]
     assert decide(findings, several=several, exact=exact) == (refused, warned)
+
+
+class Fitted:
+    """Of one of the planted networks, a factory for inputs of six numbers and three classes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), getattr(planted, self._name)(), nn.Linear(4, 3))
+
+
+teacher, failing, right = Fitted("Teacher"), Fitted("Failing"), Fitted("Caching")
+counting = Fitted("CountingForNobody")
+
+
+def build(folder: Path, model: str, **flags: str | bool) -> TrainComponents:
+    flags = {"batch_size": "4", "global_batch_size": "8"} | flags
+    return profile.components(folder, f"{__name__}:{model}", **flags)
+
+
+def test_check_refuses_a_fault_if_steps_have_several_micro_batches(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="forward writes the parameters") as error:
+        check_user_code(build(tmp_path, "teacher"))
+    assert "--set guard=off" in str(error.value.remedy)
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_warns_of_a_fault_if_steps_are_one_micro_batch(tmp_path: Path) -> None:
+    [warning] = check_user_code(build(tmp_path, "teacher", global_batch_size="4"))
+    assert "forward writes the parameters 1.teacher.weight" in warning
+
+
+def test_check_refuses_state_without_effect_only_if_exact(tmp_path: Path) -> None:
+    [warning] = check_user_code(build(tmp_path, "counting"))
+    assert "the loss does not depend on it yet" in warning
+    with pytest.raises(RequestError, match="passes"):
+        check_user_code(build(tmp_path, "counting", exact=True))
+
+
+def test_check_is_quiet_about_right_code(tmp_path: Path) -> None:
+    made = build(tmp_path, "right")
+    weights = {name: value.clone() for name, value in made.state.model.state_dict().items()}
+    assert check_user_code(made) == []
+    assert "guard" not in made.plan.notes
+    assert all(torch.equal(value, weights[name]) for name, value in made.state.model.state_dict().items())
+
+
+def test_check_warns_of_a_pass_that_fails(tmp_path: Path) -> None:
+    made = build(tmp_path, "right")
+    made.state.model[1].change = planted.Failing.change.__get__(failing()[1])  # type: ignore[index]
+    [warning] = check_user_code(made)
+    assert "a second forward pass of 4 samples raised KeyError (planted_models.py:" in warning
+    assert "the guard examined no further" in warning
+
+
+@pytest.mark.parametrize(("sharded", "guard"), [(True, "on"), (False, "off")])
+def test_plan_says_that_the_guard_examines_nothing(tmp_path: Path, sharded: bool, guard: str) -> None:
+    made = build(tmp_path, "teacher", guard=guard)
+    made.strategy.sharded = sharded
+    assert check_user_code(made) == []
+    [row] = [text for label, text in made.plan.rows() if label == "guard"]
+    assert ("divides" in row) == sharded
+    assert ("off" in row) == (guard == "off")
