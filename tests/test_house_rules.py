@@ -56,12 +56,7 @@ ENVIRONMENT_READERS = {
     "multigpu_cli/distributed/launch_env.py",
 }
 READING_LIST = (
-    *(
-        "multigpu_cli/engine.py",
-        "multigpu_cli/run/*.py",
-        "multigpu_cli/run/assembly/*.py",
-        "multigpu_cli/run/request/*.py",
-    ),
+    *("multigpu_cli/engine.py", "multigpu_cli/run/[!g]*.py"),  # without the guard, which changes nothing in a training
     *(f"multigpu_cli/strategies/{name}.py" for name in ("base", "buffers", "ddp", "exact")),
     *(f"multigpu_cli/planning/{name}.py" for name in ("batch", "schedule", "plan")),
     *(f"multigpu_cli/data/{name}.py" for name in ("loader", "order", "fetcher")),

@@ -28,6 +28,11 @@ def look(model: nn.Module, loss: Loss = sum_entropies, **others: object) -> Exam
     """Examine a model on eight samples, the first ones of sixteen."""
     draw = torch.Generator().manual_seed(1)
     inputs, targets = torch.randn(16, 8, generator=draw), torch.randint(0, 4, (16,), generator=draw)
+    return examine_samples(model, inputs, targets, loss, **others)
+
+
+def examine_samples(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss, **others: object) -> Examination:
+    """Examine a model on the first eight of sixteen samples."""
     halves = [Batch(inputs[s], targets[s], torch.arange(16)[s], 0) for s in (slice(8), slice(8, 16))]
     subject = Subject(
         model=model,
