@@ -55,7 +55,7 @@ class Examination:
     """What an examination found."""
 
     findings: list[Finding] = field(default_factory=list)
-    loss: float | None = None  # of the batch; None if no pass got that far
+    loss: float | None = None  # of the batch; None if it is not the same each time, or no pass got that far
     failure: str = ""  # which pass raised what, after which nothing was examined; "" if none did
 
 
@@ -142,12 +142,12 @@ class _Examiner:
         self._pass = "a second forward pass"
         with note_questions(questions):
             first = run_pass(subject, subject.batch)
-        self.result.loss = first.loss
         self._between = self._take_snapshot()
         self._pass = "a third forward pass"
         second = run_pass(subject, subject.batch)
         later = self._take_snapshot()
         repeats = _is_close(first.loss, second.loss, subject.tolerance)
+        self.result.loss = first.loss if repeats else None
         self._pass = "a forward pass of other samples"
         findings += _find_writes(subject, step, first, second)
         findings += _find_state(self._between, later, repeats=repeats, tolerance=subject.tolerance)

@@ -33,7 +33,7 @@ def check_user_code(components: TrainComponents) -> list[str]:
     # user code that communicates does so on every rank, as in the trial of a micro-batch before
     examination = run_on_all_ranks(world, partial(_examine, components))
     losses = _gather_losses(components, examination.loss)
-    findings = examination.findings or _compare_losses(components, losses)
+    findings = examination.findings + _compare_losses(components, losses)
     several = batches.micro_batches > 1 or batches.workers > 1
     verdict = decide(findings, several=several, exact=components.config.reproducibility.exact)
     run_on_all_ranks(world, partial(_refuse, verdict.refused))

@@ -16,8 +16,10 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # name
 _TORCH = str(Path(torch.__file__).parent)
 _PROJECT = str(Path(__file__).parents[2])
 _GUARD = str(Path(__file__).parent)
-_PUBLIC = ("distributed_c10d.py", "_functional_collectives.py", "c10d_logger.py", "_ops.py", "functional.py")
-"""Files of torch.distributed that user code calls; a collective through any other file of torch is torch's own."""
+_PUBLIC = ("distributed_c10d.py", "_functional_collectives.py", "c10d_logger.py", "functional.py")
+_DISPATCH = ("_ops.py", "_compile.py", "eval_frame.py", "_python_dispatch.py")
+"""Files of torch.distributed that user code calls, and those between them and the mode; any other file of torch
+communicates for torch itself."""
 
 
 class Slot(NamedTuple):
@@ -149,7 +151,7 @@ def find_caller_of_collective() -> str:
     """Return file:line of user code that called torch.distributed; "" if torch or the project itself did."""
     for file, line in _list_frames():
         name = Path(file).name
-        public = file.startswith(_TORCH) and (name in _PUBLIC or name == "_python_dispatch.py")
+        public = file.startswith(_TORCH) and name in (*_PUBLIC, *_DISPATCH)
         if not public and not file.startswith(_GUARD) and name != "contextlib.py":
             return "" if file.startswith((_TORCH, _PROJECT)) else f"{name}:{line}"
     return ""

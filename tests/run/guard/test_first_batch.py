@@ -43,7 +43,7 @@ class Fitted:
 
 
 teacher, failing, right = Fitted("Teacher"), Fitted("Failing"), Fitted("Caching")
-counting = Fitted("CountingForNobody")
+counting, gathering, by_rank = Fitted("CountingForNobody"), Fitted("Gathering"), Fitted("ScalingByRank")
 
 
 def build(folder: Path, model: str, **flags: str | bool) -> TrainComponents:

@@ -1,0 +1,44 @@
+"""Whole runs with and without the guard: the same bits, and a refusal on every rank before anything is written."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.run_training import run_training
+
+SHORT = {"data": "digits", "model": "convnet", "batch_size": 8, "global_batch_size": 32, "max_steps": 2}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_exact_runs_have_equal_fingerprints_without_the_guard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fingerprints = {
+        run_training(workers, **SHORT | {"guard": guard, "save_dir": guard}, exact=True).summary["fingerprint"]
+        for guard in ("on", "off")
+    }
+    assert len(fingerprints) == 1
+
+
+def test_guard_refuses_a_run_on_every_rank_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = SHORT | {"data": "tests.support.user_code:tensors", "model": "tests.run.guard.test_first_batch:teacher"}
+    ended = run_training(2, **flags, save_dir="run")
+    assert ended.kind == "RequestError"
+    assert "forward writes the parameters 1.teacher.weight" in ended.error
+    assert not Path("run").exists()
+
+
+def test_guard_refuses_code_that_communicates_on_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = SHORT | {"data": "tests.support.user_code:tensors", "model": "tests.run.guard.test_first_batch:gathering"}
+    ended = run_training(2, **flags, save_dir="run")
+    assert "communicates by itself: allreduce (planted_models.py:" in ended.error
+
+
+def test_guard_refuses_losses_that_differ_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = SHORT | {"data": "tests.support.user_code:tensors", "model": "tests.run.guard.test_first_batch:by_rank"}
+    ended = run_training(2, **flags, save_dir="run")
+    assert "the same batch has a different loss on each rank (" in ended.error
