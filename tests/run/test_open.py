@@ -92,17 +92,18 @@ def test_a_dry_run_says_what_was_tried(processes: int, monkeypatch: pytest.Monke
     assert noted._show_model_tables.call_count == noted.build_components.call_count == 1
 
 
+OPENING = ["build_components", "fit_batch_sizes_to_memory", "check_user_code", "_show_model_tables", "lock_folder"]
+OPENING += ["assemble_run", "start_run", "finish_pending_checkpoint", "build_summary", "write_run_end"]
+
+
 @pytest.mark.parametrize("written", [False, True])
 def test_a_run_is_opened_and_closed_in_this_order(written: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["build_components", "fit_batch_sizes_to_memory", "check_user_code", "_show_model_tables", "lock_folder"]
-    names += ["assemble_run"]
-    names += ["start_run", "finish_pending_checkpoint", "build_summary", "write_run_end"]
-    noted = note_calls(monkeypatch, *names)
+    noted = note_calls(monkeypatch, *OPENING)
     monkeypatch.setattr(opening, "time", Mock(perf_counter=lambda: 10.0))
     monkeypatch.setattr(opening, "record_failure", lambda run: nullcontext())
     made, run, console = noted.build_components.return_value, noted.assemble_run.return_value, noted.console
     run.progress.startup_seconds, run.moments.start, run.control.summary_written = 5.0, (noted.begin,), written
-    noted.check_user_code.return_value = ["of the guard"]
+    noted.check_user_code.return_value = []
     made.state.part_states = {"hooks": {"b": 1, "a": 2}} if written else {"hooks": {}}
     spec = Mock(is_complete=False)
     spec.resume_point.folder = "run"
@@ -115,7 +116,6 @@ def test_a_run_is_opened_and_closed_in_this_order(written: bool, monkeypatch: py
         call.build_components(spec, request.world, [noted.part]),
         call.fit_batch_sizes_to_memory(made),
         call.check_user_code(made),
-        call.console.warn("of the guard"),
         call.part.fitted(made),
         call.console.plan(made.plan.rows.return_value, "Plan"),
         call._show_model_tables(made, console),
