@@ -103,6 +103,19 @@ def test_states_of_another_shape_than_their_rows_are_refused(shape: tuple[int, .
         sharded.gather({"optimizer": {"state": {0: {"absmax1": torch.ones(shape)}}}})
 
 
+def test_state_that_no_checkpoint_divides_is_refused_after_a_step() -> None:
+    rows = torch.nn.Parameter(WEIGHT[3:6].clone())
+    optimizer = torch.optim.Adam([rows])
+    sharded = build(1)
+    sharded.check_optimizer(optimizer)
+    rows.grad = torch.ones_like(rows)
+    optimizer.step()
+    sharded.check_optimizer(optimizer)
+    optimizer.state[rows]["absmax1"] = torch.ones(6)
+    with pytest.raises(TrainingError, match=r"optimizer\.state\.0\.absmax1 has shape \(6,\)"):
+        sharded.check_optimizer(optimizer)
+
+
 def test_ranks_agree_on_the_owner_of_a_folder_that_all_see(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()

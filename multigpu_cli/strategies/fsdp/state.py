@@ -72,6 +72,17 @@ class ShardedState:
 
         return map_tensors(state, outline), own
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise a TrainingError if a state of a step that was taken could not be saved as this rank's rows."""
+        rows = [row for group in optimizer.param_groups for row in group["params"]]
+        for number, row in enumerate(rows):
+            map_tensors({"optimizer": {"state": {number: optimizer.state.get(row, {})}}}, self._check_state)
+
+    def _check_state(self, path: TensorPath, value: Tensor) -> Tensor:
+        if (like := self._find_parameter(path, value)) is not None:
+            self._check_rows(path, value, like)
+        return value
+
     def read(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
         """See `Strategy.load_sharded`."""
 
