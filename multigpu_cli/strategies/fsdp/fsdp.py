@@ -211,13 +211,7 @@ class FSDP2(Strategy):
         probe.check_is_elementwise(optimizer)
         moved = [self._parts[row] for group in optimizer.param_groups for row in group["params"]]
         self._state.moved = dict(enumerate(moved))
-
-        def check_first_step(*_: object) -> None:
-            """What the trial's small weights did not show, such as blocks in the states of larger ones."""
-            self._state.check_optimizer(optimizer)
-            hook.remove()
-
-        hook = optimizer.register_step_post_hook(check_first_step)
+        self._state.check_after_first_step(optimizer)
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:
         """Keep the pass, which every worker can run at any time, as the padding pass."""
