@@ -387,7 +387,7 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 232,  # 224, without the 7 of the guard
-    "code lines": 33_605,  # 31,400 without what this round's features add
+    "code lines": 33_640,  # 31,400 without what this round's features add
     "files to read": 30,
     "code lines to read": 5_200,  # 5,200
     "files the engine reaches": 92,  # 85, without the guard

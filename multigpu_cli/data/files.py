@@ -17,6 +17,7 @@ import numpy as np
 
 from multigpu_cli.capabilities import FILES
 from multigpu_cli.config.paths import IMAGES, is_hidden
+from multigpu_cli.config.regular_files import refuse_special_file
 from multigpu_cli.errors import RequestError, did_you_mean
 from multigpu_cli.runtime.factories import import_extra
 
@@ -34,6 +35,7 @@ def locate_data(name: str, data_dir: str | None, layout: str) -> Path:
     place = Path(data_dir).expanduser()
     if not place.exists():
         raise RequestError(f"--data-dir {data_dir}: there is no such file or folder", remedy=layout)
+    refuse_special_file(place)
     return place
 
 
@@ -117,6 +119,7 @@ def locate_other_file(name: str, place: Path, file: str) -> Path:
         names = sorted(path.name for path in folder.glob("[!.]*") if path.is_file())
         remedy = did_you_mean(Path(file).name, names) if names else "another folder"
         raise RequestError(f"--data {name}: {folder / file}: there is no such file", remedy=remedy)
+    refuse_special_file(found[0])
     return found[0]
 
 
@@ -127,6 +130,7 @@ def _locate_only_file(name: str, folder: Path, layout: str) -> Path:
         found = ", ".join(path.name for path in paths[:5]) or "none at all"
         problem = f"--data {name}: {folder} must hold one {FILES[name][0]} file, and it holds {found}"
         raise RequestError(problem, remedy=f"--data-dir FILE, for example {paths[0]}" if paths else layout)
+    refuse_special_file(paths[0])
     return paths[0]
 
 
@@ -164,6 +168,7 @@ class DatasetFiles:
 
     def content(self, file: Path) -> bytes:
         """All bytes of a file; RequestError where it is missing or can't be read."""
+        refuse_special_file(file)
         try:
             return file.read_bytes()
         except FileNotFoundError as missing:
@@ -224,6 +229,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._places = array("q")  # three of each record
+        refuse_special_file(path)
         with path.open("rb") as file:
             self.digest = file_digest(file, "sha256").hexdigest()
             file.seek(0)
@@ -308,6 +314,7 @@ class ParquetRecords:
         self._cached: tuple[int, Any] = -1, None
         for path in paths:
             first = self._size
+            refuse_special_file(path)
             with path.open("rb") as file, _open_parquet(path) as opened:
                 digest.update(file_digest(file, "sha256").digest())
                 for group in range(opened.num_row_groups):

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from multigpu_cli.capabilities import ACTORS, DATASETS, load
 from multigpu_cli.config.code_names import names_environments
+from multigpu_cli.config.regular_files import refuse_special_file
 from multigpu_cli.config.schema import Config, DataConfig, ModelConfig
 from multigpu_cli.config.types import OWN_CODE
 from multigpu_cli.data.class_weights import read_labels
@@ -270,6 +271,7 @@ def _add_new(
 
 def _read_array(*places: Path) -> Any:
     path = next((each for each in places if each.is_file()), places[-1])
+    refuse_special_file(path)
     try:
         with path.open("rb") as file:  # NumPy leaves a damaged one open
             found = np.load(file, allow_pickle=False)

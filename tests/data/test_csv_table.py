@@ -335,6 +335,14 @@ def test_large_whole_numbers_are_no_class_each(tmp_path: Path) -> None:
     assert open_table(file, target="y", kind="classification").num_classes == 300
 
 
+@pytest.mark.parametrize("form", ["${}", "{}%", "{} €", "{},000", "2024-01-{:02}"])
+def test_few_amounts_and_dates_are_numbers_not_classes(tmp_path: Path, form: str) -> None:
+    lines = "".join(f'{at},"{form.format(at % 7 + 1)}"\n' for at in range(300))
+    file = write(tmp_path / "t.csv", "a,y\n" + lines)
+    assert open_table(file, target="y").task == "regression"
+    assert open_table(file, target="y", kind="classification").num_classes == 7
+
+
 @pytest.mark.parametrize("odd", ["unknown", "1k"])
 def test_target_of_mostly_numbers_is_told_if_words_make_it_classes(tmp_path: Path, odd: str) -> None:
     lines = "".join(f"{at % 7},{odd if at % 4 == 0 else at % 31}\n" for at in range(400))

@@ -1,11 +1,14 @@
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import main_multi_gpu
 from multigpu_cli.data.files import DatasetFiles, find_part_files, locate_single_file
 from multigpu_cli.data.rows.arrow import find_arrow_files
 from multigpu_cli.errors import RequestError
+from tests.config.test_regular_files import within_seconds
 
 SHELLS = DatasetFiles(name="shells", address="https://sea.example", folders=(".", "inner"), layout="    shells.bin")
 
@@ -59,3 +62,38 @@ def test_hidden_files_are_none_of_a_dataset(tmp_path):
     parts = find_part_files("arrow", str(tmp_path), (".arrow",), "rows")
     assert parts == {"train": [tmp_path / "train.arrow"]}
     assert find_arrow_files(str(tmp_path)) == {"train": [tmp_path / "train.arrow"]}
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ("csv", "table.csv"),
+        ("csv", "table.csv.gz"),
+        ("jsonl", "rows.jsonl"),
+        ("arrow", "data.arrow"),
+        ("chat", "train.jsonl"),
+        ("text", "text.txt"),
+        ("npz", "data.npz"),
+    ],
+)
+@pytest.mark.parametrize("by_folder", [True, False])
+def test_fifo_in_place_of_data_is_refused(
+    data: str, name: str, by_folder: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / name)
+    place = tmp_path if by_folder else tmp_path / name
+    arguments = ["--data", data, "--data-dir", str(place), "--save-dir", str(tmp_path / "run"), "--dry-run"]
+    with within_seconds(60):
+        assert main_multi_gpu.run(arguments) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said
+    assert "Traceback" not in said
+
+
+def test_fifo_beside_the_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.csv").write_text("a,label\n" + "1,0\n2,1\n" * 40)
+    os.mkfifo(tmp_path / "test.csv")
+    data = ["--data", str(tmp_path / "train.csv"), "--set", "data.target=label", "--set", "data.test_file=test.csv"]
+    with within_seconds(60):
+        assert main_multi_gpu.run([*data, "--save-dir", str(tmp_path / "run"), "--dry-run"]) == 2
+    assert "test.csv is a FIFO" in capsys.readouterr().err

@@ -188,5 +188,5 @@ def test_npz_that_is_damaged_is_refused_by_name(tmp_path: Path, member: bytes, s
 
 def test_npz_that_is_a_fifo_is_refused_without_a_wait(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "data.npz")
-    with pytest.raises(RequestError, match="not a regular file"):
+    with pytest.raises(RequestError, match="is a FIFO"):
         open_arrays(tmp_path)

@@ -123,7 +123,10 @@ def _watch(notes: Path, openings: Path, allowed: Path, noted: Path | None) -> No
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     log, opened = os.open(notes, flags), os.open(openings, flags)
     unnamed = tempfile.gettempdir()  # an unnamed temporary file is opened by the name of its folder
-    temporary = tuple(f"{unnamed}/{prefix}" for prefix in ("multigpu-", "tmp", "pymp-"))
+    temporary = (
+        *(f"{unnamed}/{prefix}" for prefix in ("multigpu-", "tmp", "pymp-")),
+        f"{os.environ['HF_HOME']}/multigpu",
+    )
     starts = {"subprocess.Popen", "os.exec", "os.posix_spawn", "os.system", "pty.spawn"}
     changes = {
         **dict.fromkeys(("os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.mkdir", "os.chown", "os.utime"), (0,)),

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from multigpu_cli.checkpoint.files import DraftFile, publish_stream, sign_cache
-from multigpu_cli.config.regular_files import is_trusted, open_regular
+from multigpu_cli.config.regular_files import is_trusted, open_regular, refuse_special_file
 from multigpu_cli.distributed.processes import say_before_run
 from multigpu_cli.errors import RequestError
 
@@ -47,6 +47,8 @@ class RowStore(ABC):
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = [Path(file).absolute() for file in files]
+        for file in self.files:
+            refuse_special_file(file)
         self.label = str(files[0]) if len(files) == 1 else str(Path(files[0]).parent)  # for messages
 
     def __reduce__(self) -> tuple[Callable[..., "RowStore"], tuple[list[Path]]]:

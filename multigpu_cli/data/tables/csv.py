@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from multigpu_cli.config.regular_files import refuse_special_file
 from multigpu_cli.config.types import ValueType, quote_value
 from multigpu_cli.data.tables.notation import DECIMAL_COMMA, PLAIN, Notation, Parsed, is_missing, is_number_like
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -160,6 +161,7 @@ def _looks_like_data(columns: list[str], rows: list[list[str]]) -> bool:
 
 
 def _read_text(path: Path) -> str:
+    refuse_special_file(path)
     try:
         content = path.read_bytes()
         if content[:2] == b"\x1f\x8b":

@@ -36,6 +36,11 @@ class Notation(NamedTuple):
     unit: str = ""  # a sign that each number has before or after it
     is_date: bool = False  # ISO 8601; the number is that of days since 1970-01-01, in UTC
 
+    @property
+    def is_amount(self) -> bool:
+        """Whether a few whole numbers are no classes either: $5, 5 %, 1,000, or dates."""
+        return bool(self.unit or self.group or self.is_date)
+
     def read(self, cell: str) -> float | None:
         """Return the finite number in a cell, or None."""
         if self.is_date:

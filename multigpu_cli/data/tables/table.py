@@ -61,7 +61,8 @@ def load(
         test_file: another file of the same columns, in any order, whose rows take the place of the test part.
         new: another file, whose rows have no target, for predictions; its order of columns does not matter.
         ignore: columns to leave out, such as an id.
-        kind: classification, regression, or auto: words, and whole numbers of at most 20 values, are classes.
+        kind: classification, regression, or auto: words, and plain whole numbers of at most 20 values, are
+            classes; money, per cent, 1,000 and dates are numbers.
         separator, header, decimal: see CsvFormat; they hold for all files.
     """
     form = CsvFormat(separator, header, decimal)
@@ -281,14 +282,15 @@ def _read_targets(
     """Class numbers with the names of the classes, or numbers and no names."""
     cells = [np.array(part.table.select(target), dtype=object)[part.rows].tolist() for part in parts]
     counts = Counter(table.select(target))  # a test file does not decide
-    read = table.notations[target].read
-    values = {cell: read(cell) for cell in set().union(counts, *cells)}
+    notation = table.notations[target]
+    values = {cell: notation.read(cell) for cell in set().union(counts, *cells)}
     numbers = {values[cell] for cell in counts}
     is_whole = all(number is not None and number.is_integer() for number in numbers)
     is_merged = all(map(_WHOLE.fullmatch, counts))
     labels = {cell: match[1] if is_merged and (match := _WHOLE.fullmatch(cell)) else cell for cell in values}
     known = {labels[cell] for cell in counts}  # not numbers: floats are the same for many long ones
-    classes = None in numbers or (is_whole and len(known) <= FEW) if kind == "auto" else kind == "classification"
+    few = len(known) <= FEW and is_whole and not notation.is_amount
+    classes = None in numbers or few if kind == "auto" else kind == "classification"
     if not classes:
         for part in parts:
             if (at := part.find_word(target)) is not None:
