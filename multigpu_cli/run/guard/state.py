@@ -235,5 +235,5 @@ def _copy_values(target: Tensor, values: Tensor) -> None:
 
 def read_global_generators() -> tuple[object, bytes, int]:
     """Return the states of Python's and NumPy's global generators, to be compared."""
-    _, key, position, *_ = numpy.random.get_state()
-    return random.getstate(), key.tobytes(), position
+    known = numpy.random.get_state(legacy=False)["state"]
+    return random.getstate(), known["key"].tobytes(), known["pos"]

@@ -72,6 +72,8 @@ class InBackwardHook(Teacher):
 class DataDependentScale(Net):
     """Sets a trained scale from the first batch that it sees, as ActNorm does."""
 
+    is_set: Tensor
+
     def build(self) -> None:
         self.scale = nn.Parameter(torch.ones(16))
         self.register_buffer("is_set", torch.tensor(False))
@@ -88,7 +90,8 @@ class Renormalizing(Net):
         self.table = nn.Embedding(4, 16, max_norm=1.0)
 
     def change(self, features: Tensor) -> Tensor:
-        return features + self.table(features.argmax(1) % 4)
+        embedded: Tensor = self.table(features.argmax(1) % 4)
+        return features + embedded
 
 
 class Projecting(Net):
@@ -194,6 +197,8 @@ class ScalingByRank(Net):
 
 
 class InEvaluation(Net):
+    mean: Tensor
+
     def build(self) -> None:
         self.register_buffer("mean", torch.zeros(16))
 
@@ -223,6 +228,11 @@ class Failing(Net):
 
 class Caching(Net):
     """Computes a table once, keeps its last features, and has a running mean, a count and a codebook in buffers."""
+
+    mean: Tensor
+    passes: Tensor
+    code: Tensor
+    lengths: Tensor
 
     def build(self) -> None:
         self.table: Tensor | None = None

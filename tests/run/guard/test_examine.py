@@ -126,7 +126,7 @@ def test_examine_restores_weights_buffers_modes_and_generators(model: Callable[[
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert all(one is other for one, other in zip(network.parameters(), parameters, strict=True))
     assert all(parameter.grad is None for parameter in parameters)
-    assert (network.training, network.last.training) == (True, False)
+    assert (network.training, network.last.training) == (True, False)  # type: ignore[union-attr]
     assert read_generators() == generators
 
 

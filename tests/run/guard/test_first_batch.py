@@ -47,8 +47,7 @@ counting, gathering, by_rank = Fitted("CountingForNobody"), Fitted("Gathering"),
 
 
 def build(folder: Path, model: str, **flags: str | bool) -> TrainComponents:
-    flags = {"batch_size": "4", "global_batch_size": "8"} | flags
-    return profile.components(folder, f"{__name__}:{model}", **flags)
+    return profile.components(folder, f"{__name__}:{model}", **{"batch_size": "4", "global_batch_size": "8", **flags})
 
 
 def test_check_refuses_a_fault_if_steps_have_several_micro_batches(tmp_path: Path) -> None:

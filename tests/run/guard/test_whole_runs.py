@@ -1,12 +1,13 @@
 """Whole runs with and without the guard: the same bits, and a refusal on every rank before anything is written."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.run_training import run_training
 
-SHORT = {"data": "digits", "model": "convnet", "batch_size": 8, "global_batch_size": 32, "max_steps": 2}
+SHORT: dict[str, Any] = {"data": "digits", "model": "convnet", "batch_size": 8, "global_batch_size": 32, "max_steps": 2}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
