@@ -103,30 +103,6 @@ def test_states_of_another_shape_than_their_rows_are_refused(shape: tuple[int, .
         sharded.gather({"optimizer": {"state": {0: {"absmax1": torch.ones(shape)}}}})
 
 
-class Blocks(torch.optim.Optimizer):
-    """Keeps a state of a shape of its own beside each weight."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter], shape: tuple[int, ...]) -> None:
-        super().__init__(parameters, {"shape": shape})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["absmax1"] = torch.ones(group["shape"])
-
-
-def test_state_that_no_checkpoint_divides_ends_the_first_step() -> None:
-    rows = torch.nn.Parameter(WEIGHT[3:6].clone())
-    for shape in ((3, 2), ()):
-        optimizer = Blocks([rows], shape)
-        build(1).check_after_first_step(optimizer)
-        optimizer.step()
-    optimizer = Blocks([rows], (6,))
-    build(1).check_after_first_step(optimizer)
-    with pytest.raises(TrainingError, match=r"0\.absmax1 has shape \(6,\)"):
-        optimizer.step()
-
-
 def test_ranks_agree_on_the_owner_of_a_folder_that_all_see(tmp_path: Path) -> None:
     for name in ("one", "other"):
         (tmp_path / name).mkdir()

@@ -211,7 +211,6 @@ class FSDP2(Strategy):
         probe.check_is_elementwise(optimizer)
         moved = [self._parts[row] for group in optimizer.param_groups for row in group["params"]]
         self._state.moved = dict(enumerate(moved))
-        self._state.check_after_first_step(optimizer)
 
     def warm_up(self, loss: Callable[[], Tensor]) -> None:
         """Keep the pass, which every worker can run at any time, as the padding pass."""

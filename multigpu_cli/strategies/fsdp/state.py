@@ -72,25 +72,6 @@ class ShardedState:
 
         return map_tensors(state, outline), own
 
-    def check_after_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the optimizer's first step end in a TrainingError if a state is not of the shape of this rank's rows.
-
-        A trial on small weights does not show that larger ones have states in blocks, say.
-        """
-
-        def check(*_: object) -> None:
-            rows = [row for group in optimizer.param_groups for row in group["params"]]
-            state = {number: optimizer.state.get(row, {}) for number, row in enumerate(rows)}
-            map_tensors({"optimizer": {"state": state}}, self._check_state)
-            hook.remove()
-
-        hook = optimizer.register_step_post_hook(check)
-
-    def _check_state(self, path: TensorPath, value: Tensor) -> Tensor:
-        if (like := self._find_parameter(path, value)) is not None:
-            self._check_rows(path, value, like)
-        return value
-
     def read(self, outline: dict[str, Any], read: ReadRows) -> dict[str, Any]:
         """See `Strategy.load_sharded`."""
 
