@@ -44,7 +44,15 @@ OWN = {
 _SECONDS = 90
 _COUNTS_PASSES = tuple(
     f"tests.support.{name}"
-    for name in ("user_code:net", "oom_model:", "failing_model:", "disk_fault_model:", "awkward_models:greedy")
+    for name in (
+        "user_code:net",
+        "oom_model:",
+        "failing_model:",
+        "disk_fault_model:",
+        "awkward_models:greedy",
+        "awkward_models:telling",
+        "toy_env:",
+    )
 )
 """Networks that act in a numbered pass: the guard would name their counters, and they would count its passes."""
 

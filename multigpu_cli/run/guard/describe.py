@@ -36,13 +36,13 @@ def changed_attributes(names: Sequence[str], *, repeats: bool) -> Finding:
     if repeats:
         return Finding(
             f"forward changes {list_names(names)}",
-            f"{_ONCE}, and no checkpoint contains it; the loss does not depend on it yet",
+            f"{_ONCE}, and a checkpoint contains it only if get_extra_state returns it; so far the loss is the same",
             "keep it in a buffer (register_buffer): buffers move by the mean of the micro-batches' changes",
             Refusal.EXACT,
         )
     return Finding(
         f"forward changes {list_names(names)}, and the loss depends on it",
-        f"{_ONCE}, and no checkpoint contains it",
+        f"{_ONCE}, and a checkpoint contains it only if get_extra_state returns it",
         "keep a count in a buffer of whole numbers (register_buffer); start a hidden state anew for each sample",
         Refusal.SEVERAL,
     )

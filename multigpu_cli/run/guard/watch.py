@@ -68,6 +68,11 @@ class Watch(TorchDispatchMode):
             self._names.setdefault(_address(slot.tensor), []).append(slot.name)
         self._written_arguments: dict[OpOverload, list[tuple[int, str]]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch that this mode needs no guard against torch.compile, which would import it: half a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # Any: arguments and results of any operator of torch
