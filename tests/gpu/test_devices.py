@@ -27,7 +27,9 @@ def start(run: Path) -> journal.Event:
     return next(event for event in journal.read_events(run / "journal.jsonl") if event["event"] == "start")
 
 
-@pytest.mark.parametrize("flags", [{}, {"data_on_device": "off", "ema": "0.9"}, {"exact": "true", "amp": "off", "guard": "off"}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"data_on_device": "off", "ema": "0.9"}, {"exact": "true", "amp": "off", "guard": "off"}]
+)
 def test_a_run_on_gpu_1_leaves_gpu_0_alone(flags: dict[str, str], tmp_path: Path) -> None:
     """Also a byte there, or a stream, is a context of its own, which takes half a gigabyte on a real one."""
     request = OWN | {"gpu_ids": "1", "max_steps": 6, "checkpoint_every": 2, "save_dir": str(tmp_path / "run")} | flags

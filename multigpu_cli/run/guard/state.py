@@ -1,4 +1,4 @@
-"""Python attributes and random generators of user code: state that no checkpoint saves by itself and no worker shares."""
+"""Python attributes and random generators of user code: state that no worker shares, and few checkpoints have."""
 
 import random
 from collections import deque
