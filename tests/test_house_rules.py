@@ -387,7 +387,7 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 225,  # 224
-    "code lines": 32_832,  # 31,400 without what this round's features add
+    "code lines": 32_831,  # 31,400 without what this round's features add
     "files to read": 30,
     "code lines to read": 5_200,  # 5,200
     "files the engine reaches": 85,  # 85
