@@ -34,7 +34,7 @@ class ValueType(NamedTuple):
     parse: Callable[[Any], Any]  # ValueError: the message says what is expected
 
     def read(self, value: Any, label: str, remedy: str = "") -> Any:
-        """The parsed value; a RequestError that begins with the label where it is not of this type."""
+        """The parsed value; a RequestError that begins with the label if it is not of this type."""
         try:
             return self.parse(value)
         except ValueError as error:

@@ -144,7 +144,7 @@ class DatasetFiles:
     layout: str  # the files expected there, for the message
 
     def folder(self, data_dir: str | None, landmarks: Iterable[str]) -> Path:
-        """The first of the folders that holds one of the landmarks (files or folders); RequestError where none does."""
+        """The first of the folders that holds one of the landmarks (files or folders); RequestError if none does."""
         if data_dir is None:
             raise RequestError(f"--data {self.name} needs --data-dir, the folder that holds it", remedy=self.remedy)
         landmarks = list(landmarks)
@@ -167,7 +167,7 @@ class DatasetFiles:
         return RequestError(f"--data {self.name}: {file}: {fault}", remedy=f"get the file anew from {self.address}")
 
     def content(self, file: Path) -> bytes:
-        """All bytes of a file; RequestError where it is missing or can't be read."""
+        """All bytes of a file; RequestError if it is missing or can't be read."""
         refuse_special_file(file)
         try:
             return file.read_bytes()
@@ -177,7 +177,7 @@ class DatasetFiles:
             raise self.damaged_error(file, f"can't be read ({unreadable.strerror})") from unreadable
 
     def check_labels(self, file: Path, labels: np.ndarray, low: int, high: int) -> np.ndarray:
-        """The labels as int64 counted from 0; RequestError where one lies outside low … high."""
+        """The labels as int64 counted from 0; RequestError if one lies outside low … high."""
         wrong = np.flatnonzero((labels < low) | (labels > high))
         if len(wrong):
             value = labels[wrong[0]]
@@ -197,7 +197,7 @@ class OpenFiles:
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def read(self, file: int, offset: int, size: int) -> bytes:
-        """Some bytes of a file; RequestError where it is gone, ends before or can't be read."""
+        """Some bytes of a file; RequestError if it is gone, ends before or can't be read."""
         try:
             if file not in self._open:
                 if len(self._open) == _MOST:
@@ -242,7 +242,7 @@ class JsonLines:
         return len(self._places) // 3
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One record; RequestError names the line where it is no JSON object, or no text."""
+        """One record; RequestError names the line if it is no JSON object, or no text."""
         start, size = self._places[3 * index + 1 : 3 * index + 3]
         with self.path.open("rb") as file:
             file.seek(start)
@@ -350,7 +350,7 @@ def open_records(paths: Sequence[Path]) -> Records:
 
 
 def load_pyarrow(what: str = "--data arrow") -> Any:
-    """The package pyarrow; RequestError where it is not installed, and `what` needs it."""
+    """The package pyarrow; RequestError if it is not installed, and `what` needs it."""
     remedy = "pip install pyarrow, or this program with its extra [arrow]"
     return import_extra("pyarrow", f"{what} needs pyarrow", remedy)
 

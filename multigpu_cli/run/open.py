@@ -251,7 +251,7 @@ def assemble_run(
 
 
 def _count_flops(components: TrainComponents) -> float | None:
-    """FLOPs of a sample, where some device's peak rate is known; counting costs a forward and backward pass."""
+    """FLOPs of a sample, if some device's peak rate is known; counting costs a forward and backward pass."""
     known = peak_flops(components.plan.device, components.state.precision.name) is not None
     if not all_reduce_max(components.world, [known])[0]:  # all ranks count or none, since the passes may communicate
         return None

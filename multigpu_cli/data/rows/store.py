@@ -67,7 +67,7 @@ class RowStore(ABC):
 
     @abstractmethod
     def list_values(self, name: str) -> list[Any]:
-        """The different values of a column of single numbers or texts; RequestError where they are too many."""
+        """The different values of a column of single numbers or texts; RequestError if they are too many."""
 
 
 _MAGIC = b"mgpuidx2"

@@ -224,7 +224,7 @@ def _parse(path: Path, text: str, separator: str) -> tuple[list[list[str]], list
 
 
 def _check_header(path: Path, head: list[str], columns: list[str], rows: list[list[str]]) -> tuple[str, ...]:
-    """Warnings; RequestError where the first row has a name twice, or nothing comes after it."""
+    """Warnings; RequestError if the first row has a name twice, or nothing comes after it."""
     like_data = _looks_like_data(head, rows)
     remedy = "--set data.header=none, if the first row is data" if like_data else "another name for one of them"
     name, count = Counter(columns).most_common(1)[0]
