@@ -176,10 +176,10 @@ def _find_misfit(content: Any, kind: str) -> str | None:
     others: list[str] | None
     if isinstance(content, list) and "[]" in fields:
         content, others = dict(enumerate(content)), fields["[]"]
-    elif isinstance(content, dict):
+    elif isinstance(content, dict) and "[]" not in fields:
         others = fields.get("*")
     else:
-        return "the object"
+        return "the list" if "[]" in fields else "the object"
     for name, value in content.items():
         # a loop of checks without further calls: a journal may have 100,000 lines
         for each in fields.get(name, others) or ():

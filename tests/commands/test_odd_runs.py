@@ -128,6 +128,7 @@ def test_odd_field_of_a_run_hides_no_other_run(
         ("summary.json", '{"final": 3}', "summary.json is damaged, and not used: final is missing, or of another type"),
         ("summary.json", "{", "summary.json is damaged, and not used: Expecting"),
         ("journal.jsonl", '{"event": "train", "time": 1, "step": []}\n', "a line is damaged, and not used: step is"),
+        ("journal.jsonl", '{"event": "train", "time": 1, "step": 4, "own_ms": {"": null}}\n', "not used: own_ms is"),
         ("plan.json", '{"memory": {}}', "plan.json is damaged, and not used: "),
         ("logs/state.json", '{"time": 1, "pid": "x"}', "state.json is damaged, and not used: pid is missing"),
     ],
