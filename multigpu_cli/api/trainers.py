@@ -306,12 +306,16 @@ class MultiGPUTrainingManager:
     def generate_comparison_report(self, results: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> str:
         """Return a Markdown table with a line for each result of `train_with_multi_gpu`, or summary.
 
-        The lines have the names of the mapping, or the numbers from 1 of the list.
+        The lines have the names of the mapping, or the numbers from 1 of the list. TypeError: a result is no mapping.
         """
         head = ("run", "strategy", "devices", "samples/s", "seconds", "final loss", "peak memory (GiB)", "speedup")
         rows, base = [], None
         by_name = results if isinstance(results, Mapping) else {str(at): each for at, each in enumerate(results, 1)}
         for name, result in by_name.items():
+            if not isinstance(result, Mapping):
+                raise TypeError(
+                    f"result {name} is of type {type(result).__name__}, not what train_with_multi_gpu returns"
+                )
             summary = result.get("summary", result)
             rate = summary.get("samples_per_second")
             base = base or rate

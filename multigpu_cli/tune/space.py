@@ -99,7 +99,8 @@ def _parse_dimension(key: str, text: str) -> Dimension:
     if not form or form[1] not in KINDS:
         near = ": a bracket is missing" if text.count("(") != text.count(")") else ""
         near = f": {did_you_mean(_OTHER_NAMES.get(form[1], form[1]), KINDS)}" if form else near
-        raise RequestError(f"{label}: is no expression{near}", remedy=_EXAMPLE)
+        known = form and _OTHER_NAMES.get(form[1])
+        raise RequestError(f"{label}: is no expression{near}", remedy=f"{key}={known}(…)" if known else _EXAMPLE)
     kind, inner, points, parent, wanted = form.groups()
     values = _parse_values(inner, label)
     if kind == "choice" and (points or not values or len(set(map(repr, values))) < len(values)):

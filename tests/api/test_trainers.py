@@ -287,3 +287,5 @@ def test_a_comparison_lists_what_was_measured() -> None:
     assert [line.split(" | ", 1)[0] for line in numbered[2:]] == ["| 1", "| 2"]
     assert [line.split(" | ", 1)[1] for line in numbered] == [line.split(" | ", 1)[1] for line in lines]
     assert lines[2:] == ["| one | single | 1 | 100 | 9 | – | – | 1 |", "| two | ddp | 2 | 180 | 9 | – | 3 | 1.8 |"]
+    with pytest.raises(TypeError, match="result 2 is of type str"):
+        MultiGPUTrainingManager().generate_comparison_report([one, "two"])  # type: ignore[list-item]

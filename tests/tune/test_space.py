@@ -44,6 +44,7 @@ def test_few_corners_have_each_value_of_each_setting() -> None:
         ("lr=lgo(1,2)", "did you mean 'log'"),
         ("lr=0.1", "no expression"),
         ("lr=uniform(0,1)", "did you mean 'range'"),
+        ("optimizer.momentum=uniform(0,1)", "optimizer.momentum=range("),
         ("lr=loguniform(1e-4,1)", "did you mean 'log'"),
         ("lr=randint(1,9)", "did you mean 'int'"),
         ("lr=categorical(a,b)", "did you mean 'choice'"),

@@ -151,6 +151,8 @@ def _find_target(table: CsvTable, target: str | int | None, ignored: list[str]) 
         if name not in table.columns:
             remedy = _suggest_target(table) if table.warnings else did_you_mean(name, table.columns)
             remedy = _QUOTES if name in ("True", "False") else remedy
+            if setting == "target":
+                remedy += "; rows without a target, for predict: the training data, and --set data.new=FILE"
             raise RequestError(f"data.{setting}: there is no column {name!r}", remedy=remedy)
     if target is None:
         columns = ", ".join(table.columns[:10]) + (", …" if len(table.columns) > 10 else "")

@@ -110,6 +110,11 @@ def test_rows_of_a_table_that_has_no_target_column(capsys: pytest.CaptureFixture
     words = ["predict", "run", "--out", "2.csv", "--set"]
     assert main_multi_gpu.run([*words, "data.args.test_file=new.csv"]) == 2
     assert "or data.new=new.csv, for rows without a target" in capsys.readouterr().err
+    assert (
+        main_multi_gpu.run([*words[:-1], "--data-dir", "new.csv", "--set", "data.ignore=[]", "--set", "data.file="])
+        == 2
+    )
+    assert "--set data.new=FILE" in capsys.readouterr().err
     Path("new.csv").write_text("color,size\nb,3\n")
     assert main_multi_gpu.run([*words, "data.args.new=new.csv"]) == 2
     assert "there is no column 'colour'" in capsys.readouterr().err
