@@ -280,7 +280,8 @@ def profile(
     as_json: _Json = False,
 ) -> None:
     """Profile some steps of a run while it trains. Prints the top operators, and writes a Chrome trace."""
-    from multigpu_cli.profiling.command import MOST_STEPS, format_profile, profile_run
+    from multigpu_cli.monitor.run_state import MOST_STEPS
+    from multigpu_cli.profiling.command import format_profile, profile_run
 
     found = profile_run(run, requests.parse_option(integer(1, MOST_STEPS), "--steps", steps))
     print_result(found, format_profile(found), as_json=as_json)

@@ -1,5 +1,6 @@
 """Locates and reads the files of a dataset, and words the errors if they are missing or damaged."""
 
+import errno
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import numpy as np
 from multigpu_cli.capabilities import FILES
 from multigpu_cli.config.paths import IMAGES, is_hidden
 from multigpu_cli.config.regular_files import refuse_special_file
-from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.errors import RequestError, TrainingError, did_you_mean
 from multigpu_cli.runtime.factories import import_extra
 
 _SPLITS = {  # as those who publish them call the parts of a dataset
@@ -189,6 +190,16 @@ _MOST = 64
 UNCHANGED = "complete files that do not change while they are read; the next run indexes them anew"
 
 
+_DISK = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENODEV, errno.ENXIO)
+
+
+def explain_unreadable(problem: str, error: Exception, remedy: str) -> TrainingError:
+    """The error to raise for a file of a dataset: a RequestError, unless the disk failed, which may answer again."""
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return TrainingError(problem, remedy="look after the disk; then the same command resumes")
+    return RequestError(problem, remedy=remedy)
+
+
 class OpenFiles:
     """Files that are opened when they are read, without a position: forked processes may share them."""
 
@@ -197,7 +208,7 @@ class OpenFiles:
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def read(self, file: int, offset: int, size: int) -> bytes:
-        """Some bytes of a file; RequestError if it is gone, ends before or can't be read."""
+        """Some bytes of a file; RequestError if it is gone or ends before, TrainingError if the disk fails."""
         try:
             if file not in self._open:
                 if len(self._open) == _MOST:
@@ -205,7 +216,7 @@ class OpenFiles:
                 self._open[file] = os.open(self.files[file], os.O_RDONLY | os.O_CLOEXEC)
             content = os.pread(self._open[file], size, offset)
         except OSError as error:
-            raise RequestError(f"--data: {self.files[file]}: {error.strerror}", remedy=UNCHANGED) from error
+            raise explain_unreadable(f"--data: {self.files[file]}: {error.strerror}", error, UNCHANGED) from error
         if len(content) != size:
             raise RequestError(
                 f"--data: {self.files[file]} ends at byte {offset + len(content)} of {offset + size}", remedy=UNCHANGED

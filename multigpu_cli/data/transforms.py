@@ -16,6 +16,7 @@ from torch import Tensor
 from multigpu_cli.capabilities import TRANSFORMS, load
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.collate import describe_shapes, to_device
+from multigpu_cli.data.files import explain_unreadable
 from multigpu_cli.data.order import KeyedRandom
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, did_you_mean
@@ -169,14 +170,14 @@ def decode_image(file: Path | bytes, shorter: int, where: str) -> np.ndarray:
 
 @contextmanager
 def open_image(file: Path | bytes, where: str) -> Iterator[Any]:  # an Image of Pillow
-    """Open an image lazily; an error of Pillow, also inside the block, becomes a RequestError that names `where`."""
+    """Open an image lazily; an error of Pillow, also inside the block, becomes one of ours that names `where`."""
     from PIL import Image  # an extra, and not for those who bring no images
 
     try:
         with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as opened:
             yield opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise RequestError(f"{where} is not a readable image ({error})", remedy="repair or remove it") from error
+        raise explain_unreadable(f"{where} is not a readable image ({error})", error, "repair or remove it") from error
 
 
 def read_colors(file: Path | bytes, where: str, shorter: int = 0) -> Any:

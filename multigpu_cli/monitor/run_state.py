@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from multigpu_cli.faults.rank_exits import OwnProgress
 
 STATE, REQUEST = "logs/state.json", "logs/request"
+MOST_STEPS = 1000  # that a request may ask for
 _INTERVAL = 1.0  # seconds between two looks
+_COUNTS = {str(steps) for steps in range(1, MOST_STEPS + 1)}
+_ID = re.compile("[0-9a-f]{32}")
 _PHASES = {"starting", "evaluating", "saving"}  # of the watchdog's; all others are parts of training
 
 
@@ -55,13 +59,13 @@ class RunState:
             self.finish_request()
 
     def take_request(self) -> list[str]:
-        """On rank 0, the words of the request that waits; [] if it was taken before, or makes no sense."""
+        """On rank 0, the words of the request that waits; [] if it was taken before, or is not in the form of ours."""
         before, self._taken, self.asked = self._taken, True, False
         if before:  # the thread has seen it once more
             return []
         with suppress(OSError):
             words = read_small(self._request).decode(errors="replace").split()
-            if len(words) == 3 and words[0] in REQUESTS and words[1].isdecimal():
+            if len(words) == 3 and words[0] in REQUESTS and words[1] in _COUNTS and _ID.fullmatch(words[2]):
                 return words
         self.finish_request()
         return []

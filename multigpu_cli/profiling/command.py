@@ -14,7 +14,6 @@ from multigpu_cli.monitor.history import JOURNAL, load_summary
 from multigpu_cli.monitor.journal import read_json
 from multigpu_cli.monitor.run_state import REQUEST, STATE
 
-MOST_STEPS = 1000
 _LOOK = 0.2  # seconds
 _ROWS = 15
 
@@ -38,7 +37,7 @@ def profile_run(run: str, steps: int) -> dict[str, Any]:
     finally:
         request.unlink(missing_ok=True)
     for file in folder.glob("logs/profile_*.json"):
-        if (found := read_json(file, "profile")).get("id") == number:
+        if (found := read_json(file, "profile")).get("id") == number and found["ranks"]:
             return found | {"run": run, "file": str(file), "trace": str(folder / found["trace"])}
     problem = f"{run}: the run has ended, or could not write, before {pluralize(steps, 'step')} were profiled"
     raise TrainingError(problem, remedy=f"multigpu status {run} says which")

@@ -22,6 +22,7 @@ from multigpu_cli.faults import stop
 from multigpu_cli.monitor import run_state
 from multigpu_cli.monitor.journal import read_events, read_json
 from multigpu_cli.monitor.run_state import REQUEST, STATE
+from multigpu_cli.profiling import command
 from multigpu_cli.profiling.command import format_profile, profile_run
 from multigpu_cli.profiling.profiler import list_operators
 from tests.support.run_training import run_training
@@ -112,7 +113,14 @@ def test_a_run_that_is_stopped_meanwhile_says_so(tmp_path: Path) -> None:
 
 
 def test_requests_that_make_no_sense_are_removed(tmp_path: Path) -> None:
-    words = {2: "os.system 3 x", 4: "profile many x", 6: "profile 3"}
+    mark = "0" * 32
+    words = {2: f"os.system 3 {mark}", 4: f"profile many {mark}", 6: "profile 3", 8: f"profile {'9' * 5000} {mark}"}
+    words |= {
+        10: f"profile 1001 {mark}",
+        12: f"profile \u0663 {mark}",
+        14: "profile 3 ../../x",
+        16: f"profile 0 {mark}",
+    }
 
     def prepare() -> None:
         run_state._INTERVAL, train_step = 0.01, engine.train_step
@@ -126,7 +134,30 @@ def test_requests_that_make_no_sense_are_removed(tmp_path: Path) -> None:
 
         engine.train_step = step  # type: ignore[assignment]
 
-    assert run_training(1, save_dir=str(tmp_path), max_steps=9, batch_size=8, prepare=prepare).error == ""
+    assert run_training(1, save_dir=str(tmp_path), max_steps=18, batch_size=8, prepare=prepare).error == ""
+    assert not any(event["event"] == "profile" for event in read_events(tmp_path / "journal.jsonl"))
+
+
+@pytest.mark.filterwarnings("ignore:.* damaged, and not used")
+@pytest.mark.parametrize("ranks", [[], [{"seconds": "x"}], [{"seconds": 1, "operators": [{"name": 3}]}]])
+def test_an_answer_of_another_form_is_none(ranks: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "journal.jsonl", {})
+    put(tmp_path, STATE, {"time": time.time(), "host": os.uname().nodename, "pid": os.getpid()})
+    monkeypatch.setattr(command, "uuid4", lambda: SimpleNamespace(hex="ab"))
+    answer = {"id": "ab", "step": 1, "steps": 2, "trace": "logs/trace", "ranks": ranks}
+    put(tmp_path, "logs/profile_00000001.json", answer)
+    with lock_folder(tmp_path):
+        removing = threading.Thread(
+            target=lambda: [wait_until((tmp_path / REQUEST).exists, "a request"), remove(tmp_path)]
+        )
+        removing.start()
+        with pytest.raises(TrainingError, match="or could not write"):
+            profile_run(str(tmp_path), 20)
+        removing.join()
+
+
+def remove(run: Path) -> None:
+    (run / REQUEST).unlink()
 
 
 def put(run: Path, name: str, content: object) -> None:

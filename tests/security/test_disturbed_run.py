@@ -1,5 +1,6 @@
 """Signals at odd moments, closed pipes, few descriptors, small files: a message, and a resume with the same bits."""
 
+import errno
 import json
 import os
 import resource
@@ -140,5 +141,58 @@ def test_run_resumes_with_the_same_bits_after_limits(
         [*TRAIN, *ONE, *loaders], tmp_path, tmp_path, prepare=lambda: resource.setrlimit(limit, (amount,) * 2)
     )
     assert outcome.code in (0, 1, 2), outcome
+    assert "Traceback" not in outcome.text
+    assert resumed()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("loaders", ["0", "2"])
+def test_run_resumes_with_the_same_bits_after_unreadable_data(number: int, loaders: str, tmp_path: Path) -> None:
+    """A network disk answers with an error from some moment on, in the trainer's process or in its loaders'."""
+    rows = "".join(json.dumps({"inputs": [at % 7 + 0.5, at % 5 + 0.5], "target": at % 2}) + "\n" for at in range(2000))
+    Path("rows.jsonl").write_text(rows)
+    words = ["--data", "jsonl", "--data-dir", "rows.jsonl", "--model", "mlp", "--max-steps", "60", "--exact", "--quiet"]
+    words += ["--checkpoint-every", "10", "--log-interval", "2", "--batch-size", "16", "--num-workers", loaders, *ONE]
+    assert call([*words, "--save-dir", "undisturbed"], tmp_path, tmp_path).code == 0
+
+    def fail_once_trained() -> None:
+        read = os.pread
+
+        def pread(file: int, size: int, offset: int) -> bytes:
+            if count_steps() >= 20:
+                raise OSError(number, os.strerror(number))
+            return read(file, size, offset)
+
+        os.pread = pread
+
+    outcome = call([*words, "--save-dir", "run"], tmp_path, tmp_path, prepare=fail_once_trained)
+    assert outcome.code == (2 if number == errno.EACCES else 1), outcome
+    assert "rows.jsonl" in outcome.text
+    assert os.strerror(number) in outcome.text
+    assert "Traceback" not in outcome.text
+    assert call([*words, "--save-dir", "run"], tmp_path, tmp_path).code == 0
+    summaries = [json.loads(Path(run, "summary.json").read_text()) for run in ("undisturbed", "run")]
+    assert summaries[0]["fingerprint"] == summaries[1]["fingerprint"]
+
+
+YEAR = 365 * 86400.0
+
+
+@pytest.mark.parametrize("jump", [-20 * YEAR, -3600.0, 3600.0, 20 * YEAR])
+def test_run_resumes_with_the_same_bits_after_the_clock_jumps(
+    jump: float, tmp_path: Path, resumed: Callable[[], bool]
+) -> None:
+    """The clock jumps in the run, which is then stopped; the attempt that goes on has the true time again."""
+
+    def jump_once_trained() -> None:
+        behave_like_a_command()
+        now = time.time
+        time.time = lambda: now() + jump * (count_steps() >= 6)
+
+    command = ForkedCommand([*TRAIN, *ONE], tmp_path, tmp_path, prepare=jump_once_trained)
+    wait_until(lambda: count_steps() >= 20 or command.is_over(), "twenty steps")
+    os.kill(command.pid, signal.SIGTERM)
+    outcome = command.wait()
+    assert outcome.code in (0, 75), outcome
     assert "Traceback" not in outcome.text
     assert resumed()
