@@ -40,7 +40,7 @@ from multigpu_cli.data.order import EVAL_EPOCH
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.distributed.placement import count_cores
 from multigpu_cli.distributed.processes import die_with_parent
-from multigpu_cli.errors import RequestError, pluralize
+from multigpu_cli.errors import RequestError, TrainingError, pluralize
 from multigpu_cli.planning.batch import make_key
 from multigpu_cli.runtime.seeding import seed_host
 
@@ -250,13 +250,14 @@ def run_in_process(work: Callable[[], Result]) -> Result:
 
 @contextmanager
 def _without_traceback() -> Iterator[None]:
-    """Re-raise a loader process's RequestError without the traceback that torch adds to its message."""
+    """Re-raise a loader process's TrainingError without the traceback that torch adds to its message."""
     try:
         yield
-    except RequestError as error:
-        _, found, message = error.problem.rpartition(f"{RequestError.__module__}.RequestError: ")
+    except TrainingError as error:
+        kind = type(error)
+        _, found, message = error.problem.rpartition(f"{kind.__module__}.{kind.__name__}: ")
         if found:
-            raise RequestError(message.strip()) from error
+            raise kind(message.strip()) from error
         raise
 
 
