@@ -135,6 +135,6 @@ def _join(parts: Sequence[Any], name: str) -> Any:
         return tuple(_join(column, f"{name}[{index}]") for index, column in enumerate(zip(*parts, strict=True)))
     forms = {(part.dtype, part.shape[1:]) if isinstance(part, Tensor) else type(part) for part in parts}
     if len(forms) == 1:
-        return torch.cat(parts)
+        return torch.cat(list(parts))
     problem = f"after_step: {name} differs in shape, dtype or type between micro-batches, except in its number of rows"
     raise TrainingError(problem, remedy="return tensors whose dimensions after the first are always the same")

@@ -28,6 +28,9 @@ class Counting(nn.Module):
     """Counts its calls, and the rows that it gets."""
 
     limit = 100  # samples in a micro-batch, beyond which memory does not suffice from the third step on
+    calls: Tensor
+    rows: Tensor
+    copy: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,6 +226,10 @@ def points_elsewhere(self: Any, step: int) -> None:
     self.net.weight.data = self.net.weight * 2
 
 
+def grows(self: Any, step: int) -> None:
+    self.copy = torch.cat([self.copy, self.copy])
+
+
 def writes_unsaved(self: Any, step: int) -> None:
     self.beside += 1
 
@@ -238,8 +245,9 @@ def anneals(self: Any, step: int) -> None:
 @pytest.mark.parametrize(
     ("method", "named"),
     [
-        (replaces, "replaces the parameters net.weight"),
-        (points_elsewhere, "replaces the parameters net.weight"),
+        (replaces, "replaces parameters, .*: net.weight"),
+        (points_elsewhere, "replaces parameters, .*: net.weight"),
+        (grows, "buffers by others of another shape: copy"),
         (writes_unsaved, "changes beside, which no checkpoint contains"),
         (rebinds_unsaved, "changes beside, which no checkpoint contains"),
         (anneals, r"changes model \(Own\) \.limit, which no checkpoint contains"),

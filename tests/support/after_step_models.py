@@ -47,6 +47,8 @@ def follow(copy: nn.Module, network: nn.Module, share: float) -> None:
 class MoCo(nn.Module):
     """Two views, a momentum encoder, and a queue of keys of former steps; its outputs are a tensor (n, features)."""
 
+    queue: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.query = encoder()
@@ -75,7 +77,7 @@ class MeanTeacher(nn.Module):
         self.teacher = copy_of(self.student, encoder)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        outputs = self.student(inputs)
+        outputs: Tensor = self.student(inputs)
         return cross_entropy(outputs, targets) + mse_loss(outputs, self.teacher(inputs.flip(1)))
 
     def after_step(self, step: int) -> None:
@@ -85,6 +87,10 @@ class MeanTeacher(nn.Module):
 
 class Codebook(nn.Module):
     """A vector-quantized autoencoder whose codebook is an average; its outputs are a dict of codes and features."""
+
+    codes: Tensor
+    counts: Tensor
+    sums: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,6 +120,8 @@ class Codebook(nn.Module):
 class Annealed(nn.Module):
     """An autoencoder whose second loss weighs more from step to step."""
 
+    weight: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.decoder = encoder(), nn.Linear(HIDDEN, FEATURES)
@@ -121,12 +129,26 @@ class Annealed(nn.Module):
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         features = self.encoder(inputs)
-        divergence = features.square().sum(1).mean() / 2
+        divergence: Tensor = features.square().sum(1).mean() / 2
         return mse_loss(self.decoder(features), inputs) + self.weight * divergence
 
     def after_step(self, step: int) -> None:
         die_if_asked(step)
         self.weight.fill_(min(1.0, step / 8))
+
+
+class Prototyped(nn.Module):
+    """What `Prototypes` trains."""
+
+    prototypes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = encoder()
+        self.register_buffer("prototypes", normalize(torch.randn(3, HIDDEN)))
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return self.encoder(inputs), self.prototypes
 
 
 class Prototypes(Task):
@@ -137,9 +159,8 @@ class Prototypes(Task):
 
     def loss_sum(self, model: Any, batch: Batch) -> Tensor:
         features, prototypes = model(batch.inputs)
-        return (features - prototypes[batch.targets]).square().sum() + cross_entropy(
-            linear(features, prototypes), batch.targets, reduction="sum"
-        )
+        distance: Tensor = (features - prototypes[batch.targets]).square().sum()
+        return distance + cross_entropy(linear(features, prototypes), batch.targets, reduction="sum")
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         return BatchMetrics(self.loss_sum(model, batch).double(), torch.zeros(0, dtype=torch.int64))
@@ -149,16 +170,5 @@ class Prototypes(Task):
 
     def after_step(self, model: nn.Module, step: int, outputs: Tensor) -> None:
         die_if_asked(step)
-        model.prototypes.lerp_(normalize(outputs.mean(0) + model.prototypes), 0.1)  # type: ignore[union-attr,operator]
-
-
-class Prototyped(nn.Module):
-    """What `Prototypes` trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = encoder()
-        self.register_buffer("prototypes", normalize(torch.randn(3, HIDDEN)))
-
-    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return self.encoder(inputs), self.prototypes
+        assert isinstance(model, Prototyped)
+        model.prototypes.lerp_(normalize(outputs.mean(0) + model.prototypes), 0.1)

@@ -9,7 +9,7 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.run.guard.findings import list_names
 from multigpu_cli.run.guard.state import Snapshot
 
-Version = tuple[int, int]  # changes if a tensor is replaced, or written where that matters
+Version = tuple[int, ...]  # of a tensor: changes with what user code may not change of it
 
 
 class UnsavedState:
@@ -27,7 +27,10 @@ class UnsavedState:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Raise TrainingError if user code inside the context replaces a parameter, or changes unsaved state."""
+        """Raise TrainingError if user code inside the context changes unsaved state, replaces parameters or shapes.
+
+        The optimizer would not notice another parameter, and a resumed run could not load a buffer of another shape.
+        """
         attributes = Snapshot(self._model, self._others) if self._reads_attributes else None
         before = self._read_versions()
         yield
@@ -35,7 +38,7 @@ class UnsavedState:
         changed = [name for name, version in before.items() if after.get(name) != version]
         unsaved = [name for name in changed if name in (self._unsaved or ())]
         if changed and not unsaved:
-            problem = f"after_step replaces the parameters {list_names(changed)}, which the optimizer does not notice"
+            problem = f"after_step replaces parameters, or buffers by others of another shape: {list_names(changed)}"
             raise TrainingError(problem, remedy="write their values: parameter.copy_(…), parameter.lerp_(…)")
         if attributes:
             unsaved += attributes.list_changed(Snapshot(self._model, self._others), 0.0)
@@ -46,12 +49,13 @@ class UnsavedState:
             raise TrainingError(problem, remedy=f"{remedy}; for attributes of no importance --set guard=off")
 
     def _read_versions(self) -> dict[str, Version]:
-        """Return what shows that a parameter was replaced, or that a tensor was written that no checkpoint contains."""
-        parameters = dict(self._model.named_parameters())
-        tensors = parameters | dict(self._model.named_buffers())
+        """Return the identity of each parameter, the shape of each buffer, and whether unsaved tensors were written."""
+        parameters, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
+        tensors = parameters | buffers
         if self._unsaved is None:
             saved = {id(value) for value in self._model.state_dict(keep_vars=True).values()}
             self._unsaved = [name for name, value in tensors.items() if id(value) not in saved]
-        versions = {name: (id(value), value.data_ptr()) for name, value in parameters.items()}
+        versions: dict[str, Version] = {name: tuple(value.shape) for name, value in buffers.items()}
+        versions |= {name: (id(value), value.data_ptr()) for name, value in parameters.items()}
         written = {name: tensors[name] for name in self._unsaved if name in tensors}
         return versions | {name: (id(value), value._version) for name, value in written.items()}
