@@ -2,12 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.world import World, all_gather_object
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.run.guard.unsaved import UnsavedState
@@ -15,8 +15,6 @@ from multigpu_cli.runtime.module_state import map_tensors
 from multigpu_cli.runtime.seeding import seed_after_step
 from multigpu_cli.strategies.base import Strategy
 from multigpu_cli.tasks.base import Task
-
-_NOTHING = nullcontext()
 
 
 class _Method(NamedTuple):
@@ -30,44 +28,33 @@ class _Method(NamedTuple):
 class AfterStep:
     """The methods `after_step` of a run's model and task, and this worker's outputs of the current step.
 
-    Without such a method nothing is recorded and nothing waits for the device. Outputs are recorded and gathered only
-    if a method has a parameter `outputs`.
-
-    RequestError: a method has other parameters, or the strategy divides the weights that it would write.
+    Outputs are recorded and gathered only if a method has a parameter `outputs`.
     """
 
-    def __init__(self, task: Task, model: nn.Module, strategy: Strategy, world: World, *, guard: bool) -> None:
-        """Find the methods; with `guard` the first call finds the Python attributes that they change."""
-        self._task, self._world = task, world
-        self._methods = list(_find_methods(task, model))
-        if self._methods and strategy.sharded:
-            problem = f"--multi-gpu {strategy.name} gives after_step of model or task only a shard of each weight"
-            raise RequestError(problem, remedy="use --multi-gpu ddp")
-        self._takes_outputs = any(method.takes_outputs for method in self._methods)
+    def __init__(self, task: Task, methods: Sequence[_Method], unsaved: UnsavedState, world: World) -> None:
+        self._task, self._methods, self._unsaved, self._world = task, methods, unsaved, world
+        self._takes_outputs = any(method.takes_outputs for method in methods)
         self._outputs: dict[int, Any] = {}  # of this worker's micro-batches, by their number in the step
-        saves_itself = type(task).after_step is Task.after_step or type(task).state is not Task.state
-        self._unsaved = UnsavedState(model, {} if saves_itself else {"task": task}, guard=guard)
 
     def begin_step(self) -> None:
         """Discard what a trial of a batch, or a step that was not finished, has recorded."""
         self._outputs.clear()
 
-    def record(self, model: Callable[..., Any], number: int) -> AbstractContextManager[object]:
-        """Record what the model, which may be wrapped, returns inside the context: micro-batch `number` of the step."""
-        return self._record(model, number) if self._takes_outputs else _NOTHING
-
-    @contextmanager
-    def _record(self, model: Any, number: int) -> Iterator[None]:  # Any: a module that a strategy calls
+    def loss_sum(self, model: Any, batch: Batch) -> Tensor:  # Any: a module that a strategy calls
+        """Return the task's `loss_sum` of a micro-batch, and record what the model returned for it."""
+        if not self._takes_outputs:
+            return self._task.loss_sum(model, batch)
         returned: list[Any] = []
         handle = model.register_forward_hook(lambda module, inputs, outputs: returned.append(outputs))
         try:
-            yield
+            loss = self._task.loss_sum(model, batch)
         finally:
             handle.remove()
         if len(returned) != 1:
             problem = f"after_step takes outputs, but the task calls the model {len(returned)} times in a micro-batch"
             raise RequestError(problem, remedy="call it once, with all inputs; or leave out the parameter outputs")
-        self._outputs[number] = _copy(self._task.step_outputs(returned[0]), "outputs")
+        self._outputs[batch.micro_batch_index] = _copy(self._task.step_outputs(returned[0]), "outputs")
+        return loss
 
     @torch.no_grad()
     def call(self, step: int, skipped: Tensor, seed: int, devices: Sequence[torch.device]) -> None:
@@ -75,7 +62,7 @@ class AfterStep:
 
         All ranks call it together. TrainingError: a method replaces parameters, or changes what no checkpoint contains.
         """
-        if not self._methods or skipped:  # on a GPU the host waits here
+        if skipped:  # on a GPU the host waits here
             return
         outputs = self._gather_outputs() if self._takes_outputs else None
         seed_after_step(seed, step, *devices)
@@ -91,6 +78,22 @@ class AfterStep:
         self._outputs = {}
         joined = _join([by_number[number] for number in sorted(by_number)], "outputs")
         return map_tensors(joined, lambda _, tensor: tensor.to(self._world.device))
+
+
+def find_after_step(task: Task, model: nn.Module, strategy: Strategy, world: World, *, guard: bool) -> AfterStep | None:
+    """Return the methods of task and model, or None; with `guard` the first call finds the attributes they change.
+
+    RequestError: a method has other parameters, or the strategy divides the weights that it would write.
+    """
+    methods = list(_find_methods(task, model))
+    if not methods:
+        return None
+    if strategy.sharded:
+        problem = f"--multi-gpu {strategy.name} gives after_step of model or task only a shard of each weight"
+        raise RequestError(problem, remedy="use --multi-gpu ddp")
+    saves_itself = type(task).after_step is Task.after_step or type(task).state is not Task.state
+    unsaved = UnsavedState(model, {} if saves_itself else {"task": task}, guard=guard)
+    return AfterStep(task, methods, unsaved, world)
 
 
 def _find_methods(task: Task, model: nn.Module) -> Iterator[_Method]:

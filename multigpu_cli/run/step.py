@@ -37,8 +37,8 @@ def forward_backward(
     if observer:
         observer.phase("forward", batch.sample_indices)
     with strategy.accumulate(last=last):
-        with precision.autocast_of_pass, components.after_step.record(strategy.callable, batch.micro_batch_index):
-            loss = components.task.loss_sum(strategy.callable, batch)
+        with precision.autocast_of_pass:
+            loss = (components.after_step or components.task).loss_sum(strategy.callable, batch)
         if observer:
             observer.phase("last backward" if last else "backward", batch.sample_indices)
         precision.backward(loss, strategy.loss_factor / divisor)

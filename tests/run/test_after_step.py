@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset
 
+from multigpu_cli.config.schema import DataConfig, TaskConfig
+from multigpu_cli.data.load import load_data_source
 from multigpu_cli.errors import RequestError, TrainingError
-from multigpu_cli.run.after_step import AfterStep
-from multigpu_cli.strategies.base import Single, Strategy
+from multigpu_cli.run.after_step import AfterStep, find_after_step
+from multigpu_cli.strategies.base import Single
 from multigpu_cli.tasks.own_loss import FromModel
 from tests.support.run_training import Ended, run_training
 from tests.support.user_code import tensors
@@ -110,16 +113,31 @@ def test_moving_average_sees_what_it_leaves() -> None:
     torch.testing.assert_close(average["copy"], average["net.weight"])
 
 
+class Calling(FromModel):
+    """Calls the network as often as a batch says."""
+
+    def loss_sum(self, model: Callable[..., Any], batch: Any) -> Tensor:
+        for _ in range(batch.calls):
+            model()
+        return TAKEN
+
+
 class Method:
     """A network whose `after_step` is the given function."""
 
     def __init__(self, method: Callable[..., None]) -> None:
         self.model = type("Own", (Counting,), {"after_step": method})()
 
-    def build(self, *, guard: bool = True, strategy: Strategy | None = None) -> AfterStep:
-        task = object.__new__(FromModel)
-        task._name = None
-        return AfterStep(task, self.model, strategy or Single(self.model), ALONE, guard=guard)
+    def build(self, *, guard: bool = True) -> AfterStep:
+        task = Calling(load_data_source(DataConfig(name=f"{tensors.__module__}:tensors"), 42), TaskConfig())
+        built = find_after_step(task, self.model, Single(self.model), ALONE, guard=guard)
+        assert built is not None
+        return built
+
+    def forward(self, after_step: AfterStep, number: int, returned: Any, calls: int = 1) -> None:
+        self.model.forward = partial(lambda outputs: outputs, returned)
+        batch: Any = SimpleNamespace(micro_batch_index=number, calls=calls)
+        assert after_step.loss_sum(self.model, batch) is TAKEN
 
     def call(self, after_step: AfterStep, step: int = 1, skipped: Tensor = TAKEN) -> None:
         after_step.call(step, skipped, 42, (CPU,))
@@ -135,8 +153,7 @@ def with_outputs(self: nn.Module, step: int, outputs: Any) -> None:
 def test_outputs_are_not_recorded_for_a_method_without_them() -> None:
     own = Method(without_outputs)
     after_step = own.build()
-    with after_step.record(own.model, 0):
-        own.model(torch.ones(2, 6), torch.zeros(2, dtype=torch.int64))
+    own.forward(after_step, 0, (loss(), torch.ones(2)))
     assert after_step._outputs == {}
     assert not own.model._forward_hooks
 
@@ -146,9 +163,7 @@ def pass_on(parts: list[Any]) -> Any:
     own = Method(with_outputs)
     after_step = own.build()
     for number in range(len(parts) - 1, -1, -1):
-        own.model.forward = partial(lambda part: part, parts[number])
-        with after_step.record(own.model, number):
-            own.model()
+        own.forward(after_step, number, parts[number])
         tree_map_only(Tensor, Tensor.zero_, parts[number])  # as a buffer is restored before the next micro-batch
     own.call(after_step)
     return own.model.beside.outputs
@@ -196,10 +211,8 @@ def test_outputs_that_can_not_be_joined_are_refused_by_name(parts: list[Any], na
 @pytest.mark.parametrize("calls", [0, 2])
 def test_outputs_of_several_calls_are_refused(calls: int) -> None:
     own = Method(with_outputs)
-    after_step = own.build()
-    recorded = after_step.record(own.model, 0)
-    with pytest.raises(RequestError, match=f"the task calls the model {calls} times"), recorded:
-        [own.model(torch.ones(2, 6), torch.zeros(2, dtype=torch.int64)) for _ in range(calls)]
+    with pytest.raises(RequestError, match=f"the task calls the model {calls} times"):
+        own.forward(own.build(), 0, loss(), calls)
 
 
 def test_method_with_other_parameters_is_refused() -> None:

@@ -14,7 +14,7 @@ from multigpu_cli.data.loader import BatchStream, Loader
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import pluralize
 from multigpu_cli.planning.plan import Plan
-from multigpu_cli.run.after_step import AfterStep
+from multigpu_cli.run.after_step import AfterStep, find_after_step
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.strategies.base import Strategy
@@ -81,10 +81,10 @@ class TrainComponents:
         return self.spec.factories.may_draw(self.config)
 
     @cached_property
-    def after_step(self) -> AfterStep:
-        """What calls `after_step` of model and task; a RequestError if their parameters or the strategy do not fit."""
+    def after_step(self) -> AfterStep | None:
+        """What calls `after_step` of model and task; None if neither has it. See `find_after_step`."""
         guard = self.config.reproducibility.guard != "off"
-        return AfterStep(self.task, self.state.model, self.strategy, self.world, guard=guard)
+        return find_after_step(self.task, self.state.model, self.strategy, self.world, guard=guard)
 
     @property
     def eval_batch_size(self) -> int:
