@@ -78,6 +78,13 @@ def test_size_of_micro_batches_only_rounds(name: str, exact: bool) -> None:
         torch.testing.assert_close(read_state(f"{size}"), read_state("whole"), rtol=0, atol=1e-6)
 
 
+def test_values_that_differ_between_ranks_end_the_run() -> None:
+    ended = train("ByRank", 2, 7, "differing")
+    assert ended.kind == "TrainingError"
+    assert "the replicas differ at step 3" in ended.error
+    assert "differs in weight" in ended.error
+
+
 def test_sharded_strategy_is_refused_before_anything_is_written() -> None:
     ended = train("MeanTeacher", 2, 7, "sharded", multi_gpu="fsdp")
     assert ended.kind == "RequestError"

@@ -111,10 +111,11 @@ class Codebook(nn.Module):
         assert "loss" not in outputs
         chosen = one_hot(outputs["nearest"], CODES).to(self.codes.dtype)
         self.counts.lerp_(chosen.sum(0), 0.2)
-        self.sums.lerp_(chosen.T @ outputs["features"], 0.2)
+        features = outputs["features"].to(self.codes.dtype)  # of 16 bits with --amp bf16
+        self.sums.lerp_(chosen.T @ features, 0.2)
         self.codes.copy_(self.sums / (self.counts[:, None] + 1e-3))
-        unused = torch.randint(len(outputs["features"]), (CODES,))  # dead codes start again at some sample
-        self.codes.copy_(torch.where(self.counts[:, None] < 0.05, outputs["features"][unused], self.codes))
+        unused = torch.randint(len(features), (CODES,))  # dead codes start again at some sample
+        self.codes.copy_(torch.where(self.counts[:, None] < 0.05, features[unused], self.codes))
 
 
 class Annealed(nn.Module):
@@ -135,6 +136,13 @@ class Annealed(nn.Module):
     def after_step(self, step: int) -> None:
         die_if_asked(step)
         self.weight.fill_(min(1.0, step / 8))
+
+
+class ByRank(Annealed):
+    """Its weight is another one on each rank, which is wrong."""
+
+    def after_step(self, step: int) -> None:
+        self.weight.fill_(int(os.environ["RANK"]))
 
 
 class Prototyped(nn.Module):
