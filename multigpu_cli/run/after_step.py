@@ -1,4 +1,4 @@
-"""Calls `after_step` of model and task once a step, with what forward returned for the micro-batches of all workers."""
+"""Calls the methods `after_step` of model and task, with the outputs of forward for the global batch."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +18,10 @@ from multigpu_cli.tasks.base import Task
 
 
 class _Method(NamedTuple):
-    """An `after_step`, what it gets before the number of the step, and whether it takes outputs."""
+    """A method `after_step`, with its arguments before the number of the step."""
 
     call: Callable[..., None]
-    subject: tuple[nn.Module, ...]  # the model, for the task's
+    subject: tuple[nn.Module, ...]  # the model for the task's method, nothing for the model's own
     takes_outputs: bool
 
 
@@ -34,7 +34,7 @@ class AfterStep:
     def __init__(self, task: Task, methods: Sequence[_Method], unsaved: UnsavedState, world: World) -> None:
         self._task, self._methods, self._unsaved, self._world = task, methods, unsaved, world
         self._takes_outputs = any(method.takes_outputs for method in methods)
-        self._outputs: dict[int, Any] = {}  # of this worker's micro-batches, by their number in the step
+        self._outputs: dict[int, Any] = {}  # outputs of this worker's micro-batches, by their number in the step
 
     def begin_step(self) -> None:
         """Discard what a trial of a batch, or a step that was not finished, has recorded."""
@@ -83,10 +83,14 @@ class AfterStep:
 def find_after_step(task: Task, model: nn.Module, strategy: Strategy, world: World, *, guard: bool) -> AfterStep | None:
     """Return the methods of task and model, or None; with `guard` the first call finds the attributes they change.
 
-    RequestError: a method has other parameters, or the strategy divides the weights that it would write.
+    RequestError: a method has other parameters, only a layer has one, or the strategy divides the weights.
     """
     methods = list(_find_methods(task, model))
     if not methods:
+        layers = [name for name, layer in model.named_modules() if callable(getattr(layer, "after_step", None))]
+        if layers:
+            problem = f"after_step of the layer {layers[0]} is not called: neither the model nor the task has one"
+            raise RequestError(problem, remedy="call it in a method after_step of the model, or rename it")
         return None
     if strategy.sharded:
         problem = f"--multi-gpu {strategy.name} gives after_step of model or task only a shard of each weight"

@@ -221,6 +221,14 @@ def test_method_with_other_parameters_is_refused() -> None:
     assert "def after_step(self, step)" in str(error.value.remedy)
 
 
+def test_method_of_a_layer_alone_is_refused() -> None:
+    own = Method(without_outputs)
+    task = Calling(load_data_source(DataConfig(name=f"{tensors.__module__}:tensors"), 42), TaskConfig())
+    whole = nn.Sequential(own.model)
+    with pytest.raises(RequestError, match="after_step of the layer 0 is not called"):
+        find_after_step(task, whole, Single(whole), ALONE, guard=True)
+
+
 def test_draws_depend_only_on_seed_and_step() -> None:
     drawn = []
     own = Method(lambda self, step: drawn.append(float(torch.rand(()))))

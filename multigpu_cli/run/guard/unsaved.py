@@ -9,7 +9,7 @@ from multigpu_cli.errors import TrainingError
 from multigpu_cli.run.guard.findings import list_names
 from multigpu_cli.run.guard.state import Snapshot
 
-Version = tuple[int, ...]  # of a tensor: changes with what user code may not change of it
+Version = tuple[int, ...]  # numbers that change if user code changes what it may not change of a tensor
 
 
 class UnsavedState:
