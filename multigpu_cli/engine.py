@@ -125,6 +125,8 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     units: list[Tensor | int] = []
     run.set_learning_rates(layout.step)
     run.strategy.begin_step(layout.micro_batches)
+    if run.after_step:
+        run.after_step.begin_step()
     for batch, last in observer.fetch(layout, work):
         seed_micro_batch(seed, layout.step, batch.micro_batch_index, *devices)
         losses[batch.micro_batch_index] = forward_backward(run, batch, divisor, last=last, observer=observer)
@@ -146,6 +148,8 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     total_norm = run.strategy.total_norm
     norm, skipped = state.precision.clip_and_step(state.optimizer, parameters, max_norm, total_norm, factor)
     run.strategy.rollback_buffers(skipped)
+    if run.after_step:  # before the average, which moves towards what it leaves
+        run.after_step.call(layout.step + 1, skipped, seed, devices)
     if state.average:
         state.average.update_parameters(state.model, skipped)
     outcome = StepResult(layout.micro_batches, losses, run.loss_normalizer.get_step_norm(norm), skipped)

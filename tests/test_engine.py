@@ -599,6 +599,7 @@ def test_a_step_asks_for_all_its_parts_in_order(exact: bool, hooked: bool, monke
     run.config.reproducibility, run.config.optimizer.max_grad_norm = Mock(seed=3, exact=exact), "off" if exact else 1
     run.spec.placement.devices, run.observer.fetch.return_value = ["cpu"], [(batch, True)]
     run.moments = SimpleNamespace(after_backward=[run.look] if hooked else [], step_end=[run.end])
+    run.after_step = run.after if hooked else None
     run.loss_normalizer.count_units.return_value = 0.5
     run.state.precision.clip_and_step.return_value = "norm", "skipped"
     for name in ("forward_backward", "multiply_gradients", "seed_micro_batch", "seed_optimizer_step"):
@@ -610,6 +611,7 @@ def test_a_step_asks_for_all_its_parts_in_order(exact: bool, hooked: bool, monke
     assert [each for each in run.mock_calls if each[0] not in ("loss_normalizer.divisor", "observer.fetch")] == [
         call.set_learning_rates(7),
         call.strategy.begin_step(2),
+        *([call.after.begin_step()] if hooked else []),
         call.seed_micro_batch(3, 7, 1, "cpu"),
         call.forward_backward(run, batch, divisor, last=True, observer=run.observer),
         call.strategy.after_backward(1),
@@ -624,6 +626,7 @@ def test_a_step_asks_for_all_its_parts_in_order(exact: bool, hooked: bool, monke
         *([call.seed_optimizer_step(3, 7, "cpu")] if exact else []),
         call.state.precision.clip_and_step(run.state.optimizer, parameters, *clip),
         call.strategy.rollback_buffers("skipped"),
+        *([call.after.call(8, "skipped", 3, ["cpu"])] if hooked else []),
         call.state.average.update_parameters(run.state.model, "skipped"),
         call.loss_normalizer.get_step_norm("norm"),
         call.observer.step_done(outcome, run.loss_normalizer.last),

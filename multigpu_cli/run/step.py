@@ -38,7 +38,7 @@ def forward_backward(
         observer.phase("forward", batch.sample_indices)
     with strategy.accumulate(last=last):
         with precision.autocast_of_pass:
-            loss = components.task.loss_sum(strategy.callable, batch)
+            loss = (components.after_step or components.task).loss_sum(strategy.callable, batch)
         if observer:
             observer.phase("last backward" if last else "backward", batch.sample_indices)
         precision.backward(loss, strategy.loss_factor / divisor)

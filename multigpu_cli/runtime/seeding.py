@@ -13,7 +13,7 @@ from multigpu_cli.distributed.launch_env import prepare_cublas, prepare_inductor
 from multigpu_cli.planning.batch import make_key
 
 _INIT = 0x1417  # separates the random stream of the initial weights from the others
-_OPTIMIZER = 1 << 40  # in place of the number of a micro-batch, which is never so large
+_OPTIMIZER, _AFTER_STEP = 1 << 40, 1 << 41  # in place of the number of a micro-batch, which is never so large
 
 
 def seed_everything(number: int) -> None:
@@ -54,6 +54,11 @@ def seed_micro_batch(seed: int, step: int, index: int, *devices: torch.device) -
 def seed_optimizer_step(seed: int, step: int, *devices: torch.device) -> None:
     """Seed the generators for a step of an optimizer that may draw random numbers, the same on every worker."""
     seed_micro_batch(seed, step, _OPTIMIZER, *devices)
+
+
+def seed_after_step(seed: int, step: int, *devices: torch.device) -> None:
+    """Seed the generators for `after_step` of model and task, the same on every worker."""
+    seed_micro_batch(seed, step, _AFTER_STEP, *devices)
 
 
 class _Kernels(NamedTuple):

@@ -114,6 +114,23 @@ class Task(ABC):
         """How many units `loss_sum` sums over: an int, or () int64 on the batch's device."""
         return len(batch)
 
+    def after_step(self, model: nn.Module, step: int, outputs: Any) -> None:  # noqa: B027 - most tasks need none
+        """Update state that is neither a trained weight nor a mean, after each optimizer step that was not skipped.
+
+        All ranks call it together, without gradients, and may write weights and buffers of the model: the same on each
+        rank. A model may have a method `after_step(step, outputs)` of its own, which is called first.
+
+        Args:
+            model: the network itself, not what the strategy wraps it in.
+            step: number of the optimizer step, counted from 1 over the whole run, with skipped steps.
+            outputs: `step_outputs` of all micro-batches of all workers, each tensor joined along dimension 0 in their
+                order; a () tensor counts as one row. May be left out of the parameters: then nothing is gathered.
+        """
+
+    def step_outputs(self, returned: Any) -> Any:
+        """Return what `after_step` gets of what the model returned: tensors, or mappings and tuples of them."""
+        return returned
+
     @abstractmethod
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         """The sums of one batch of an evaluation."""

@@ -215,6 +215,16 @@ class FromModel(_OwnLoss):
             counted &= labels != self._ignored
         return torch.count_nonzero(counted[..., 1:] if self._skips_first else counted)
 
+    def step_outputs(self, returned: Any) -> Any:
+        """Return what is beside the loss: of a mapping or a tuple the others, of a pair the other one itself."""
+        loss = self._find_loss(returned)
+        if isinstance(returned, Mapping):
+            return {key: value for key, value in returned.items() if value is not loss}
+        if isinstance(returned, Tensor | tuple):
+            others = tuple(value for value in returned if value is not loss) if isinstance(returned, tuple) else ()
+            return others[0] if len(others) == 1 else others
+        return returned
+
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         loss = None if self._loss_in_training else self._loss(model, batch, needed=False)
         if loss is None:
@@ -230,10 +240,13 @@ class FromModel(_OwnLoss):
         """(): the mean over a micro-batch; None where nothing is one, and none is needed."""
         outputs = model(self._join_labels(model, batch))
         self._skips_first = "CausalLM" in type(outputs).__name__
-        loss = _find_loss(outputs) if self._name is None else _find_by_name(outputs, self._name)
+        loss = self._find_loss(outputs)
         if loss is None and needed:
             raise ValueError(f"no loss{'' if self._name is None else f' {self._name!r}'} in what it returns")
         return loss
+
+    def _find_loss(self, outputs: Any) -> Tensor | None:
+        return _find_loss(outputs) if self._name is None else _find_by_name(outputs, self._name)
 
     def _join_labels(self, model: Callable[..., Any], batch: Batch) -> Any:
         """What the network is called with; its first batch shows which label it ignores."""

@@ -50,6 +50,34 @@ def test_it_does_what_a_plain_loop_does(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "last.pt").is_file()
 
 
+class Following(nn.Module):
+    """A network with a running mean of its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+        self.register_buffer("mean", torch.zeros(3))
+        self.steps: Tensor
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.network(inputs)  # type: ignore[no-any-return]
+
+    def after_step(self, step: int, outputs: Tensor) -> None:
+        self.steps.fill_(step)
+        self.mean.copy_(outputs.mean(0))  # type: ignore[union-attr,operator]
+
+
+def test_after_step_gets_the_outputs_of_the_global_batch(tmp_path: Path) -> None:
+    model = Following()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    folder = str(tmp_path / "run")
+    train_with_multi_gpu(model, loader(20), optimizer, num_epochs=1, global_batch_size=20, save_dir=folder, **QUIET)
+    inputs = torch.cat([inputs for inputs, _ in loader(20)])
+    assert int(model.steps) == 1
+    torch.testing.assert_close(model.mean, model.network(inputs).mean(0).detach())
+
+
 def test_ranks_share_the_work_of_one_whatever_they_drew_before(tmp_path: Path) -> None:
     """A sampler of the user's, a scheduler, three ranks whose weights differed, in a group that is there already."""
 

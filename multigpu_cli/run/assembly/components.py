@@ -14,6 +14,7 @@ from multigpu_cli.data.loader import BatchStream, Loader
 from multigpu_cli.distributed.world import World
 from multigpu_cli.errors import pluralize
 from multigpu_cli.planning.plan import Plan
+from multigpu_cli.run.after_step import AfterStep, find_after_step
 from multigpu_cli.run.request.spec import RunSpec
 from multigpu_cli.runtime.compile import CompiledModel
 from multigpu_cli.strategies.base import Strategy
@@ -78,6 +79,12 @@ class TrainComponents:
     def optimizer_draws(self) -> bool:
         """Whether the optimizer is code of the user's own, which may draw random numbers in a step."""
         return self.spec.factories.may_draw(self.config)
+
+    @cached_property
+    def after_step(self) -> AfterStep | None:
+        """What calls `after_step` of model and task; None if neither has it. See `find_after_step`."""
+        guard = self.config.reproducibility.guard != "off"
+        return find_after_step(self.task, self.state.model, self.strategy, self.world, guard=guard)
 
     @property
     def eval_batch_size(self) -> int:

@@ -14,7 +14,7 @@ _SEEDED = "use the functions of torch, numpy.random or random without a generato
 
 def written_parameters(model: nn.Module, names: Sequence[str], writes: Mapping[str, Write]) -> Finding:
     """Forward, backward or a hook writes parameters, or rebinds them."""
-    remedy = "update the copy in a --hook after the optimizer's step, use --ema, or keep a codebook in buffers"
+    remedy = "update the copy in after_step of the model or the task, use --ema, or keep a codebook in buffers"
     if any("renorm" in writes[name].operator for name in names if name in writes):
         remedy = "use max_norm=None with --max-grad-norm, or clamp what the embedding returns"
     return Finding(f"forward writes the parameters {_locate(model, names, writes)}", _ONCE, remedy, Refusal.SEVERAL)
@@ -43,7 +43,8 @@ def changed_attributes(names: Sequence[str], *, repeats: bool) -> Finding:
     return Finding(
         f"forward changes {list_names(names)}, and the loss depends on it",
         f"{_ONCE}, and a checkpoint contains it only if get_extra_state returns it",
-        "keep a count in a buffer of whole numbers (register_buffer); start a hidden state anew for each sample",
+        "keep a count in a buffer of whole numbers (register_buffer), an annealed weight in one that after_step(step) "
+        "writes; start a hidden state anew for each sample",
         Refusal.SEVERAL,
     )
 
