@@ -14,6 +14,7 @@ from multigpu_cli.planning.batch import make_key
 
 _INIT = 0x1417  # separates the random stream of the initial weights from the others
 _OPTIMIZER = 1 << 40  # in place of the number of a micro-batch, which is never so large
+_LOSS = _OPTIMIZER + 1
 
 
 def seed_everything(number: int) -> None:
@@ -54,6 +55,11 @@ def seed_micro_batch(seed: int, step: int, index: int, *devices: torch.device) -
 def seed_optimizer_step(seed: int, step: int, *devices: torch.device) -> None:
     """Seed the generators for a step of an optimizer that may draw random numbers, the same on every worker."""
     seed_micro_batch(seed, step, _OPTIMIZER, *devices)
+
+
+def seed_loss(seed: int, step: int, *devices: torch.device) -> None:
+    """Seed the generators for a loss over the global batch, the same on every worker and for any micro-batches."""
+    seed_micro_batch(seed, step, _LOSS, *devices)
 
 
 class _Kernels(NamedTuple):

@@ -1,0 +1,164 @@
+"""Losses over the global batch: those of plain PyTorch on the whole batch, however it is divided."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from multigpu_cli.distributed.world import World
+from multigpu_cli.monitor import journal
+from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
+from tests.support.global_losses import OwnLoss, Towers, contrast, pairs
+from tests.support.ranks import run_on_each_rank
+from tests.support.run_training import run_training
+from train_multi_gpu import train_with_multi_gpu
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+HERE = "tests.support.global_losses:"
+CASES: dict[str, dict[str, Any]] = {
+    "triplets": {"task": HERE + "Triplets", "model": HERE + "encoder"},
+    "contrast": {"task": HERE + "Contrast", "model": HERE + "Towers"},
+    "own loss": {"task": "from-model", "model": HERE + "OwnLoss"},
+    "supcon": {"task": HERE + "SupCon", "model": HERE + "encoder", "sets": ["model.args={norm: true, dropout: 0.3}"]},
+    "drawn": {"task": HERE + "DrawnNegatives", "model": HERE + "encoder"},
+}
+SETTINGS: dict[str, Any] = {
+    "data": HERE + "pairs",
+    "global_batch_size": 32,  # 90 samples: the last one has 26
+    "batch_size": 8,
+    "epochs": 2,
+    "log_interval": 1,
+    "lr": 0.05,
+    "optimizer": "sgd",
+}
+
+
+def train(case: str, workers: int = 1, **flags: Any) -> dict[str, Any]:
+    ended = run_training(workers, **SETTINGS | CASES[case] | flags)
+    assert ended.error == ""
+    return ended.summary
+
+
+def read_losses(folder: str) -> list[float]:
+    events = [event for event in journal.read_events(f"{folder}/journal.jsonl") if event["event"] in ("train", "eval")]
+    return [event["loss"] for event in events]
+
+
+def read_weights(folder: str) -> Tensor:
+    weights = torch.load(f"{folder}/last.pt", weights_only=True)["model"]
+    return torch.cat([value.flatten() for value in weights.values() if value.is_floating_point()])
+
+
+def take_step(size: int, workers: int, folder: Path) -> list[float]:
+    """How far the gradient of a step of 32 samples is from that of plain PyTorch, relatively, on each rank."""
+
+    def run(world: World | None) -> float:
+        torch.manual_seed(0)
+        model, data = OwnLoss(), pairs("train", 0, 32)
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = contrast(Towers.forward(model, data.tensors[0]))
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        result = train_with_multi_gpu(
+            model,
+            DataLoader(data, batch_size=size),
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            None,
+            num_epochs=1,
+            global_batch_size=32,
+            save_dir=str(folder / f"{size}-{workers}"),
+            screen="silent",
+            settings={"task": "from-model"},
+        )
+        assert result["summary"]["final"]["train_loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
+        moved = [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
+        apart = torch.cat([(a - b).flatten() for a, b in zip(moved, expected, strict=True)]).norm()
+        return float(apart / torch.cat([each.flatten() for each in expected]).norm())
+
+    return [run(None)] if workers == 1 else run_on_each_rank(workers, run)
+
+
+@pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, 5, 32])
+def test_step_is_that_of_plain_torch_at_any_micro_batch(tmp_path: Path, size: int, workers: int) -> None:
+    assert max(take_step(size, workers, tmp_path)) < 1e-6
+
+
+def test_exact_gives_same_bits_on_workers_with_idle_ones() -> None:
+    """A micro-batch of 16 is half of a step, and the third worker has none."""
+    summaries = [train("own loss", workers, batch_size=16, exact=True, save_dir=f"run{workers}") for workers in (1, 3)]
+    assert summaries[0]["fingerprint"] == summaries[1]["fingerprint"]
+    assert summaries[0]["final"] == summaries[1]["final"]
+    assert read_losses("run1") == read_losses("run3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_exact_gives_same_bits_through_kill_and_resize(case: str) -> None:
+    results: dict[int, set[str]] = {}
+    for size, workers in product([4, 8, 16], [1, 2, 3]):
+        folder, flags = f"{size}-{workers}", {"batch_size": size, "exact": True, "checkpoint_every": "1"}
+        train(case, workers, save_dir=folder, **flags)
+        killed = SETTINGS | CASES[case] | flags | {"save_dir": f"{folder}k"}
+        assert run_training(workers, prepare=die_at_third_checkpoint, **killed).killed
+        summary = train(case, workers % 3 + 1, save_dir=f"{folder}k", **flags)
+        assert summary["resumed_from"]
+        results.setdefault(size, set()).add(str((summary["fingerprint"], summary["final"])))
+        weights, resumed = read_weights(folder), read_weights(f"{folder}k")
+        assert torch.equal(weights, resumed)
+    assert [len(each) for each in results.values()] == [1, 1, 1]
+    if case != "supcon":  # BatchNorm and dropout depend on the micro-batch
+        for size in (4, 8):
+            torch.testing.assert_close(read_weights(f"{size}-1"), read_weights("16-1"), rtol=1e-5, atol=1e-6)
+            assert read_losses(f"{size}-1") == pytest.approx(read_losses("16-1"), rel=1e-5)
+
+
+def test_micro_batch_size_changes_rounding_only() -> None:
+    for size in (4, 32):
+        train("triplets", batch_size=size, save_dir=f"of{size}")
+    torch.testing.assert_close(read_weights("of4"), read_weights("of32"), rtol=1e-5, atol=1e-6)
+    assert read_losses("of4") == pytest.approx(read_losses("of32"), rel=1e-5)
+
+
+def test_batchnorm_moves_once_in_a_step() -> None:
+    train("supcon", save_dir="run", max_steps=1, epochs=1, sets=["model.args={norm: true}"])
+    weights = torch.load("run/last.pt", weights_only=True)["model"]
+    assert int(weights["2.num_batches_tracked"]) == 1
+    whole, *_ = pairs("train", 42)[:]
+    assert 0 < float(weights["2.running_mean"].abs().max()) < 0.1 * 3 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"task": HERE + "ViewsInTurn"}, "rows of 2 samples for a global loss: float32 (4, 4)"),
+        ({"task": HERE + "LossOfEach"}, "the global loss returned float32 (2,), not a number ()"),
+        ({"task": HERE + "OwnTemperature"}, "a trainable tensor that is no parameter of the model"),
+        ({"multi_gpu": "fsdp", "workers": 2}, "--multi-gpu fsdp can't be used with a loss over the global batch"),
+        ({"compile": "reduce-overhead"}, "--compile reduce-overhead can't be used with a loss over the global batch"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_global_loss_that_does_not_fit_is_refused(flags: dict[str, Any], message: str) -> None:
+    flags = SETTINGS | CASES["triplets"] | {"save_dir": "run"} | flags
+    ended = run_training(flags.pop("workers", 1), **flags)
+    assert ended.kind == "RequestError"
+    assert message in ended.error
+    assert "\n  try: " in ended.error
+    assert not Path("run").exists()
+
+
+def test_plan_names_rows_and_second_pass(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_training(dry_run=True, screen="normal", **SETTINGS | CASES["triplets"]).error == ""
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "global loss" in shown
+    assert "of 32 rows" in shown
+
+
+def test_guard_is_silent_about_global_losses(capfd: pytest.CaptureFixture[str]) -> None:
+    for case in CASES:
+        train(case, save_dir=case.replace(" ", "-"), screen="normal", exact=True, max_steps=1, epochs=1)
+    assert "warning" not in capfd.readouterr().out.lower()
