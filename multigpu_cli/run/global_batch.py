@@ -46,6 +46,7 @@ def find_row_gradients(components: TrainComponents, layout: StepLayout, work: Wo
     columns: dict[int, Columns] = {}  # by the index of their first sample
     pieces: dict[int, slice] = {}
     waiting: list[tuple[Batch, bool]] = []
+    components.strategy.synchronize_forward()
     for batch, last in work:
         first, index = batch.micro_batch_index * size, batch.micro_batch_index
         seed_micro_batch(seed, layout.step, index, *devices)

@@ -95,6 +95,15 @@ def test_exact_gives_same_bits_on_workers_with_idle_ones() -> None:
     assert read_losses("run1") == read_losses("run3")
 
 
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ddp_takes_same_steps_with_idle_workers(workers: int) -> None:
+    """A step is one micro-batch."""
+    for count in (1, workers):
+        train("own loss", count, batch_size=32, save_dir=f"run{count}")
+    torch.testing.assert_close(read_weights("run1"), read_weights(f"run{workers}"), rtol=1e-5, atol=1e-6)
+    assert read_losses("run1") == pytest.approx(read_losses(f"run{workers}"), rel=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_exact_gives_same_bits_through_kill_and_resize(case: str) -> None:
