@@ -122,7 +122,7 @@ class Task(ABC):
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         """The sums of one batch of an evaluation."""
 
-    def measure_global_loss(self, model: nn.Module, batch: Batch) -> BatchMetrics:
+    def _measure_global_loss(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         """`measure` of a task with a `global_loss`: the batch as a group of its own, and its rows."""
         assert self.global_loss is not None
         loss, columns = self.global_loss.measure(model, batch)
@@ -249,7 +249,8 @@ class Task(ABC):
             own.counts = measured.counts if own.counts is None else own.counts + measured.counts
             self.batch_evaluated(done)
             yield
-        most = -(-slots.shape[1] // world.size) if self.equal_passes else 0
+        # every rank has to know the shapes of a global loss's rows, also one without a batch
+        most = -(-slots.shape[1] // world.size) if self.equal_passes else int(self.global_loss is not None)
         for _ in range(most - done):
             with precision.autocast(), preserve_buffers(model):  # counts for nothing
                 self.measure(model, next(loader.eval_batches(batch_size, 0, 1)))

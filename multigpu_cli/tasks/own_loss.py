@@ -208,7 +208,7 @@ class GlobalBatchTask(Task):
         return self.global_loss.loss_sum(model, batch)
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
-        return self.measure_global_loss(model, batch)
+        return self._measure_global_loss(model, batch)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
         return self.rows(model, batch)
@@ -280,7 +280,7 @@ class FromModel(_OwnLoss):
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         if self.global_loss:
-            return self.measure_global_loss(model, batch)
+            return self._measure_global_loss(model, batch)
         loss = None if self._loss_in_training else self._loss(model, batch, needed=False)
         if loss is None:
             self._loss_in_training = True

@@ -1,21 +1,25 @@
 """Losses over the global batch: those of plain PyTorch on the whole batch, however it is divided."""
 
-from itertools import product
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.utils.data import DataLoader
 
+from multigpu_cli.commands.predict.predict import predict_run
+from multigpu_cli.commands.requests import InferenceRequest
 from multigpu_cli.distributed.world import World
 from multigpu_cli.monitor import journal
 from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
 from tests.support.global_losses import OwnLoss, Towers, contrast, pairs
 from tests.support.ranks import run_on_each_rank
 from tests.support.run_training import run_training
-from train_multi_gpu import train_with_multi_gpu
+from train_multi_gpu import evaluate_with_multi_gpu, train_with_multi_gpu
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 HERE = "tests.support.global_losses:"
@@ -107,18 +111,15 @@ def test_ddp_takes_same_steps_with_idle_workers(workers: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_exact_gives_same_bits_through_kill_and_resize(case: str) -> None:
-    results: dict[int, set[str]] = {}
-    for size, workers in product([4, 8, 16], [1, 2, 3]):
-        folder, flags = f"{size}-{workers}", {"batch_size": size, "exact": True, "checkpoint_every": "1"}
-        train(case, workers, save_dir=folder, **flags)
-        killed = SETTINGS | CASES[case] | flags | {"save_dir": f"{folder}k"}
-        assert run_training(workers, prepare=die_at_third_checkpoint, **killed).killed
-        summary = train(case, workers % 3 + 1, save_dir=f"{folder}k", **flags)
-        assert summary["resumed_from"]
-        results.setdefault(size, set()).add(str((summary["fingerprint"], summary["final"])))
-        weights, resumed = read_weights(folder), read_weights(f"{folder}k")
-        assert torch.equal(weights, resumed)
-    assert [len(each) for each in results.values()] == [1, 1, 1]
+    """On 1, 2 and 3 workers, at three micro-batch sizes; for each size a run is killed and resized."""
+    for index, size in enumerate([4, 8, 16]):
+        flags: dict[str, Any] = {"batch_size": size, "exact": True}
+        results = [train(case, workers, **flags, save_dir=f"{size}-{workers}") for workers in (1, 2, 3)]
+        killed = SETTINGS | CASES[case] | flags | {"save_dir": f"{size}-killed", "checkpoint_every": "1"}
+        assert run_training(index + 1, prepare=die_at_third_checkpoint, **killed).killed
+        ended = run_training((index + 1) % 3 + 1, **killed)
+        assert ended.summary["resumed_from"]
+        assert len({str((each["fingerprint"], each["final"])) for each in (*results, ended.summary)}) == 1
     if case != "supcon":  # BatchNorm and dropout depend on the micro-batch
         for size in (4, 8):
             torch.testing.assert_close(read_weights(f"{size}-1"), read_weights("16-1"), rtol=1e-5, atol=1e-6)
@@ -133,11 +134,14 @@ def test_micro_batch_size_changes_rounding_only() -> None:
 
 
 def test_batchnorm_moves_once_in_a_step() -> None:
-    train("supcon", save_dir="run", max_steps=1, epochs=1, sets=["model.args={norm: true}"])
+    """By a tenth of the mean over its micro-batches, although each of them runs forward twice."""
+    one_step: dict[str, Any] = {"global_batch_size": 90, "batch_size": 30, "epochs": 1, "lr": 1e-12}
+    train("supcon", save_dir="run", sets=["model.args={norm: true}"], **one_step)
     weights = torch.load("run/last.pt", weights_only=True)["model"]
     assert int(weights["2.num_batches_tracked"]) == 1
-    whole, *_ = pairs("train", 42)[:]
-    assert 0 < float(weights["2.running_mean"].abs().max()) < 0.1 * 3 * float(whole.abs().max())
+    views, _ = pairs("train", 42)[:]
+    means = linear(views.flatten(1), weights["1.weight"], weights["1.bias"]).mean(0)
+    torch.testing.assert_close(weights["2.running_mean"], 0.1 * means, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -171,3 +175,41 @@ def test_guard_is_silent_about_global_losses(capfd: pytest.CaptureFixture[str]) 
     for case in CASES:
         train(case, save_dir=case.replace(" ", "-"), screen="normal", exact=True, max_steps=1, epochs=1)
     assert "warning" not in capfd.readouterr().out.lower()
+
+
+def test_evaluation_takes_groups_in_order(tmp_path: Path) -> None:
+    """25 samples in groups of 10, in batches of 4, on 3 workers of which the last batch's may have none."""
+    torch.manual_seed(0)
+    model, data = OwnLoss(), pairs("val", 0)
+    with torch.no_grad():
+        groups = [contrast(Towers.forward(model, part)) * len(part) for part in data.tensors[0].split(10)]
+    expected = float(torch.stack(groups).sum()) / 25
+
+    def run(size: int, world: World | None) -> float:
+        settings: dict[str, Any] = {"global_batch_size": 10, "settings": {"task": "from-model"}}
+        return float(evaluate_with_multi_gpu(model, DataLoader(data, batch_size=size), None, **settings)["test_loss"])
+
+    assert run(4, None) == pytest.approx(expected, rel=1e-6)
+    for size in (4, 25):
+        found = run_on_each_rank(3, partial(run, size))
+        assert found == [run(size, None)] * 3
+
+
+def test_half_precision_keeps_rows_in_32_bits() -> None:
+    plain, half = (train("contrast", amp=amp, save_dir=amp) for amp in ("off", "bf16"))
+    assert half["final"]["train_loss"] == pytest.approx(plain["final"]["train_loss"], rel=0.05)
+
+
+def test_run_out_of_memory_continues_with_half_the_micro_batch() -> None:
+    """In the second pass of a micro-batch, whose gradient is discarded."""
+    flags = {"model": "tests.support.oom_model:net", "sets": ["model.args={after: 7, limit: 8, backward: true}"]}
+    small = train("triplets", **flags, batch_size=8, save_dir="small")
+    halved = train("triplets", **flags, batch_size=16, save_dir="halved")
+    assert [fault["kind"] for fault in halved["faults"]] == ["out of memory"]
+    assert halved["final"]["train_loss"] == pytest.approx(small["final"]["train_loss"], rel=1e-5)
+
+
+def test_predict_writes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    train("triplets", save_dir="run")
+    predict_run(InferenceRequest(run=Path("run"), own_code=True), Path("rows.npy"))
+    assert numpy.load("rows.npy").shape == (25, 4)
