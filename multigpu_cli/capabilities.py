@@ -62,6 +62,7 @@ PLAN_NOTES = {
     "compiled": "torch.compile",
     "model_call": "model call",
     "logits": "logits",
+    "global_loss": "global loss",
     "guard": "guard",
     "metrics": "metrics",
     "hooks": "hook {}",

@@ -14,6 +14,7 @@ from multigpu_cli.run.batch_size import recover_from_out_of_memory
 from multigpu_cli.run.checkpointing import save_checkpoint
 from multigpu_cli.run.evaluation import evaluate_epoch, plan_evaluation
 from multigpu_cli.run.finalize import finish_run
+from multigpu_cli.run.global_batch import find_row_gradients
 from multigpu_cli.run.open import ResolvedRequest, open_run
 from multigpu_cli.run.part import add_requested_part
 from multigpu_cli.run.run import Run
@@ -127,7 +128,10 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     run.strategy.begin_step(layout.micro_batches)
     if run.after_step:
         run.after_step.begin_step()
-    for batch, last in observer.fetch(layout, work):
+    batches = observer.fetch(layout, work)
+    if run.task.global_loss:  # they run forward twice: their losses need the rows of all of them
+        batches = find_row_gradients(run, layout, batches)
+    for batch, last in batches:
         seed_micro_batch(seed, layout.step, batch.micro_batch_index, *devices)
         losses[batch.micro_batch_index] = forward_backward(run, batch, divisor, last=last, observer=observer)
         run.strategy.after_backward(batch.micro_batch_index)

@@ -244,6 +244,8 @@ def evaluate_with_multi_gpu(
         network = factories.adapt_model(frozen).to(world.device)
         broadcast_weights(network, world)
         precision = Precision(agree_on_precision(frozen.precision.amp, world, [world.device]).name, world.device)
+        task.check_model(network, precision)
+        task.group_size = frozen.batch.global_size or 0
         found = task.evaluate(network, loader, world, precision, int(test_loader.batch_size or 1))
         size = world.size
     accuracy = found.metrics.get("accuracy")

@@ -219,6 +219,7 @@ def _prepare_pass(
     model, number_format = run.model.to(world.device), Precision(precision.name, world.device)
     if type(task).evaluate is Task.evaluate:  # PPO's check begins to play
         task.check_model(model, number_format)
+    task.group_size = config.batch.global_size or 0
     return InferencePass(
         origin=run.origin,
         split=name,

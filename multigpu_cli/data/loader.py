@@ -1,14 +1,15 @@
 """Loads batches as a pure function of (seed, epoch, step, micro-batch), so that there is no loader state to save."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import tee
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import Dataset, TensorDataset
 
 from multigpu_cli.config.schema import DataConfig
@@ -203,6 +204,12 @@ class _InMemoryFetcher:
         at = to_device(indices % self._size if self._repeats else indices, self._home)
         pick = partial(torch.index_select, dim=0, index=at)
         return Fetched(for_each(self.inputs, pick), for_each(self._targets, pick), indices)
+
+
+def map_batch(batch: Batch, work: Callable[[Tensor], Tensor]) -> Batch:
+    """Return the batch with the results of `work` on the tensors of its inputs and targets."""
+    inputs, targets = tree_map_only(Tensor, work, (batch.inputs, batch.targets))
+    return replace(batch, inputs=inputs, targets=targets)
 
 
 def first_batch(stream: BatchStream, size: int) -> Batch:

@@ -170,6 +170,16 @@ def all_reduce_sum(world: World, value: Tensor) -> Tensor:
     return value
 
 
+def add_disjoint(world: World, value: Tensor) -> Tensor:
+    """The sum, in place, of all ranks' tensors, of which at each place only one rank's is not zero; any dtype.
+
+    Bytes are added, so that no bit changes: -0.0 plus the 0.0 of another rank would be 0.0.
+    """
+    if world.size > 1 and value.numel():
+        dist.all_reduce(value.view(-1).view(torch.uint8))
+    return value
+
+
 def all_reduce_max(world: World, values: Sequence[float]) -> list[float]:
     """The elementwise maximum of all ranks' numbers, on every rank; waits for the device."""
     if world.size == 1:

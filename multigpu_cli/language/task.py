@@ -33,8 +33,8 @@ from multigpu_cli.models.token_losses import (
 )
 from multigpu_cli.runtime.model_call import IGNORED
 from multigpu_cli.runtime.module_state import eval_mode
-from multigpu_cli.runtime.precision import Precision
-from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
+from multigpu_cli.runtime.precision import Precision, at_least_float32
+from multigpu_cli.tasks.base import BatchMetrics, Task
 from multigpu_cli.tasks.supervised import compute_accuracy, count_right
 
 _LARGEST_LOSS = 700.0  # nats, of which e to the power is a number

@@ -25,6 +25,7 @@ from multigpu_cli.errors import OutOfMemory, RequestError, TrainingError
 from multigpu_cli.optimizers.trial import rehearse_step
 from multigpu_cli.run.assembly.assemble import smoke_test_batch
 from multigpu_cli.run.assembly.components import TrainComponents
+from multigpu_cli.run.global_batch import rehearse_global_loss
 from multigpu_cli.run.request.checks import refuse_single_samples
 from multigpu_cli.run.request.prepare import with_measured_batch
 from multigpu_cli.run.request.spec import with_micro_batch
@@ -246,6 +247,7 @@ def _run_micro_batch(components: TrainComponents, size: int) -> None:
     batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
     for _ in range(2 if components.world.device.type == "cuda" else 1):
         try:
+            rehearse_global_loss(components, batch, _find_global_batch(components, size))
             forward_backward(components, batch, 1.0, last=False)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if not is_out_of_memory(error):
@@ -254,6 +256,13 @@ def _run_micro_batch(components: TrainComponents, size: int) -> None:
                 strategy.explain_failure(error, partial(task.loss_sum, strategy.callable, two))
                 smoke_test_batch(components.spec, task, state.model, state.precision, two, training=True)
             raise
+
+
+def _find_global_batch(components: TrainComponents, size: int) -> int:
+    """Return the samples of a global batch of micro-batches of `size`, which it follows while that is searched for."""
+    batches, settings = components.plan.batches, components.config.batch
+    follows = _searches(components) and not settings.global_size
+    return size * (settings.grad_accum_steps or 1) * batches.workers if follows else batches.global_batch
 
 
 REMEDY = (

@@ -45,6 +45,7 @@ def evaluate(run: Run, split: str, loader: Loader, *, show: bool = True) -> Eval
 
 def _evaluate_in_batches(run: Run, model: nn.Module, split: str, loader: Loader) -> Evaluation:
     """Evaluate, with smaller batches after each out-of-memory error, unless others wait for this rank."""
+    run.task.group_size = run.plan.batches.global_batch
     while True:
         try:
             with _show_progress(run, split, loader), _leave_on_signal(run):

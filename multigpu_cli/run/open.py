@@ -52,11 +52,12 @@ from multigpu_cli.run.assembly.components import TrainComponents, describe_group
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory, try_micro_batch
 from multigpu_cli.run.checkpointing import finish_pending_checkpoint
 from multigpu_cli.run.finalize import build_summary, restore_best_file, write_run_end
+from multigpu_cli.run.global_batch import describe_global_loss
 from multigpu_cli.run.guard.first_batch import check_user_code
 from multigpu_cli.run.part import Part, bind_moments, load_parts
 from multigpu_cli.run.request.checks import find_unpinned_facts
 from multigpu_cli.run.request.prepare import prepare_spec
-from multigpu_cli.run.request.spec import FromConfig, RunSpec
+from multigpu_cli.run.request.spec import FromConfig, RunSpec, with_notes
 from multigpu_cli.run.run import Checkpointer, CheckpointSchedule, LossMeter, Run, RunControl, RunLog, StepObserver
 from multigpu_cli.run.step import count_flops_per_sample
 from multigpu_cli.run.train_log import journal_start
@@ -167,6 +168,7 @@ def open_run(request: ResolvedRequest) -> Iterator[Run]:
 
 def _examine_user_code(components: TrainComponents, console: Console) -> None:
     """Warn of user code whose result depends on the number of workers, or raise; the last check of the first batch."""
+    components.spec = with_notes(components.spec, global_loss=describe_global_loss(components))
     for warning in check_user_code(components):
         console.warn(warning)
 
@@ -275,10 +277,10 @@ def _open_files(
 def _make_observer(components: TrainComponents, watchdog: Watchdog, trace: SampleTrace | None) -> StepObserver:
     """Make the meters that watch each step."""
     world, config = components.world, components.config
-    fp16 = components.state.precision.name == "fp16"
+    fp16, global_loss = components.state.precision.name == "fp16", components.task.global_loss
     timer = StepTimer(device_runs_ahead=world.device.type == "cuda")
-    # the scale of fp16's gradients changes from step to step, so that their noise can't be measured
-    noise = NoiseMeter(0 if fp16 else config.log.interval, components.strategy.loss_factor)
+    # fp16's scale changes from step to step, and a global loss is no mean over samples: there is no noise to measure
+    noise = NoiseMeter(0 if fp16 or global_loss else config.log.interval, components.strategy.loss_factor)
     nonfinite = SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16)
     loss = LossMeter(world, components.progress, components.plan.batches.steps_per_epoch)
     return StepObserver(watchdog, timer, noise, nonfinite, loss, trace, not components.loaders.train.ready)

@@ -150,6 +150,11 @@ class Precision:
             self._scaler.load_state_dict(state)
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """The values in 32 bits or more: a sum in half precision would lose the small ones."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def multiply_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply the gradients by the factor () float64, with one kernel for each of their number formats."""
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -13,7 +13,8 @@ from multigpu_cli.distributed.launch_env import prepare_cublas, prepare_inductor
 from multigpu_cli.planning.batch import make_key
 
 _INIT = 0x1417  # separates the random stream of the initial weights from the others
-_OPTIMIZER, _AFTER_STEP = 1 << 40, 1 << 41  # in place of the number of a micro-batch, which is never so large
+# in place of the number of a micro-batch, which is never so large
+_OPTIMIZER, _AFTER_STEP, _LOSS = (2**40 + at for at in range(3))
 
 
 def seed_everything(number: int) -> None:
@@ -59,6 +60,11 @@ def seed_optimizer_step(seed: int, step: int, *devices: torch.device) -> None:
 def seed_after_step(seed: int, step: int, *devices: torch.device) -> None:
     """Seed the generators for `after_step` of model and task, the same on every worker."""
     seed_micro_batch(seed, step, _AFTER_STEP, *devices)
+
+
+def seed_loss(seed: int, step: int, *devices: torch.device) -> None:
+    """Seed the generators for a loss over the global batch, the same on every worker and for any micro-batches."""
+    seed_micro_batch(seed, step, _LOSS, *devices)
 
 
 class _Kernels(NamedTuple):

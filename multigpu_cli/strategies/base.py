@@ -168,6 +168,9 @@ class Strategy(ABC):
         """Start a step of `micro_batches` over all workers."""
         self._buffers.begin_step(micro_batches)
 
+    def synchronize_forward(self) -> None:  # noqa: B027 - most strategies communicate in no forward pass
+        """Do what the next forward pass would do together with all workers, as some may have none before they meet."""
+
     def accumulate(self, *, last: bool) -> AbstractContextManager[object]:
         """The context of one micro-batch's forward and backward pass; gradients are reduced only in the last one."""
         return _NOTHING

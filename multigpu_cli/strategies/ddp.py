@@ -133,6 +133,10 @@ class DDP(Strategy):
         if self._low_rank:
             self._low_rank.rollback(skipped)
 
+    def synchronize_forward(self) -> None:
+        """Let DDP divide its buckets anew, which the first forward pass after its first reduction does otherwise."""
+        self._ddp.reducer._rebuild_buckets()
+
     def accumulate(self, *, last: bool) -> AbstractContextManager[object]:
         return self._wait if last else self._ddp.no_sync()
 

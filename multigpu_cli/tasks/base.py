@@ -3,7 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from math import nan
@@ -20,8 +20,9 @@ from multigpu_cli.distributed.world import World, all_reduce_max, all_reduce_sum
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.meters import add_exactly
 from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
-from multigpu_cli.runtime.precision import Precision
+from multigpu_cli.runtime.precision import Precision, at_least_float32
 from multigpu_cli.runtime.seeding import seed_micro_batch
+from multigpu_cli.tasks.global_loss import Columns, GlobalLoss
 from multigpu_cli.tasks.metric import Metric, MetricMeter
 
 Loss = Callable[[Any, Any], Tensor]  # a user's own loss: outputs and targets → a mean, or one loss for each sample
@@ -43,6 +44,7 @@ class BatchMetrics(NamedTuple):
     loss_sum: Tensor  # () float64, summed over the units
     counts: Tensor  # (k,) int64, the task's counts; integers add up exactly in any order
     sums: Tensor | None = None  # (s,) float64, summed over the units: one for each of the task's `sums`
+    columns: Columns | None = None  # in host memory, with a `global_loss`, which then replaces the loss
 
 
 class Evaluation(NamedTuple):
@@ -72,6 +74,8 @@ class Task(ABC):
     expected_shapes: str = "what its loss_sum and measure take"  # of targets and outputs, for messages
     equal_passes: bool = False  # every worker runs the model equally often in an evaluation: each pass communicates
     supports_equal_passes: bool = False  # a task with its own `evaluate` sees to that, or `super().evaluate` does
+    global_loss: GlobalLoss | None = None  # a loss over the global batch, in place of a sum over the units
+    group_size: int = 0  # samples for which an evaluation takes a `global_loss` at once, as a step does; 0: all
     own_metrics: Sequence[Metric] = ()  # of --metric; an evaluation gives them beside the task's
     moved: Callable[[], None]  # called in long work other than forward and backward: the watchdog sees progress
     batch_evaluated: Callable[[int], None]  # called in an evaluation with how many of this worker's batches are done
@@ -134,6 +138,12 @@ class Task(ABC):
     @abstractmethod
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
         """The sums of one batch of an evaluation."""
+
+    def _measure_global_loss(self, model: nn.Module, batch: Batch) -> BatchMetrics:
+        """`measure` of a task with a `global_loss`: the batch as a group of its own, and its rows."""
+        assert self.global_loss is not None
+        loss, columns = self.global_loss.measure(model, batch)
+        return BatchMetrics(loss, torch.zeros(0, dtype=torch.int64, device=loss.device), columns=columns)
 
     def metrics(self, counts: Tensor, units: int) -> dict[str, float]:
         """Metrics beside the loss, from the counts, which are sums over `units`."""
@@ -213,6 +223,8 @@ class Task(ABC):
         seen, counts = int(number), whole.long()
         sums = (add_exactly(row) / seen if seen else nan for row in totals.view_as(slots).tolist())
         means = dict(zip(("loss", *self.sums), sums, strict=True))
+        if self.global_loss:
+            means["loss"] = self._evaluate_global_loss(model, loader, world, batch_size, own)
         figures = self.metrics(counts, max(1, seen)) | self.figures(means) | own.meter.reduce(world, self.moved)
         return Evaluation({"loss": means["loss"]} | figures, loader.size, self.details(counts))
 
@@ -246,17 +258,34 @@ class Task(ABC):
                 measured = self.measure(model, batch)
             meter.add(batch.micro_batch_index, len(batch), partial(self.pair_with_targets, batch=batch))
             slots[0, batch.micro_batch_index] = measured.loss_sum
+            if measured.columns is not None:
+                own.columns[batch.micro_batch_index] = measured.columns
             if measured.sums is not None:
                 slots[1:, batch.micro_batch_index] = measured.sums
             own.units += self.units(batch)
             own.counts = measured.counts if own.counts is None else own.counts + measured.counts
             self.batch_evaluated(done)
             yield
-        most = -(-slots.shape[1] // world.size) if self.equal_passes else 0
+        # every rank has to know the shapes of a global loss's rows, also one without a batch
+        most = -(-slots.shape[1] // world.size) if self.equal_passes else int(self.global_loss is not None)
         for _ in range(most - done):
             with precision.autocast(), preserve_buffers(model):  # counts for nothing
                 self.measure(model, next(loader.eval_batches(batch_size, 0, 1)))
             yield
+
+    def _evaluate_global_loss(
+        self, model: nn.Module, loader: Loader, world: World, batch_size: int, own: "_RankSums"
+    ) -> float:
+        """Return the mean loss of groups of samples; the ranks call it together, once all batches are measured."""
+        assert self.global_loss is not None
+        parts = {index * batch_size: columns for index, columns in own.columns.items()}
+        group, sums, seed = self.group_size or loader.size, [], getattr(loader, "seed", 0)
+        with eval_mode(model):
+            losses = self.global_loss.evaluate(model, world, parts, group, samples=loader.size, seed=seed)
+            for loss_sum in losses:
+                sums.append(loss_sum)
+                self.moved()
+        return add_exactly(sums) / loader.size
 
 
 def _take(passes: Iterator[Result], count: int) -> list[Result]:
@@ -272,11 +301,7 @@ class _RankSums:
     slots: Tensor = torch.empty(0)  # (1 + sums, batches) float64, zero for those of other ranks; made in the first pass
     counts: Tensor | None = None  # (k,) int64; None without a batch
     units: Tensor | int = 0  # () int64, in the batches so far
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """The values in 32 bits or more: a sum in half precision would lose the small ones."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    columns: dict[int, Columns] = field(default_factory=dict)  # of each batch, for a `global_loss`
 
 
 class LossNormalizer:

@@ -1,5 +1,6 @@
-"""Losses of the user's own: a callable of outputs and targets that returns their mean, or the network itself."""
+"""User-supplied losses: a callable of outputs and targets, a function of a global batch, or the network itself."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -20,7 +21,9 @@ from multigpu_cli.distributed.world import is_out_of_memory
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.model_call import IGNORED, TARGETS, Labelled
 from multigpu_cli.runtime.module_state import eval_mode
-from multigpu_cli.tasks.base import BatchMetrics, Loss, Task, at_least_float32
+from multigpu_cli.runtime.precision import Precision, at_least_float32
+from multigpu_cli.tasks.base import BatchMetrics, Loss, Task
+from multigpu_cli.tasks.global_loss import GlobalLoss, Model, Rows
 from multigpu_cli.tasks.supervised import check_rows, compute_accuracy, count_right
 from multigpu_cli.tasks.weighted_mean import WeightedMean, find_weighted_mean
 
@@ -170,6 +173,50 @@ def _right(outputs: Any, targets: Any, ignored: int | None) -> Tensor:
     return torch.cat([counts, torch.full_like(counts[:1], len(targets))])
 
 
+class GlobalBatchTask(Task):
+    """Base class of losses over the global batch (contrastive losses, triplets), given as --task module:Class.
+
+    The loss is a function of the rows of all samples: a few numbers for each, which the model returns. It depends
+    neither on the number of workers nor on --batch-size, except through BatchNorm and dropout. Each micro-batch runs
+    forward twice, see `GlobalLoss`.
+
+    An evaluation computes the loss of groups with as many samples as a global batch, in the order of the split, and
+    returns their mean, weighted by samples. A last group, like the last global batch of an epoch, may be smaller. The
+    better result has the lower loss.
+    """
+
+    expected_shapes = "what its rows and its loss take"
+
+    def __init__(self, source: DataSource, config: TaskConfig) -> None:
+        super().__init__(source, config)
+        self.global_loss = GlobalLoss(self.rows, self._loss)
+
+    def rows(self, model: Model, batch: Batch) -> Rows:
+        """(n, …), or a tuple or mapping of such: a row for each of n samples; by default what the model returns."""
+        return model(batch.inputs)
+
+    @abstractmethod
+    def loss(self, rows: Rows, targets: Any) -> Tensor:
+        """(): the mean over the samples, in order, of a global batch or of a group of an evaluation.
+
+        Every rank calls it with the same rows, in 32 bits or more. If it needs a parameter of the model, such as a
+        learned temperature, the model returns that among the rows: `scale.expand(n)`.
+        """
+
+    def loss_sum(self, model: Model, batch: Batch) -> Tensor:
+        assert self.global_loss is not None
+        return self.global_loss.loss_sum(model, batch)
+
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
+        return self._measure_global_loss(model, batch)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        return self.rows(model, batch)
+
+    def _loss(self, model: Model, rows: Rows, targets: Any) -> Tensor:
+        return self.loss(rows, targets)
+
+
 class FromModel(_OwnLoss):
     """The loss that the network returns, as a mean over the samples of the global batch, or over its labels.
 
@@ -178,6 +225,10 @@ class FromModel(_OwnLoss):
     transformers' causal language models do not predict the first; else over samples. A micro-batch weighs as many, so
     the step's loss is the mean over the global batch on any number of workers. Where its cross-entropy ignores another
     label than -100, a label of -100 becomes that one, and neither counts.
+
+    A network with a method `global_loss(rows, targets)` has a loss over the global batch, as a `GlobalBatchTask` has:
+    it is called with the inputs alone, and returns their rows; the method gets those of all samples, and the targets,
+    and may use parameters of the network, such as a learned temperature.
 
     An evaluation calls it the same way in evaluation mode. A network that has no loss there (torchvision's detectors)
     is in training mode then, but for BatchNorm and dropout. The better result has the lower loss.
@@ -199,11 +250,23 @@ class FromModel(_OwnLoss):
         super().__init__(source, config)
         self._ignored = ignore_index
         self._name, self._loss_in_training, self._skips_first = loss, False, False
+        self._network: nn.Module | None = None  # the one that is trained, not wrapped, if it has a `global_loss`
         inputs, targets = Collate(source.train, source.form)([(0, get_sample(source.train, 0))])
         if (labels := _find_labels(inputs, targets)) is not None:
             self.unit, self.units_per_sample = "token", max(1, labels.numel())
 
+    def check_model(self, model: nn.Module, precision: Precision) -> None:
+        if callable(getattr(model, "global_loss", None)):
+            self.global_loss, self._network = GlobalLoss(_make_rows, self._compute_global_loss), model
+            self.unit, self.units_per_sample = "sample", 1
+
+    def _compute_global_loss(self, model: Any, rows: Rows, targets: Any) -> Tensor:
+        network: Any = model if hasattr(model, "global_loss") else self._network  # a wrapper (DDP) has no such method
+        return network.global_loss(rows, targets)  # type: ignore[no-any-return]
+
     def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        if self.global_loss:
+            return self.global_loss.loss_sum(model, batch)
         return self._sum(self._loss(model, batch, needed=True), batch)
 
     def units(self, batch: Batch) -> Tensor | int:
@@ -226,6 +289,8 @@ class FromModel(_OwnLoss):
         return returned
 
     def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
+        if self.global_loss:
+            return self._measure_global_loss(model, batch)
         loss = None if self._loss_in_training else self._loss(model, batch, needed=False)
         if loss is None:
             self._loss_in_training = True
@@ -234,7 +299,7 @@ class FromModel(_OwnLoss):
         return BatchMetrics(self._sum(loss.double(), batch), torch.zeros(0, dtype=torch.int64, device=loss.device))
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
-        return model(self._join_labels(model, batch))
+        return model(batch.inputs if self.global_loss else self._join_labels(model, batch))
 
     def _loss(self, model: Callable[..., Any], batch: Batch, *, needed: bool) -> Any:
         """(): the mean over a micro-batch; None where nothing is one, and none is needed."""
@@ -265,6 +330,10 @@ class FromModel(_OwnLoss):
         if self.unit == "sample":
             self._refuse_dropped(batch, batch.inputs, batch.targets)
         return wide * count if isinstance(count, int) else torch.where(count > 0, wide * count, 0.0)
+
+
+def _make_rows(model: Callable[..., Any], batch: Batch) -> Rows:
+    return model(batch.inputs)
 
 
 class _CrossEntropies(TorchDispatchMode):

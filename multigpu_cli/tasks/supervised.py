@@ -18,7 +18,8 @@ from multigpu_cli.data.source import DataSource
 from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.monitor.meters import divide
 from multigpu_cli.runtime.model_call import IGNORED
-from multigpu_cli.tasks.base import BatchMetrics, Task, at_least_float32
+from multigpu_cli.runtime.precision import at_least_float32
+from multigpu_cli.tasks.base import BatchMetrics, Task
 
 
 class Classification(Task):

@@ -32,6 +32,7 @@ COMMAND = "python -m tests.support.generate_docs"
 EXTENSIONS = (
     "multigpu_cli.tasks.base:Task",
     "multigpu_cli.tasks.base:BatchMetrics",
+    "multigpu_cli.tasks.own_loss:GlobalBatchTask",
     "multigpu_cli.data.loader:Batch",
     "multigpu_cli.hooks.hooks:HookNumbers",
     "multigpu_cli.environments.base:EnvironmentGroup",

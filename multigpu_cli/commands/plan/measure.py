@@ -30,6 +30,7 @@ from multigpu_cli.planning.speedup import Link, StepTimes, buckets
 from multigpu_cli.run.assembly.assemble import build_components
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.batch_size import fit_batch_sizes_to_memory
+from multigpu_cli.run.global_batch import rehearse_global_loss
 from multigpu_cli.run.part import load_parts
 from multigpu_cli.run.request.prepare import prepare_spec
 from multigpu_cli.run.request.spec import FromConfig
@@ -343,6 +344,7 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
         batch = next(stream)
         timer.mark()
         strategy.begin_step(workers)
+        rehearse_global_loss(components, batch, len(batch))
         forward_backward(components, batch, len(batch.sample_indices), last=True, observer=timer)
         for message in messages:
             dist.all_reduce(message)

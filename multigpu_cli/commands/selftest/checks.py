@@ -15,6 +15,7 @@ from torch import Tensor
 from multigpu_cli.commands.selftest import process as checksums
 from multigpu_cli.commands.selftest.process import Measured, SelftestProcess, is_close, relative_distance
 from multigpu_cli.config.schema import Config
+from multigpu_cli.data.loader import map_batch
 from multigpu_cli.data.order import EVAL_EPOCH
 from multigpu_cli.runtime.module_state import eval_mode
 from multigpu_cli.runtime.seeding import seed_micro_batch
@@ -311,7 +312,7 @@ def measure_mixing(process: SelftestProcess, stack: ExitStack) -> Measured:
     kinds: dict[str, str] = {}
     passes: dict[Any, Rows] = {}
     for name, order in _BATCHES.items():
-        batch = checksums.map_batch(pair, itemgetter(order))
+        batch = map_batch(pair, itemgetter(order))
         batch = replace(batch, sample_indices=pair.sample_indices[order], tokens=None)
         seed_micro_batch(process.config.reproducibility.seed, EVAL_EPOCH, 0, process.world.device)
         recording = checksums.record_outputs(model, _list_rows)

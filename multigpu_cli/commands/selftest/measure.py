@@ -19,13 +19,12 @@ from multigpu_cli.commands.selftest.process import (
     compute_checksums,
     first_batch,
     hash_state,
-    map_batch,
     record_outputs,
     relative_distance,
     split_batch,
 )
 from multigpu_cli.data.collate import unwrap_dataset
-from multigpu_cli.data.loader import Batch, Loader
+from multigpu_cli.data.loader import Batch, Loader, map_batch
 from multigpu_cli.data.order import shuffle_numbers
 from multigpu_cli.distributed.world import all_gather, broadcast_object
 from multigpu_cli.engine import train_step

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from multigpu_cli.config.resume_rules import replace_settings
 from multigpu_cli.config.schema import Config
@@ -162,9 +161,3 @@ def _select_sample(value: Any, at: int, count: int) -> Any:
     if isinstance(value, tuple) or (isinstance(value, list) and len(value) != count):
         return [_select_sample(entry, at, count) for entry in value]
     return value[at]
-
-
-def map_batch(batch: Batch, work: Callable[[Tensor], Tensor]) -> Batch:
-    """A batch with this done to the tensors of its inputs and targets."""
-    inputs, targets = tree_map_only(Tensor, work, (batch.inputs, batch.targets))
-    return replace(batch, inputs=inputs, targets=targets)

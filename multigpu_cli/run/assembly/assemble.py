@@ -33,6 +33,7 @@ from multigpu_cli.faults.explain import name_small_embedding, remedy_for
 from multigpu_cli.models.build import use_channels_last
 from multigpu_cli.optimizers.eval_weights import EMAModel, is_schedule_free, list_unsaved_parameters
 from multigpu_cli.run.assembly.components import Loaders, TrainComponents
+from multigpu_cli.run.global_batch import check_global_loss
 from multigpu_cli.run.part import Part
 from multigpu_cli.run.request.checks import check_state_fits
 from multigpu_cli.run.request.prepare import all_ranks_see
@@ -237,6 +238,7 @@ def _build_learner(spec: RunSpec, world: World, task: Task, loaders: Loaders, pa
     call = built.call
     if call is None:
         call = run_in_step(world, lambda: _try_model(spec, task, state, strategy, first))
+    check_global_loss(spec, task)
     spec = with_notes(spec, model_call=call, logits=task.logits_note)
     task.equal_passes, precision.keeps_casts = strategy.sharded, strategy.keeps_casts
     units, compiled = LossNormalizer(task, world), model if isinstance(model, CompiledModel) else None
