@@ -1,11 +1,12 @@
 """The guard's look at a run's own model, task and first samples, before its first step."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
 import torch
 
-from multigpu_cli.data.loader import Batch, first_batch
+from multigpu_cli.data.loader import Batch, Loader, first_batch
 from multigpu_cli.distributed.world import all_gather, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.assembly.components import TrainComponents
@@ -58,12 +59,12 @@ def _examine(components: TrainComponents) -> Examination:
     others: dict[str, object] = {"task": task} if is_own else {}
     if (criterion := getattr(task, "criterion", None)) is not None:
         others["criterion"] = criterion
-    size = min(_MAX_SAMPLES, components.plan.batches.micro_batch)
+    batch, load_others = _load_batches(components)
     seed = components.config.reproducibility.seed
     subject = Subject(
         model=state.model,
-        batch=first_batch(components.loaders.train, size),
-        load_other_batch=partial(_load_other_batch, components, size),
+        batch=batch,
+        load_other_batch=load_others,
         loss_sum=task.loss_sum,
         backward=state.precision.backward,
         seed=lambda: seed_micro_batch(seed, 0, 0, world.device),
@@ -76,11 +77,24 @@ def _examine(components: TrainComponents) -> Examination:
         return examine(subject)
 
 
-def _load_other_batch(components: TrainComponents, size: int) -> Batch:
-    """Load the samples after the first ones; if there are none, half of the first ones."""
-    stream = components.loaders.train
-    batches = list(islice(stream.eval_batches(min(size, stream.size), 0, 1), 2))
-    return batches[1] if len(batches) > 1 else first_batch(stream, -(-size // 2))
+def _load_batches(components: TrainComponents) -> tuple[Batch, Callable[[], Batch]]:
+    """Load a small batch, and return it with a function that loads other samples, as far as there are any.
+
+    The samples come from all over a dataset, because the first ones often share a class. A stream of the task's own
+    has its first ones, and half of them as the others if there are no more.
+    """
+    stream, micro_batch = components.loaders.train, components.plan.batches.micro_batch
+    size = min(_MAX_SAMPLES, micro_batch, stream.size)
+    size -= size % 2 if size > 1 else 0  # two equal halves
+    if isinstance(stream, Loader):
+        indices = torch.linspace(0, stream.size - 1, 2 * size).long()
+        return stream.pick(indices[::2]), lambda: stream.pick(indices[1::2])
+
+    def load_others() -> Batch:
+        batches = list(islice(stream.eval_batches(size, 0, 1), 2))
+        return batches[1] if len(batches) > 1 else first_batch(stream, -(-size // 2))
+
+    return first_batch(stream, size), load_others
 
 
 def _gather_losses(components: TrainComponents, loss: float | None) -> list[float]:

@@ -81,7 +81,7 @@ def test_check_warns_of_a_pass_that_fails(tmp_path: Path) -> None:
     made = build(tmp_path, "right")
     made.state.model[1].change = planted.Failing.change.__get__(failing()[1])  # type: ignore[index]
     [warning] = check_user_code(made)
-    assert "a second forward pass of 4 samples raised KeyError (planted_models.py:" in warning
+    assert "a forward pass of half of 4 samples raised KeyError (planted_models.py:" in warning
     assert "the guard examined no further" in warning
 
 
