@@ -1,4 +1,4 @@
-"""What a buffer means, and so how a step merges the values that its micro-batches leave in it.
+"""Rules by which a step merges the values that its micro-batches leave in a buffer.
 
 The mean of the changes is right for running means and for counts. Of the least value so far (a bound), of what the last
 micro-batch left, or of a total over samples it is not: a model names another rule for such a buffer.

@@ -101,7 +101,7 @@ class StepBuffers:
     def apply_mean_change(self, summed: list[Tensor] | None = None) -> None:
         """Apply the mean change of all micro-batches on all workers; of floating buffers it may be `summed` already.
 
-        Buffers with another rule end with what that makes of the micro-batches' changes or values.
+        Buffers with another rule end with its result.
         """
         if not self._slots:
             return

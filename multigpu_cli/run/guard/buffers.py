@@ -1,4 +1,4 @@
-"""Buffers of which the mean over micro-batches is no answer: bounds, and slots that each micro-batch overwrites.
+"""Buffers that a mean over micro-batches makes wrong: bounds, and slots that each micro-batch overwrites.
 
 A pass from buffers that were moved far away shows what they are: a bound stays there, the slots of a queue get the same
 values wherever they started, and the rest of it is what it was. A moving average does neither.
@@ -42,7 +42,7 @@ def read_buffers(model: nn.Module) -> Values:
 
 
 def find_meaningless(model: nn.Module, ends: Ends, run_from: Callable[[Values], Values]) -> Iterator[Finding]:
-    """Yield findings for buffers whose mean is no answer; `run_from` runs the whole batch from other values."""
+    """Yield findings for buffers that a mean makes wrong; `run_from` runs the whole batch from other values."""
     changed = {
         name: (ends.start[name], end)
         for name, end in ends.whole.items()
@@ -72,7 +72,7 @@ def _find_base(start: Tensor, end: Tensor) -> Tensor:
 
 
 def _choose_shift(start: Tensor, end: Tensor) -> float:
-    """Return a distance far beyond all values, a power of two: downwards for what may be a minimum."""
+    """Return a distance far beyond all values, a power of two: downwards for a possible minimum."""
     largest = float(torch.maximum(end.abs(), _find_base(start, end).abs()).max())
     distance = 2.0 ** ceil(log2(10 * (1 + largest)))
     return -distance if bool((end <= start).all()) else distance

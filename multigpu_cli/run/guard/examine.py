@@ -80,7 +80,7 @@ class PassResult(NamedTuple):
     writes: Mapping[str, Write]  # to parameters and buffers, by name
     parameters: Mapping[str, Tensor]  # by name, the values that it left in parameters that it wrote or replaced
     buffers: Values  # those that `read_buffers` lists
-    uses: Mapping[str, str]  # what the loss uses of the model except its call, with file:line
+    uses: Mapping[str, str]  # of the model by the loss, except its call: name → file:line
     collectives: Mapping[str, str]  # operator → file:line
     draws: bool  # forward has drawn random numbers
     backward_draws: bool = False  # backward has drawn from Python's or NumPy's generator
@@ -212,7 +212,7 @@ class _Examiner:
         yield describe.no_sum(sums, len(subject.batch), tolerance, mixing)
 
     def _find_buffers(self, first: PassResult, halves: Sequence[Values]) -> Iterator[Finding]:
-        """Yield findings for buffers whose mean is no answer."""
+        """Yield findings for buffers that a mean makes wrong."""
         subject = self._subject
 
         def run_from(values: Values) -> Values:

@@ -12,9 +12,11 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.guard import describe
 from multigpu_cli.run.guard.examine import Examination, Subject, examine
-from multigpu_cli.run.guard.findings import Finding, decide
+from multigpu_cli.run.guard.findings import Finding, decide, list_names
 from multigpu_cli.run.request.spec import with_notes
 from multigpu_cli.runtime.seeding import seed_micro_batch
+from multigpu_cli.tasks.base import Task
+from multigpu_cli.tasks.own_loss import refuse_dropped_rows
 
 _MAX_SAMPLES = 8
 _SAME_LOSS = 1e-6  # relative difference between ranks
@@ -31,6 +33,7 @@ def check_user_code(components: TrainComponents) -> list[str]:
         components.spec = with_notes(components.spec, guard=reason)
         return []
     world, batches = components.world, components.plan.batches
+    run_on_all_ranks(world, partial(_refuse_rebound, components))
     # user code that communicates does so on every rank, as in the trial of a micro-batch before
     examination = run_on_all_ranks(world, partial(_examine, components))
     losses = _gather_losses(components, examination.loss)
@@ -53,6 +56,19 @@ def _find_exemption(components: TrainComponents) -> str:
     return ""
 
 
+def _refuse_rebound(components: TrainComponents) -> None:
+    """Raise RequestError if a parameter of the optimizer is no longer one of the model: the trial has replaced it."""
+    parameters = dict(components.state.model.named_parameters())
+    ids = {id(parameter) for parameter in parameters.values()}
+    trained = {id(parameter) for group in components.state.optimizer.param_groups for parameter in group["params"]}
+    if trained - ids:
+        names = [name for name, p in parameters.items() if p.requires_grad and id(p) not in trained]
+        raise RequestError(
+            f"--model: forward replaces the parameters {list_names(names)}, and the optimizer does not have the others",
+            remedy="write into them under torch.no_grad (parameter.copy_), or keep such values in buffers",
+        )
+
+
 def _examine(components: TrainComponents) -> Examination:
     state, task, world, strategy = components.state, components.task, components.world, components.strategy
     is_own = not type(task).__module__.startswith("multigpu_cli.")
@@ -60,6 +76,8 @@ def _examine(components: TrainComponents) -> Examination:
     if (criterion := getattr(task, "criterion", None)) is not None:
         others["criterion"] = criterion
     batch, load_others = _load_batches(components)
+    if is_own and type(task).units is Task.units:  # a task that counts samples, although rows were dropped
+        refuse_dropped_rows(task.source, batch, batch.inputs, batch.targets)
     seed = components.config.reproducibility.seed
     subject = Subject(
         model=state.model,
@@ -71,6 +89,7 @@ def _examine(components: TrainComponents) -> Examination:
         autocast=state.precision.autocast,
         evaluate=task.measure if components.evaluates_in_batches else None,
         others=others,
+        has_additive_loss=isinstance(components.loaders.train, Loader),  # a stream of the task's own may join samples
         devices=[world.device],
     )
     with strategy.accumulate(last=False):  # the model's gradients are not reduced

@@ -78,7 +78,7 @@ class Sums(NamedTuple):
         return sum(self.halves)
 
     def is_sum(self, factor: float = 1.0, tolerance: float = _CLOSE) -> bool:
-        """Return whether the halves add up to `factor` times the whole, or something is no finite number."""
+        """Return whether the halves add up to `factor` times the whole; True if a loss is infinite or NaN."""
         size = max(abs(self.whole), sum(map(abs, self.halves)))
         return not abs(self.together - factor * self.whole) > tolerance * size + _CLOSE
 
@@ -100,7 +100,7 @@ def record_rows(model: nn.Module, rows: list[Row]) -> Iterator[None]:
 
 
 def find_mixing(whole: Sequence[Row], halves: Sequence[Sequence[Row]], tolerance: float) -> str:
-    """Return the first module whose rows depend on other rows; "" if none does."""
+    """Return the first module whose rows depend on other rows, or an empty string."""
     for row, *parts in zip(whole, *halves, strict=False):
         outputs = [part.output for part in parts]
         same = all(part.module == row.module and part.output.ndim == row.output.ndim for part in parts)
@@ -115,7 +115,7 @@ def find_mixing(whole: Sequence[Row], halves: Sequence[Sequence[Row]], tolerance
 
 
 class ForwardOnly(nn.Module):
-    """A model as DDP wraps it: what a task uses of it except its call is noted, by name with file:line."""
+    """A model as DDP wraps it, which notes uses other than its call, by name with file:line."""
 
     def __init__(self, model: nn.Module, uses: dict[str, str]) -> None:
         super().__init__()
