@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from typing import Literal
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.paired_timing import ONE_THREAD, ROOT, Row, Spent, program, row, spent
 from benchmarks.workloads import FEATURES, MLP, mlp
+from multigpu_cli.models.networks.convnet import ConvNet, resnet18
 
 _FRONT_DOOR = "main_multi_gpu.py"
 _IMPORTING = """
@@ -39,10 +41,19 @@ def mlp_of_one_step() -> nn.Module:
     return mlp((FEATURES,))
 
 
+def picture_network_of_one_step(
+    input_shape: tuple[int, ...], num_classes: int, network: Literal["convnet", "resnet18"]
+) -> nn.Module:
+    """A built-in network; the process ends with its first optimizer step."""
+    register_optimizer_step_post_hook(lambda *_: os._exit(0))
+    return ConvNet(input_shape, num_classes) if network == "convnet" else resnet18(input_shape, num_classes)
+
+
 def measure(tiny: bool = False) -> list[Row]:
     _keep_bytecode()
     times = 1 if tiny else 5
-    return [*_answers(times), *_imports(times), *_first_step(times), *_memory(1 if tiny else 3, 40 if tiny else 400)]
+    parts = [_answers(times), _imports(times), _first_step(times), _guard(times)]
+    return [*(each for part in parts for each in part), *_memory(1 if tiny else 3, 40 if tiny else 400)]
 
 
 def _keep_bytecode() -> None:
@@ -107,6 +118,21 @@ def _first_step(times: int) -> list[Row]:
         row("hand-written script to its first step, CPU", theirs, unit="s"),
         row("first step: ours / hand-written", ratios, aim=0.54),
     ]
+
+
+def _guard(times: int) -> list[Row]:
+    """The guard's part of the time to the first step, which includes the import of torch."""
+    rows = []
+    for network in ("convnet", "resnet18"):
+        seconds: dict[str, list[float]] = {"on": [], "off": []}
+        for _ in range(times):
+            for guard, measured in seconds.items():
+                flags = ["--data", "digits", "--model", "benchmarks.startup:picture_network_of_one_step"]
+                flags += ["--set", f"model.network={network}", "--set", f"guard={guard}"]
+                measured.append(_run(*flags).cpu)
+        ratios = [with_guard / without for with_guard, without in zip(seconds["on"], seconds["off"], strict=True)]
+        rows.append(row(f"first step of {network}: with the guard / without", ratios, aim=1.05))
+    return rows
 
 
 def _memory(times: int, steps: int) -> list[Row]:

@@ -159,6 +159,10 @@ class Loader(BatchStream):
         for index, fetched in zip(mine, self._fetch.stream(chunks, EVAL_EPOCH), strict=True):
             yield self._finish_batch(fetched, index, 0, None)
 
+    def pick(self, indices: Tensor) -> Batch:
+        """The samples of these indices, (n,) int64, as in an evaluation."""
+        return self._finish_batch(next(self._fetch.stream([indices], EVAL_EPOCH)), 0, 0, None)
+
     def iter_training_batches(self, chunks: Sequence[Tensor], epoch: int) -> Iterator[Batch]:
         """Batches of the given samples, (n,) int64 each, prepared and augmented as in training."""
         for index, fetched in enumerate(self._fetch.stream(chunks, epoch)):

@@ -70,7 +70,8 @@ def construct_optimizer(
         members = [parameter for group in groups for parameter in group["params"]]
         # torch's fused SGD would silently leave 16 bits on CPU unchanged (torch 2.13)
         short = [p for p in members if p.device.type == "cpu" and p.dtype in (torch.bfloat16, torch.float16)]
-        offered["fused"] = kind is not SGD or not short
+        # fused kernels take no complex numbers
+        offered["fused"] = all(map(torch.is_floating_point, members)) and (kind is not SGD or not short)
     avoid_compiler()
     optimizer = factories.call_factory(kind, offered, args, where="optimizer")
     _check_is_usable(optimizer, config)

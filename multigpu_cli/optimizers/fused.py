@@ -96,6 +96,7 @@ class AdamW(torch.optim.AdamW):
         moved = {parameter for parameter in every if parameter.grad is not None}
         self._idle = [parameter for parameter in every if parameter not in moved]
         special = any(group[name] for group in self.param_groups for name in ("amsgrad", "maximize", "differentiable"))
+        special |= not all(group["fused"] for group in self.param_groups)
         if special or any(parameter not in self.state for parameter in moved):
             return []
         batches = []

@@ -17,10 +17,11 @@ from multigpu_cli.checkpoint.store import Peers, Store
 from multigpu_cli.checkpoint.weights import copy_to_host
 from multigpu_cli.config.schema import Config
 from multigpu_cli.distributed.placement import Placement
-from multigpu_cli.distributed.world import World, all_reduce_sum, run_on_all_ranks
+from multigpu_cli.distributed.world import World, all_gather, all_reduce_sum, run_on_all_ranks
 from multigpu_cli.errors import RequestError
 from multigpu_cli.optimizers.eval_weights import EMAModel
 from multigpu_cli.runtime.module_state import TensorPath, broadcast_outline, broadcast_tensor, map_tensors
+from multigpu_cli.strategies.buffer_rules import find_rules
 from multigpu_cli.strategies.buffers import StepBuffers
 
 
@@ -112,7 +113,8 @@ class Strategy(ABC):
         self.local_parameters = [p for p in model.parameters() if p.requires_grad]
         self.on_gather = lambda: None
         self._world = world or World(torch.device("cpu"))
-        self._buffers = StepBuffers(model, self._world.size, partial(all_reduce_sum, self._world), always=always)
+        total, gather = partial(all_reduce_sum, self._world), partial(all_gather, self._world)
+        self._buffers = StepBuffers(model, self._world.size, total, gather, always=always)
 
     @classmethod
     def find_errors(cls, config: Config, workers: int) -> Iterator[RequestError]:
@@ -181,7 +183,7 @@ class Strategy(ABC):
 
     def after_backward(self, number: int) -> None:
         """After the backward pass of micro-batch `number` of the step, counted over all workers."""
-        self._buffers.collect()
+        self._buffers.collect(number)
 
     def reduce_gradients(self, *, idle: bool) -> None:
         """End the step: reduce what has not been reduced yet; an idle worker contributes zeros."""
@@ -285,6 +287,9 @@ class DataParallel(Strategy):
 
     def __init__(self, model: nn.Module, devices: tuple[torch.device, ...]) -> None:
         super().__init__(model)
+        if find_rules(model):
+            problem = "--multi-gpu dp: keeps the buffers of its first device only, and the model has buffer_rules"
+            raise RequestError(problem, remedy="--multi-gpu ddp")
         self.replicas_per_process = len(devices)
         self.callable = _Replicas(model, device_ids=[device.index for device in devices])
 

@@ -3,16 +3,20 @@
 Within a step every micro-batch starts from the same buffers; at its end they move by the mean of what the micro-batches
 would have changed. With one micro-batch a step that is exactly what torch does; with several, one worker that runs them
 in turn and several that run them in parallel get the same result. Constants keep their bits: the mean is of changes.
-Whole numbers move by the mean towards zero, in whole numbers; a flag changes if any micro-batch changed it.
+Whole numbers move by the mean towards zero, in whole numbers; a flag changes if any micro-batch changed it. From an
+infinite value a buffer moves to the mean of the values. A model may name other rules than the mean: `find_rules`.
 """
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import reduce
+from math import nan
 
 import torch
 from torch import Tensor, nn
 
 from multigpu_cli.errors import TrainingError
+from multigpu_cli.strategies.buffer_rules import MERGES, find_rules
 
 _HALF = 32  # bits: a sum of such halves is exact in float64
 
@@ -20,18 +24,27 @@ _HALF = 32  # bits: a sum of such halves is exact in float64
 class StepBuffers:
     """Keeps a model's buffers the same over micro-batches and workers.
 
-    `total` sums a flat tensor over all workers, in place. `always` goes by changes for a lone micro-batch too: start +
-    change may differ from the value in its last bit.
+    `total` sums a flat tensor over all workers, in place; `gather` returns those of all workers. `always` goes by
+    changes for a lone micro-batch too: start + change may differ from the value in its last bit.
     """
 
     def __init__(
-        self, model: nn.Module, workers: int, total: Callable[[Tensor], Tensor], *, always: bool = False
+        self,
+        model: nn.Module,
+        workers: int,
+        total: Callable[[Tensor], Tensor],
+        gather: Callable[[Tensor], list[Tensor]] = lambda value: [value],  # one worker has no others
+        *,
+        always: bool = False,
     ) -> None:
-        self._slots = _find_slots(model)
-        buffers = [slot.buffer for slot in self._slots]
-        real = [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in buffers]
-        self._groups = [_DtypeGroup([b for b in real if b.dtype == dtype]) for dtype in {b.dtype: None for b in real}]
-        self._shared, self._total = workers > 1 or always, total
+        self._slots, rules = _find_slots(model), find_rules(model)
+        alike: dict[tuple[torch.dtype, str], list[Tensor]] = {}
+        for slot in self._slots:
+            real = torch.view_as_real(slot.buffer) if slot.buffer.is_complex() else slot.buffer
+            alike.setdefault((real.dtype, rules.get(slot.full_name, "mean")), []).append(real)
+        self._groups = [_DtypeGroup(b, total=rule == "sum") for (_, rule), b in alike.items() if rule not in MERGES]
+        self._values = [_ValueGroup(b, MERGES[rule]) for (_, rule), b in alike.items() if rule in MERGES]
+        self._shared, self._total, self._gather = workers > 1 or always, total, gather
         self._micro_batches = 1
 
     @property
@@ -41,22 +54,24 @@ class StepBuffers:
     def begin_step(self, micro_batches: int) -> None:
         """Record the values at the step's start."""
         self._micro_batches = micro_batches
-        if not self._groups:
+        if not self._slots:
             return
         self._rebind()
-        for group in self._groups:
+        for group in (*self._groups, *self._values):
             group.begin()
 
     def no_change(self) -> list[Tensor]:
         """What `take_change` returns for a micro-batch that changes nothing: zeros."""
         return [group.zeros() for group in self._floating()]
 
-    def take_change(self) -> list[Tensor]:
-        """The change of floating buffers by the last micro-batch; afterwards all buffers have their start values.
+    def take_change(self, number: int = 0) -> list[Tensor]:
+        """The change of floating buffers by micro-batch `number`; afterwards all buffers have their start values.
 
-        Changes of integers are added up here, because their sum is the same in any order.
+        Changes of integers, and values that merge, are collected here, because the result is the same in any order.
         """
         self._rebind()
+        for values in self._values:
+            values.add(values.take(), number)
         changes = []
         for group in self._groups:
             change = group.take()
@@ -66,26 +81,29 @@ class StepBuffers:
                 group.add(change)
         return changes
 
-    def collect(self) -> None:
-        """After one micro-batch: add its change to those of the others on this worker."""
-        if self._groups and self._by_changes:
-            for group, change in zip(self._floating(), self.take_change(), strict=True):
+    def collect(self, number: int = 0) -> None:
+        """After micro-batch `number` of the step: add its change to those of the others on this worker."""
+        if self._slots and self._by_changes:
+            for group, change in zip(self._floating(), self.take_change(number), strict=True):
                 group.add(change)
 
     def abort_step(self) -> None:
         """Restore the start values of a step that can't be finished."""
         self._rebind()
-        for group in self._groups:
+        for group in (*self._groups, *self._values):
             group.write(group.start)
 
     def rollback(self, skipped: Tensor) -> None:
         """Restore the start values if the step was skipped, so that no NaN stays in the statistics; no host sync."""
-        for group in self._groups:
+        for group in (*self._groups, *self._values):
             group.write(torch.where(skipped.bool(), group.start, group.read()))
 
     def apply_mean_change(self, summed: list[Tensor] | None = None) -> None:
-        """Apply the mean change of all micro-batches on all workers; of floating buffers it may be `summed` already."""
-        if not self._groups:
+        """Apply the mean change of all micro-batches on all workers; of floating buffers it may be `summed` already.
+
+        Buffers with another rule end with its result.
+        """
+        if not self._slots:
             return
         self._rebind()
         if not self._by_changes:
@@ -98,6 +116,8 @@ class StepBuffers:
             parts = self._total(torch.cat(sent)).split([len(part) for part in sent])
             for group, part in zip(to_reduce, parts, strict=True):
                 group.move(group.unpack(part), self._micro_batches)
+        for values in self._values:
+            values.merge(self._gather)
 
     def _floating(self) -> list["_DtypeGroup"]:
         return [group for group in self._groups if group.floating]
@@ -138,15 +158,11 @@ class _BufferSlot:
             )
 
 
-class _DtypeGroup:
-    """All buffers of one dtype as one flat tensor, so that one kernel copies them all."""
+class _Flat:
+    """Buffers of one dtype as one flat tensor, so that one kernel copies them all."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
-        # changes are added up in this dtype where it is floating; those of integers in wider ones
-        self.format, self.floating = buffers[0].dtype, buffers[0].is_floating_point()
-        narrow = torch.int32 if self.format.itemsize <= 2 else torch.int64
-        self._wide = self.format if self.floating else narrow
 
     @torch.no_grad()
     def read(self) -> Tensor:
@@ -166,6 +182,55 @@ class _DtypeGroup:
     def begin(self) -> None:
         """Record the start values, with no change."""
         self.start = self.read()
+
+
+class _ValueGroup(_Flat):
+    """Buffers whose values at the end of each micro-batch merge: the least, the greatest or the last one remains."""
+
+    def __init__(self, buffers: list[Tensor], merge: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(buffers)
+        self._merge = merge
+
+    def begin(self) -> None:
+        super().begin()
+        self._merged, self._number = self.start, -1  # no micro-batch yet
+
+    def take(self) -> Tensor:
+        """(n,) the values now; the start values are restored."""
+        now = self.read()
+        self.write(self.start)
+        return now
+
+    def add(self, values: Tensor, number: int) -> None:
+        """Merge the values that micro-batch `number` left; on a worker they come in order."""
+        self._merged = values if self._number < 0 else self._merge(self._merged, values)
+        self._number = number
+
+    def merge(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
+        """Write what all workers' values merge to, in the order of their last micro-batches."""
+        number = torch.tensor([self._number], device=self.start.device)
+        own = torch.cat([self._merged.view(torch.uint8), number.view(torch.uint8)])  # bytes travel without rounding
+        size = len(own) - number.itemsize
+        parts = {int(part[size:].view(number.dtype)): part[:size].view(self.start.dtype) for part in gather(own)}
+        parts.pop(-1, None)  # idle workers
+        self.write(reduce(self._merge, (parts[last] for last in sorted(parts))))
+
+
+class _DtypeGroup(_Flat):
+    """Buffers of one dtype that move by changes: by their mean, or by their `total`."""
+
+    def __init__(self, buffers: list[Tensor], *, total: bool = False) -> None:
+        super().__init__(buffers)
+        self._by_total = total
+        # changes are added up in this dtype where it is floating; those of integers in wider ones
+        self.format, self.floating = buffers[0].dtype, buffers[0].is_floating_point()
+        narrow = torch.int32 if self.format.itemsize <= 2 else torch.int64
+        self._wide = self.format if self.floating else narrow
+
+    def begin(self) -> None:
+        super().begin()
+        # infinity has no mean: a buffer moves from there to the mean of the values, which are changes of zero
+        self._base = self.start.nan_to_num(nan=nan, posinf=0.0, neginf=0.0) if self.floating else self.start
         self._change: Tensor | None = None
 
     def zeros(self) -> Tensor:
@@ -173,12 +238,10 @@ class _DtypeGroup:
         return torch.zeros_like(self.start, dtype=self._wide)
 
     def take(self) -> Tensor:
-        """(n,) now minus start, which is restored; an infinite value that stays has changed by zero."""
+        """(n,) now minus start, which is restored."""
         now = self.read()
         self.write(self.start)
-        if self.floating:
-            return torch.where(now == self.start, 0.0, now - self.start)
-        return now.to(self._wide) - self.start.to(self._wide)
+        return now.to(self._wide) - self._base.to(self._wide)
 
     def add(self, change: Tensor) -> None:
         """Add a change to those of this worker; may reuse its memory."""
@@ -199,13 +262,14 @@ class _DtypeGroup:
         return (high << _HALF) + low
 
     def move(self, change: Tensor, micro_batches: int) -> None:
-        """Apply the mean of the micro-batches' changes, given their sum."""
+        """Apply the micro-batches' changes, given their sum."""
+        count = 1 if self._by_total else micro_batches
         if self.floating:
-            moved = self.start + (change / micro_batches).to(self.format)
+            moved = self._base + (change / count).to(self.format)
         elif self.format == torch.bool:
             moved = self.start ^ change.bool()
         else:
-            mean = torch.div(change.long(), micro_batches, rounding_mode="trunc")
+            mean = torch.div(change.long(), count, rounding_mode="trunc")
             moved = (self.start.long() + mean).to(self.format)
         self.write(moved)
 

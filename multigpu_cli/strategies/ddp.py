@@ -128,6 +128,13 @@ class DDP(Strategy):
         (run_on_all_ranks(self._world, loss) * 0).backward()
         self._ddp.zero_grad(set_to_none=True)
 
+    def explain_failure(self, error: BaseException, work: Callable[[], object]) -> None:
+        if isinstance(error, AttributeError) and error.obj is self._ddp:
+            raise RequestError(
+                f"--task: uses model.{error.name}, which DDP does not have: it reduces the gradients of model(…) only",
+                remedy="call model(…) alone, and have forward choose by an argument what it computes; or --exact",
+            ) from error
+
     def rollback_buffers(self, skipped: Tensor) -> None:
         super().rollback_buffers(skipped)
         if self._low_rank:

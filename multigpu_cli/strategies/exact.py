@@ -49,7 +49,7 @@ class ExactReduction(Strategy):
         leaf = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.local_parameters]
         for parameter in self.local_parameters:
             parameter.grad = None
-        self._tree.push(0, number, leaf + self._buffers.take_change())
+        self._tree.push(0, number, leaf + self._buffers.take_change(number))
 
     def abort_step(self) -> None:
         super().abort_step()

@@ -34,19 +34,26 @@ class _OwnLoss(Task):
     _makes_rows: bool | None = None  # whether collate_fn makes a row of each sample it keeps; None: not asked yet
 
     def _refuse_dropped(self, batch: Batch, *parts: Any) -> None:
-        """Raise RequestError if all parts have as many rows, fewer than there are samples, and rows are samples.
+        """Raise RequestError if rows are samples, and the parts have fewer: see `refuse_dropped_rows`."""
+        self._makes_rows = refuse_dropped_rows(self.source, batch, *parts, makes_rows=self._makes_rows)
 
-        Rows are samples if a part has one number in each row, or if the collate_fn makes a row of each copy of a
-        sample. Otherwise rows may be packed, time steps or tokens.
-        """
-        tensors = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor) and leaf.ndim]
-        rows = {len(leaf) for leaf in tensors}
-        if len(rows) == 1 and min(rows) < len(batch):
-            if self._makes_rows is None:
-                has_numbers = any(leaf.numel() == len(leaf) for leaf in tensors)
-                self._makes_rows = has_numbers or _makes_row_of_each_sample(self.source, len(batch))
-            if self._makes_rows:
-                check_rows(batch, min(rows))
+
+def refuse_dropped_rows(source: DataSource, batch: Batch, *parts: Any, makes_rows: bool | None = None) -> bool | None:
+    """Raise RequestError if all parts have as many rows, fewer than there are samples, and rows are samples.
+
+    Rows are samples if a part has one number in each row, or if the collate_fn makes a row of each copy of a sample.
+    Otherwise rows may be packed, time steps or tokens. Returns whether rows are samples, `makes_rows` of a later call;
+    None if it was not asked.
+    """
+    tensors = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor) and leaf.ndim]
+    rows = {len(leaf) for leaf in tensors}
+    if len(rows) == 1 and min(rows) < len(batch):
+        if makes_rows is None:
+            has_numbers = any(leaf.numel() == len(leaf) for leaf in tensors)
+            makes_rows = has_numbers or _makes_row_of_each_sample(source, len(batch))
+        if makes_rows:
+            check_rows(batch, min(rows))
+    return makes_rows
 
 
 def _makes_row_of_each_sample(source: DataSource, copies: int) -> bool:

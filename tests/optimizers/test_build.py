@@ -196,6 +196,19 @@ def test_a_state_of_another_memory_layout_is_brought_into_that_of_the_weights(na
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd", "adam"])
+def test_complex_weights_take_steps_without_fused_kernels(name: str) -> None:
+    model = nn.Linear(4, 4)
+    model.weight, model.bias = (nn.Parameter(p.detach() * (1 + 1j)) for p in (model.weight, model.bias))
+    before = model.weight.detach().clone()
+    optimizer = build(name, model, 0.1)
+    for _ in range(3):  # the first one creates the state
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert bool((model.weight != before).all())
+
+
 @pytest.mark.parametrize("number", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_weights_of_16_bits_move_on_a_cpu_too(name: str, number: torch.dtype) -> None:

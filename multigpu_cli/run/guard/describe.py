@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from multigpu_cli.run.guard.findings import Finding, Refusal, list_names
+from multigpu_cli.run.guard.parts import Sums
 from multigpu_cli.run.guard.watch import Write
 
 _ONCE = "forward runs once for each micro-batch of a worker, so what it leaves depends on the number of workers"
@@ -99,6 +100,57 @@ def loss_by_rank(location: str, loss: float, other: float) -> Finding:
         f"it is {loss:.6g} here, and {other:.6g} as another worker",
         "leave rank and number of workers out of model and loss",
         Refusal.EXACT,
+    )
+
+
+def buffers(model: nn.Module, case: str, names: Sequence[str], writes: Mapping[str, Write]) -> Finding:
+    """Buffers are bounds that start at infinity or at a finite value, or slots that each micro-batch overwrites."""
+    where = _locate(model, names, writes)
+    if case == "slots":
+        return Finding(
+            f"forward overwrites a part of the buffers {where}, as a queue or a memory bank does",
+            "each micro-batch of a step writes into the same slots, and the step would keep the mean",
+            "enqueue after the optimizer's step; or let a step be one micro-batch on one worker",
+            Refusal.SEVERAL,
+            only_several=True,
+        )
+    return Finding(
+        f"forward keeps the least or greatest value so far in the buffers {where}",
+        "buffers move by the mean of the micro-batches' changes, which is no bound",
+        "name their rules in the model: buffer_rules = {'*.low': 'min', '*.high': 'max'}",
+        Refusal.SEVERAL if case == "infinite" else Refusal.NEVER,
+        only_several=True,
+    )
+
+
+def no_sum(sums: Sums, size: int, tolerance: float, mixing: str) -> Finding:
+    """The loss of a batch is not the sum of its halves' losses; `mixing` names a module whose rows mix, if any."""
+    problem = f"the loss of {size} samples is {sums.whole:.6g}, and that of their halves together {sums.together:.6g}"
+    reason = "each micro-batch has its own weights, negatives or statistics: the result depends on --batch-size"
+    remedy = "a --task whose loss_sum is a sum (reduction='sum') and whose units are the weights; for a loss "
+    remedy += "over the global batch, a task with rows and loss"
+    if sums.is_sum(2.0, tolerance):
+        reason = "loss_sum returns a mean, so each micro-batch counts the same, however many samples it has"
+        remedy = "return the sum: multiply by self.units(batch), or reduction='sum'"
+    elif sums.is_sum(0.5, tolerance):
+        reason = "a sum over the micro-batch is taken for its mean, so the loss grows with --batch-size"
+        remedy = "return the mean over the samples (reduction='mean', ctc_loss_reduction='mean'), or (n,) losses"
+    elif mixing:
+        reason = f"the output of {mixing} for a sample depends on the other samples of its micro-batch"
+        remedy = "GroupNorm or LayerNorm instead, or a mask for padding; or keep --batch-size for all runs"
+    return Finding(problem, reason, remedy, Refusal.NEVER, only_several=True)
+
+
+def uses_of_model(uses: Mapping[str, str]) -> Finding:
+    """The task uses more of the model than its call."""
+    names = list_names(
+        [f"model.{name} ({location})" if location else f"model.{name}" for name, location in uses.items()]
+    )
+    return Finding(
+        f"the task uses {names}",
+        "--multi-gpu wraps the model, and only model(…) reduces gradients: with several workers the task fails",
+        "call model(…) alone, and have forward choose by an argument what it computes; or --exact",
+        Refusal.NEVER,
     )
 
 

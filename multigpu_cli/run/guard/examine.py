@@ -1,8 +1,9 @@
 """Examines user code on one small batch for what would make results depend on the number of workers.
 
-A first pass, forward and backward as in a step, shows writes to parameters and collectives. Then the same batch twice,
-from the same parameters, buffers and seeds, shows what remembers: the second pass may differ only by what the first one
-left. An evaluation shows whether it changes the model. Only a finding costs further passes.
+A first pass, forward and backward, shows writes to parameters, collectives, and what changes at all. If anything does,
+a second pass over the same batch, from the same parameters, buffers and seeds, may differ only by what the first one
+left. Both halves of the batch show whether their losses add up. An evaluation shows whether it changes the model. Only
+a finding costs further passes. Norms and dropout of torch, which depend on the batch, are off.
 """
 
 import random
@@ -20,11 +21,14 @@ from multigpu_cli.data.loader import Batch
 from multigpu_cli.distributed.world import is_out_of_memory
 from multigpu_cli.run.guard import describe
 from multigpu_cli.run.guard.asks import WouldCommunicate, as_another_worker, note_questions
+from multigpu_cli.run.guard.buffers import Ends, Values, find_meaningless, read_buffers
 from multigpu_cli.run.guard.findings import Finding, Refusal
+from multigpu_cli.run.guard.parts import ForwardOnly, Row, Sums, additive_mode, find_mixing, halve, record_rows
 from multigpu_cli.run.guard.state import Snapshot, read_global_generators
 from multigpu_cli.run.guard.watch import Watch, Write, equal_tensors, locate_raise
 from multigpu_cli.runtime.module_state import eval_mode, preserve_buffers
 
+_TOLERANCE_OF_SUMS = 1e-3  # relative, because networks that balance experts over a batch add a small loss of their own
 _TOLERANCE_ON_GPU = 1e-4  # relative, because some kernels add in an order that changes
 _PROJECTION_ULPS = 16  # rounding by which a projection that is repeated may move a weight
 
@@ -42,12 +46,22 @@ class Subject:
     autocast: Callable[[], AbstractContextManager[object]]
     evaluate: Callable[[nn.Module, Batch], object] | None = None  # None: the task evaluates in a way of its own
     others: Mapping[str, object] = field(default_factory=dict)  # the user's own task and criterion, by name
+    has_additive_loss: bool = True  # False: the loss is over the global batch, and not the sum of its parts' losses
     devices: Sequence[torch.device] = ()  # GPUs whose generators are restored
 
     @property
     def tolerance(self) -> float:
         """How much two passes over the same batch may differ, relative."""
         return _TOLERANCE_ON_GPU if any(p.is_cuda for p in self.model.parameters()) else 0.0
+
+    @property
+    def tolerance_of_sums(self) -> float:
+        """How much a sum of parts may differ from the whole, relative: kernels depend on the size of a batch."""
+        with self.autocast():
+            device = "cuda" if self.tolerance else "cpu"
+            cast = [torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else []
+        dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point()}.union(cast)
+        return max([_TOLERANCE_OF_SUMS, 100 * self.tolerance, *(8 * torch.finfo(dtype).eps for dtype in dtypes)])
 
 
 @dataclass
@@ -65,26 +79,34 @@ class PassResult(NamedTuple):
     loss: float
     writes: Mapping[str, Write]  # to parameters and buffers, by name
     parameters: Mapping[str, Tensor]  # by name, the values that it left in parameters that it wrote or replaced
+    buffers: Values  # those that `read_buffers` lists
+    uses: Mapping[str, str]  # of the model by the loss, except its call: name → file:line
     collectives: Mapping[str, str]  # operator → file:line
+    draws: bool  # forward has drawn random numbers
     backward_draws: bool = False  # backward has drawn from Python's or NumPy's generator
 
 
 def run_pass(subject: Subject, batch: Batch, *, with_backward: bool = False) -> PassResult:
-    """Run a pass in training mode with the seeds of a step's first micro-batch, and restore what it writes."""
-    watch, draws = Watch(subject.model), False
+    """Run a pass in additive mode with the seeds of a step's first micro-batch, and restore what it writes."""
+    model, watch, uses = subject.model, Watch(subject.model), dict[str, str]()
+    called = ForwardOnly(model, uses) if "task" in subject.others else model
     subject.seed()
+    before = read_global_generators(), *_read_torch_generators(subject.devices)
+    backward_draws = False
     try:
-        with preserve_buffers(subject.model), watch, torch.enable_grad():
+        with preserve_buffers(model), additive_mode(model), watch, torch.enable_grad():
             with subject.autocast():
-                loss = subject.loss_sum(subject.model, batch)
+                loss = subject.loss_sum(called, batch)
+            after = read_global_generators(), *_read_torch_generators(subject.devices)
             if with_backward:
-                after_forward = read_global_generators()
                 subject.backward(loss)
-                draws = read_global_generators() != after_forward
-        left = watch.find_changed_parameters()
+                backward_draws = read_global_generators() != after[0]
+            buffers = read_buffers(model)
+        parameters = watch.find_changed_parameters()
     finally:
         watch.restore()
-    return PassResult(float(loss.detach()), watch.writes, left, watch.collectives, draws)
+    effects = watch.writes, parameters, buffers, uses, watch.collectives
+    return PassResult(float(loss.detach()), *effects, before != after, backward_draws)
 
 
 def examine(subject: Subject) -> Examination:
@@ -114,6 +136,7 @@ class _Examiner:
         self._subject = subject
         self._untouched = self._take_snapshot()
         self._between: Snapshot | None = None  # after the first of two equal passes
+        self._remembers = False  # something changes from pass to pass
         self._pass = "forward and backward"  # the current one, for messages
 
     def _take_snapshot(self) -> Snapshot:
@@ -133,32 +156,88 @@ class _Examiner:
     def run(self) -> None:
         """Run the passes, and add what they show to the result."""
         subject, findings = self._subject, self.result.findings
-        step = run_pass(subject, subject.batch, with_backward=True)
-        if step.collectives:
-            findings.append(describe.collectives(step.collectives))
-        if step.backward_draws:
-            findings.append(describe.drawing_backward())
         questions: list[str] = []
-        self._pass = "a second forward pass"
         with note_questions(questions):
-            first = run_pass(subject, subject.batch)
+            first = run_pass(subject, subject.batch, with_backward=True)
         self._between = self._take_snapshot()
-        self._pass = "a third forward pass"
-        second = run_pass(subject, subject.batch)
-        later = self._take_snapshot()
-        repeats = _is_close(first.loss, second.loss, subject.tolerance)
-        self.result.loss = first.loss if repeats else None
+        findings += _find_effects(first)
+        passes = [first]
+        if self._untouched.differs(self._between, subject.tolerance):
+            passes.append(self._run_again(first))
+        self._pass = "a forward pass of half"
+        halves = [] if first.draws else [run_pass(subject, half) for half in halve(subject.batch)]
+        sums = Sums(first.loss, [half.loss for half in halves])
+        if len(passes) == 1 and not (halves and sums.is_sum()):
+            passes.append(self._run_again(first))
         self._pass = "a forward pass of other samples"
-        findings += _find_writes(subject, step, first, second)
-        findings += _find_state(self._between, later, repeats=repeats, tolerance=subject.tolerance)
+        findings += _find_writes(subject, *passes)
+        repeats = _is_close(first.loss, passes[-1].loss, subject.tolerance)
+        self.result.loss = first.loss if repeats else None
         if not (repeats or findings):
-            findings.append(describe.other_loss(first.loss, second.loss))
-        if questions and not step.collectives:
+            findings.append(describe.other_loss(first.loss, passes[-1].loss))
+        may_add_up = bool(halves) and subject.has_additive_loss
+        if may_add_up and repeats and not self._remembers and not first.parameters:
+            findings += self._find_no_sum(sums)
+        findings += self._find_buffers(first, [half.buffers for half in halves])
+        if questions and not first.collectives:
             self._pass = "a forward pass as another worker"
-            findings += _find_other_worker(subject, questions[0], first.loss if repeats else None)
+            findings += _find_other_worker(subject, questions[0], self.result.loss)
         if subject.evaluate is not None:
             self._pass = "an evaluation"
             findings += _find_in_evaluation(subject, subject.evaluate, known=first.parameters)
+
+    def _run_again(self, first: PassResult) -> PassResult:
+        """Repeat the first pass, and add findings for state that only differs because it is the second one."""
+        subject, between = self._subject, self._between
+        assert between is not None  # taken after the first pass
+        self._pass = "a second forward pass"
+        second = run_pass(subject, subject.batch)
+        repeats = _is_close(first.loss, second.loss, subject.tolerance)
+        state = list(_find_state(between, self._take_snapshot(), repeats=repeats, tolerance=subject.tolerance))
+        self._remembers = bool(state)
+        self.result.findings += state
+        return second
+
+    def _find_no_sum(self, sums: Sums) -> Iterator[Finding]:
+        """Yield a finding if the losses of the halves do not add up to that of the batch."""
+        subject, tolerance = self._subject, self._subject.tolerance_of_sums
+        if sums.is_sum(tolerance=tolerance):
+            return
+        rows: list[list[Row]] = []
+        for batch in (subject.batch, *halve(subject.batch)):
+            rows.append([])
+            with record_rows(subject.model, rows[-1]):
+                run_pass(subject, batch)
+        mixing = find_mixing(rows[0], rows[1:], tolerance)
+        yield describe.no_sum(sums, len(subject.batch), tolerance, mixing)
+
+    def _find_buffers(self, first: PassResult, halves: Sequence[Values]) -> Iterator[Finding]:
+        """Yield findings for buffers that a mean makes wrong."""
+        subject = self._subject
+
+        def run_from(values: Values) -> Values:
+            with preserve_buffers(subject.model), torch.no_grad():
+                for name, value in values.items():
+                    subject.model.get_buffer(name).copy_(value)
+                try:
+                    return run_pass(subject, subject.batch).buffers
+                except Exception as error:  # such values may be too far for user code; then it shows nothing
+                    if is_out_of_memory(error):
+                        raise
+                    return {}
+
+        start = read_buffers(subject.model)
+        return find_meaningless(subject.model, Ends(start, first.buffers, halves, first.writes), run_from)
+
+
+def _find_effects(first: PassResult) -> Iterator[Finding]:
+    """Yield findings for collectives, for random numbers of backward, and for uses of the model by the task."""
+    if first.collectives:
+        yield describe.collectives(first.collectives)
+    if first.backward_draws:
+        yield describe.drawing_backward()
+    if first.uses:
+        yield describe.uses_of_model(first.uses)
 
 
 def _find_writes(subject: Subject, *passes: PassResult) -> Iterator[Finding]:
@@ -258,6 +337,12 @@ def _is_near(one: Tensor, other: Tensor) -> bool:
 def _is_close(one: float, other: float, tolerance: float) -> bool:
     """Return whether two losses are equal, or both NaN, up to a relative tolerance."""
     return one == other or (one != one and other != other) or abs(one - other) <= tolerance * abs(one)
+
+
+def _read_torch_generators(devices: Sequence[torch.device]) -> list[bytes]:
+    """Return the states of torch's global generators of the CPU and of these devices, to be compared."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda")]
+    return [state.numpy().tobytes() for state in states]
 
 
 @contextmanager

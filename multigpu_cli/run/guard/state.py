@@ -168,6 +168,11 @@ class Snapshot:
             if where in common and not _is_same(attribute.value, later.attributes[where].value, tolerance)
         ]
 
+    def differs(self, later: "Snapshot", tolerance: float) -> bool:
+        """Return whether an attribute or a generator has changed, or attributes have come or gone."""
+        same_names = self.attributes.keys() == later.attributes.keys()
+        return not same_names or bool(self.list_changed(later, tolerance) or self.list_drawn(later))
+
     def list_drawn(self, later: "Snapshot") -> list[str]:
         """Return the generators that have drawn in between."""
         common = self.generators.keys() & later.generators.keys()

@@ -300,7 +300,7 @@ class ExactFSDP2(FSDP2):
             rows.end_pass()
 
     def after_backward(self, number: int) -> None:
-        self._push_changes(self._buffers.take_change())
+        self._push_changes(self._buffers.take_change(number))
 
     def reduce_gradients(self, *, idle: bool) -> None:
         super().reduce_gradients(idle=idle)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy
 import torch
@@ -196,6 +197,127 @@ class ScalingByRank(Net):
         return features * (1 + rank)
 
 
+class Observing(Net):
+    """Keeps the least and the greatest features so far, from infinity."""
+
+    low: Tensor
+    high: Tensor
+
+    def build(self) -> None:
+        self.register_buffer("low", torch.full((16,), torch.inf))
+        self.register_buffer("high", torch.full((16,), -torch.inf))
+
+    def change(self, features: Tensor) -> Tensor:
+        if self.training:
+            self.low.copy_(torch.minimum(self.low, features.detach().amin(0)))
+            self.high = torch.maximum(self.high, features.detach().amax(0))
+        return features
+
+
+class ObservingWithRules(Observing):
+    buffer_rules: ClassVar = {"low": "min", "high": "max"}
+
+
+class MovingBounds(Observing):
+    """Follows the bounds of the batches by moving averages, of which the mean is the answer."""
+
+    def change(self, features: Tensor) -> Tensor:
+        if self.training:
+            low, high = features.detach().amin(0), features.detach().amax(0)
+            self.low.copy_(torch.where(self.low.isinf(), low, 0.9 * self.low + 0.1 * low))
+            self.high.copy_(torch.where(self.high.isinf(), high, 0.9 * self.high + 0.1 * high))
+        return features
+
+
+class GreatestSoFar(Net):
+    greatest: Tensor
+
+    def build(self) -> None:
+        self.register_buffer("greatest", torch.zeros(()))
+
+    def change(self, features: Tensor) -> Tensor:
+        if self.training:
+            self.greatest = torch.maximum(self.greatest, features.detach().abs().max())
+        return features / (1 + self.greatest)
+
+
+class ScaledByFirstBatch(Net):
+    """Sets a buffer from the first batch that it sees, of which the mean is the answer."""
+
+    scale: Tensor
+
+    def build(self) -> None:
+        self.register_buffer("scale", torch.zeros(16))
+
+    def change(self, features: Tensor) -> Tensor:
+        if self.training and not self.scale.any():
+            self.scale.copy_(features.detach().std(0))
+        return features
+
+
+class Ring(Net):
+    """A queue whose slots are written in turn."""
+
+    queue: Tensor
+    start: Tensor
+
+    def build(self) -> None:
+        self.register_buffer("queue", normalize(torch.randn(16, 32), dim=0))
+        self.register_buffer("start", torch.zeros(1, dtype=torch.int64))
+
+    def change(self, features: Tensor) -> Tensor:
+        if self.training:
+            slots = (self.start + torch.arange(len(features))) % 32
+            self.queue[:, slots] = normalize(features.detach(), dim=1).T
+            self.start[0] = (self.start + len(features)) % 32
+        return features
+
+
+class Shifting(Net):
+    """A queue that moves by the samples of a batch."""
+
+    queue: Tensor
+
+    def build(self) -> None:
+        self.register_buffer("queue", torch.randn(32, 16))
+
+    def change(self, features: Tensor) -> Tensor:
+        if self.training:
+            self.queue = torch.cat([features.detach(), self.queue])[:32]
+        return features
+
+
+class Centers(Net):
+    """Moves centers of groups by their samples: in part, but from where they are."""
+
+    centers: Tensor
+
+    def build(self) -> None:
+        self.register_buffer("centers", torch.randn(16, 16))
+
+    def change(self, features: Tensor) -> Tensor:
+        if self.training:
+            group = features.argmax(1)
+            self.centers[group] = 0.9 * self.centers[group] + 0.1 * features.detach()
+        return features
+
+
+class Mixing(Net):
+    """Subtracts the mean over the batch."""
+
+    def build(self) -> None:
+        self.center = BatchCenter()
+
+    def change(self, features: Tensor) -> Tensor:
+        centered: Tensor = self.center(features)
+        return centered
+
+
+class BatchCenter(nn.Module):
+    def forward(self, features: Tensor) -> Tensor:
+        return features - features.mean(0)
+
+
 class InEvaluation(Net):
     mean: Tensor
 
@@ -316,4 +438,8 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
     "checkpointing": Checkpointed,
     "tied": Tied,
     "lazy": lazy,
+    "buffer_rules": ObservingWithRules,
+    "moving_bounds": MovingBounds,
+    "first_batch": ScaledByFirstBatch,
+    "centers": Centers,
 }

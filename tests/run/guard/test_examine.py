@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, normalize
 
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.run.guard.examine import Examination, Subject, examine
@@ -18,27 +18,30 @@ from multigpu_cli.runtime.seeding import seed_everything
 from tests.run.guard import planted_models as planted
 
 Loss = Callable[[Any, Tensor], Tensor]
+LossSum = Callable[[Any, Batch], Tensor]
 
 
 def sum_entropies(outputs: Any, targets: Tensor) -> Tensor:
     return cross_entropy(outputs, targets, reduction="sum")
 
 
-def look(model: nn.Module, loss: Loss = sum_entropies, **others: object) -> Examination:
+def look(model: nn.Module, loss: Loss = sum_entropies, **others: Any) -> Examination:
     """Examine a model on eight samples, the first ones of sixteen."""
     draw = torch.Generator().manual_seed(1)
     inputs, targets = torch.randn(16, 8, generator=draw), torch.randint(0, 4, (16,), generator=draw)
     return examine_samples(model, inputs, targets, loss, **others)
 
 
-def examine_samples(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss, **others: object) -> Examination:
+def examine_samples(
+    model: nn.Module, inputs: Tensor, targets: Tensor, loss: Loss, *, loss_sum: LossSum | None = None, **others: object
+) -> Examination:
     """Examine a model on the first eight of sixteen samples."""
     halves = [Batch(inputs[s], targets[s], torch.arange(16)[s], 0) for s in (slice(8), slice(8, 16))]
     subject = Subject(
         model=model,
         batch=halves[0],
         load_other_batch=lambda: halves[1],
-        loss_sum=lambda network, batch: loss(network(batch.inputs), batch.targets),
+        loss_sum=loss_sum or (lambda network, batch: loss(network(batch.inputs), batch.targets)),
         backward=Tensor.backward,
         seed=lambda: seed_everything(7),
         autocast=nullcontext,
@@ -75,6 +78,11 @@ def examine_samples(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Los
             Refusal.EXACT,
             "depends on the rank or the number of workers, for which planted_models",
         ),
+        (planted.Observing, Refusal.SEVERAL, "least or greatest value so far in the buffers low, high (Observing"),
+        (planted.GreatestSoFar, Refusal.NEVER, "least or greatest value so far in the buffers greatest (GreatestSoFar"),
+        (planted.Ring, Refusal.SEVERAL, "overwrites a part of the buffers queue (Ring, planted_models.py:"),
+        (planted.Shifting, Refusal.SEVERAL, "overwrites a part of the buffers queue (Shifting"),
+        (planted.Mixing, Refusal.NEVER, "the loss of 8 samples is "),
         (planted.InEvaluation, Refusal.NEVER, "an evaluation changes mean (InEvaluation, planted_models.py:"),
         (planted.WeightsInEvaluation, Refusal.SEVERAL, "an evaluation changes last.bias (Linear, planted_models.py:"),
     ],
@@ -86,6 +94,68 @@ def test_guard_finds_each_fault_once_with_its_location(
     [finding] = look(model()).findings
     assert words in finding.problem
     assert finding.refusal is refusal
+
+
+def mean_entropy(outputs: Any, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets)
+
+
+def entropy_of_sums(outputs: Any, targets: Tensor) -> Tensor:
+    """A sum that is taken for a mean."""
+    return sum_entropies(outputs, targets) * len(targets)
+
+
+def weighted_mean(outputs: Any, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets, torch.tensor([1.0, 9.0, 0.1, 5.0])) * len(targets)
+
+
+def contrast(outputs: Any, targets: Tensor) -> Tensor:
+    rows = normalize(outputs, dim=1)
+    return cross_entropy(rows @ rows.roll(1, 1).T, torch.arange(len(rows)), reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason", "remedy"),
+    [
+        (mean_entropy, "loss_sum returns a mean", "reduction='sum'"),
+        (entropy_of_sums, "a sum over the micro-batch is taken for its mean", "reduction='mean'"),
+        (weighted_mean, "its own weights, negatives or statistics", "units are the weights"),
+        (contrast, "its own weights, negatives or statistics", "rows and loss"),
+    ],
+)
+def test_guard_warns_of_losses_that_do_not_add_up(loss: Loss, reason: str, remedy: str) -> None:
+    torch.manual_seed(0)
+    [finding] = look(planted.Net(), loss).findings
+    assert "that of their halves together" in finding.problem
+    assert reason in finding.reason
+    assert remedy in finding.remedy
+    assert (finding.refusal, finding.only_several) == (Refusal.NEVER, True)
+
+
+def test_guard_names_the_module_that_mixes_samples() -> None:
+    torch.manual_seed(0)
+    [finding] = look(planted.Mixing()).findings
+    assert "the output of center (BatchCenter) for a sample" in finding.reason
+
+
+class CallingTask:
+    """A task that calls a method of the model."""
+
+    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+        return sum_entropies(outputs, targets)
+
+    def loss_sum(self, model: Any, batch: Batch) -> Tensor:
+        assert model.training
+        assert len(list(model.parameters())) == 4
+        return self(model.last(model.first(batch.inputs)), batch.targets)
+
+
+def test_guard_warns_of_a_task_that_calls_parts_of_the_model() -> None:
+    task = CallingTask()
+    [finding] = look(planted.Net(), task, loss_sum=task.loss_sum, task=task).findings
+    assert "the task uses model.last (test_examine.py:" in finding.problem
+    assert "model.first (test_examine.py:" in finding.problem
+    assert finding.refusal is Refusal.NEVER
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -109,6 +179,9 @@ def read_generators() -> list[object]:
         planted.Replacing,
         planted.DataDependentScale,
         planted.Projecting,
+        planted.Observing,
+        planted.Shifting,
+        planted.Mixing,
         planted.InEvaluation,
         planted.WeightsInEvaluation,
         planted.Caching,

@@ -1,15 +1,21 @@
 """What the guard's findings mean for a run: refused or warned of, by the size of a step and --exact."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset, default_collate
 
+from multigpu_cli.data.loader import Batch
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.guard.findings import Finding, Refusal, decide
 from multigpu_cli.run.guard.first_batch import check_user_code
+from multigpu_cli.tasks.base import BatchMetrics, Task
 from tests.run import test_profile_micro_batch as profile
 from tests.run.guard import planted_models as planted
 
@@ -40,6 +46,51 @@ class Fitted:
 
     def __call__(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), getattr(planted, self._name)(), nn.Linear(4, 3))
+
+
+class Replacing(nn.Module):
+    """Replaces a trained parameter in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.layer.weight = nn.Parameter(self.layer.weight.detach())
+        logits: Tensor = self.layer(inputs)
+        return logits
+
+
+def linear() -> nn.Module:
+    return nn.Linear(6, 3)
+
+
+class Gaps(Dataset[tuple[Tensor, int] | None]):
+    """Samples of which some can't be read, and a collate function that drops these."""
+
+    num_classes = 3
+
+    def __init__(self, split: str) -> None:
+        self.inputs = torch.randn(24, 6)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | None:
+        return None if index % 3 == 1 else (self.inputs[index], index % 3)
+
+    def collate_fn(self, samples: list[Any]) -> Any:
+        return default_collate([sample for sample in samples if sample is not None])
+
+
+class CountingSamples(Task):
+    """A task that sums over rows, and leaves the number of samples as the number of units."""
+
+    def loss_sum(self, model: Callable[..., Any], batch: Batch) -> Tensor:
+        return cross_entropy(model(batch.inputs), batch.targets, reduction="sum")
+
+    def measure(self, model: nn.Module, batch: Batch) -> BatchMetrics:
+        return BatchMetrics(self.loss_sum(model, batch).double(), torch.zeros(0, dtype=torch.int64))
 
 
 teacher, failing, right = Fitted("Teacher"), Fitted("Failing"), Fitted("Caching")
@@ -77,11 +128,24 @@ def test_check_is_quiet_about_right_code(tmp_path: Path) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in made.state.model.state_dict().items())
 
 
+def test_check_refuses_replaced_parameters_of_the_optimizer(tmp_path: Path) -> None:
+    made = build(tmp_path, "Replacing", global_batch_size="4")
+    made.state.model(torch.randn(4, 6))  # as the trial of a micro-batch
+    with pytest.raises(RequestError, match=r"forward replaces the parameters layer\.weight"):
+        check_user_code(made)
+
+
+def test_check_refuses_dropped_samples_of_a_task_that_counts_them(tmp_path: Path) -> None:
+    own = {"data": f"{__name__}:Gaps", "task": f"{__name__}:CountingSamples"}
+    with pytest.raises(RequestError, match="collate_fn returned 2 targets for 4 samples"):
+        check_user_code(build(tmp_path, "linear", **own))
+
+
 def test_check_warns_of_a_pass_that_fails(tmp_path: Path) -> None:
     made = build(tmp_path, "right")
     made.state.model[1].change = planted.Failing.change.__get__(failing()[1])  # type: ignore[index]
     [warning] = check_user_code(made)
-    assert "a second forward pass of 4 samples raised KeyError (planted_models.py:" in warning
+    assert "a forward pass of half of 4 samples raised KeyError (planted_models.py:" in warning
     assert "the guard examined no further" in warning
 
 
