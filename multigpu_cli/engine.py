@@ -128,7 +128,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     run.strategy.begin_step(layout.micro_batches)
     batches = observer.fetch(layout, work)
     if run.task.global_loss:  # they run forward twice: their losses need the rows of all of them
-        batches = find_row_gradients(run, layout, batches)
+        batches = find_row_gradients(run, layout, batches, observer)
     for batch, last in batches:
         seed_micro_batch(seed, layout.step, batch.micro_batch_index, *devices)
         losses[batch.micro_batch_index] = forward_backward(run, batch, divisor, last=last, observer=observer)
