@@ -83,12 +83,10 @@ def rehearse_global_loss(components: TrainComponents, batch: Batch, samples: int
 
     This shows memory and time of a step, and whether the loss takes the rows.
     """
-    if components.task.global_loss is not None:
-        columns, size = run_first_pass(components, batch), max(samples, len(batch))
-        rows = torch.arange(size) % len(batch)
-        whole = [column if column is None else column[rows.to(column.device)] for column in columns]
-        pieces = {batch.micro_batch_index: slice(0, len(batch))}
-        components.task.global_loss.find_gradients(components.state.model, whole, pieces)
+    columns, rows = run_first_pass(components, batch), torch.arange(max(samples, len(batch))) % len(batch)
+    whole = [column if column is None else column[rows.to(column.device)] for column in columns]
+    pieces = {batch.micro_batch_index: slice(0, len(batch))}
+    _get_global_loss(components).find_gradients(components.state.model, whole, pieces)
 
 
 def describe_global_loss(components: TrainComponents) -> str:
