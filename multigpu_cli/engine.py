@@ -121,21 +121,8 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     """One optimizer step on the mean loss of its global batch, over samples or tokens; this worker may have no part."""
     observer, state, config, parameters = run.observer, run.state, run.config, run.strategy.local_parameters
     seed, devices = config.reproducibility.seed, run.spec.placement.devices
-    divisor = run.loss_normalizer.divisor(layout.samples)
-    losses: dict[int, Tensor] = {}
-    units: list[Tensor | int] = []
     run.set_learning_rates(layout.step)
-    run.strategy.begin_step(layout.micro_batches)
-    if run.after_step:
-        run.after_step.begin_step()
-    batches = observer.fetch(layout, work)
-    if run.task.global_loss:  # they run forward twice: their losses need the rows of all of them
-        batches = find_row_gradients(run, layout, batches)
-    for batch, last in batches:
-        seed_micro_batch(seed, layout.step, batch.micro_batch_index, *devices)
-        losses[batch.micro_batch_index] = forward_backward(run, batch, divisor, last=last, observer=observer)
-        run.strategy.after_backward(batch.micro_batch_index)
-        units.append(run.task.units(batch))
+    losses, units = _run_micro_batches(run, layout, work)
     observer.phase("reduction")
     run.strategy.reduce_gradients(idle=not losses)
     factor = run.loss_normalizer.count_units(units, layout.samples)
@@ -161,3 +148,25 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     for tell_end in run.moments.step_end:
         tell_end(run, layout.step, outcome)
     return outcome
+
+
+def _run_micro_batches(
+    run: Run, layout: StepLayout, work: Iterator[Batch]
+) -> tuple[dict[int, Tensor], list[Tensor | int]]:
+    """Add up the gradients of this worker's micro-batches; returns their loss sums by number, and their units."""
+    observer, seed, devices = run.observer, run.config.reproducibility.seed, run.spec.placement.devices
+    divisor = run.loss_normalizer.divisor(layout.samples)
+    losses: dict[int, Tensor] = {}
+    units: list[Tensor | int] = []
+    run.strategy.begin_step(layout.micro_batches)
+    if run.after_step:
+        run.after_step.begin_step()
+    batches = observer.fetch(layout, work)
+    if run.task.global_loss:  # they run forward twice: their losses need the rows of all of them
+        batches = find_row_gradients(run, layout, batches, observer)
+    for batch, last in batches:
+        seed_micro_batch(seed, layout.step, batch.micro_batch_index, *devices)
+        losses[batch.micro_batch_index] = forward_backward(run, batch, divisor, last=last, observer=observer)
+        run.strategy.after_backward(batch.micro_batch_index)
+        units.append(run.task.units(batch))
+    return losses, units

@@ -247,7 +247,8 @@ def _run_micro_batch(components: TrainComponents, size: int) -> None:
     batch = first_batch(components.loaders.train, size * components.strategy.replicas_per_process)
     for _ in range(2 if components.world.device.type == "cuda" else 1):
         try:
-            rehearse_global_loss(components, batch, _find_global_batch(components, size))
+            if components.task.global_loss:
+                rehearse_global_loss(components, batch, _find_global_batch(components, size))
             forward_backward(components, batch, 1.0, last=False)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if not is_out_of_memory(error):

@@ -12,6 +12,7 @@ from multigpu_cli.errors import RequestError
 from multigpu_cli.planning.batch import StepLayout
 from multigpu_cli.run.assembly.components import TrainComponents
 from multigpu_cli.run.request.spec import RunSpec
+from multigpu_cli.run.step import Observer
 from multigpu_cli.runtime.module_state import preserve_buffers
 from multigpu_cli.runtime.seeding import seed_loss, seed_micro_batch
 from multigpu_cli.tasks.base import Task
@@ -34,25 +35,30 @@ def check_global_loss(spec: RunSpec, task: Task) -> None:
         raise RequestError(problem, remedy="--compile default, or --compile off")
 
 
-def find_row_gradients(components: TrainComponents, layout: StepLayout, work: Work) -> Work:
+def find_row_gradients(
+    components: TrainComponents, layout: StepLayout, work: Work, observer: Observer | None = None
+) -> Work:
     """Run a step's micro-batches forward, find the gradient at all ranks' rows, and yield the micro-batches again.
 
-    All ranks iterate over it together, also without a micro-batch of their own. Meanwhile inputs and targets are in
-    host memory, except those of a worker's only micro-batch.
+    All ranks iterate over it together, also those without a micro-batch. Meanwhile the inputs and targets of a GPU are
+    in host memory, except those of a worker's only micro-batch.
     """
-    global_loss, world = _get(components.task), components.world
+    global_loss, strategy, world = _get_global_loss(components), components.strategy, components.world
     seed, devices = components.config.reproducibility.seed, components.spec.placement.devices
-    size = components.plan.batches.micro_batch * components.strategy.replicas_per_process
+    size = components.plan.batches.micro_batch * strategy.replicas_per_process
     columns: dict[int, Columns] = {}  # by the index of their first sample
     pieces: dict[int, slice] = {}
     waiting: list[tuple[Batch, bool]] = []
-    components.strategy.synchronize_forward()
+    strategy.synchronize_forward()
     for batch, last in work:
         first, index = batch.micro_batch_index * size, batch.micro_batch_index
         seed_micro_batch(seed, layout.step, index, *devices)
+        if observer:
+            observer.phase("forward", batch.sample_indices)
         columns[first], pieces[index] = run_first_pass(components, batch), slice(first, first + len(batch))
         is_only = last and not waiting
         waiting.append((batch if is_only else map_batch(batch, _to_host), last))
+    strategy.on_gather()
     gathered = global_loss.gather(world, columns, layout.samples)
     seed_loss(seed, layout.step, *devices)
     global_loss.find_gradients(components.state.model, gathered, pieces)
@@ -61,32 +67,30 @@ def find_row_gradients(components: TrainComponents, layout: StepLayout, work: Wo
 
 
 def run_first_pass(components: TrainComponents, batch: Batch) -> Columns:
-    """Run a batch forward as its second pass will; buffers stay as they were, because the second pass moves them.
+    """Run a batch forward; buffers stay as they were, because the second pass moves them.
 
-    Gradients are enabled, so that the same kernels run, which draw the same random numbers: some choose another one if
-    nothing is kept for backward. What is kept is freed on return.
+    Gradients are enabled, as in the second pass, so that both choose the same kernels: another kernel may draw other
+    random numbers. The graph is freed on return.
     """
     strategy, precision = components.strategy, components.state.precision
     with strategy.accumulate(last=False), preserve_buffers(components.state.model), precision.autocast_of_pass:
-        columns = _get(components.task).make_columns(strategy.callable, batch)
+        columns = _get_global_loss(components).make_columns(strategy.callable, batch)
     return [column if column is None else column.detach().clone() for column in columns]
 
 
 def rehearse_global_loss(components: TrainComponents, batch: Batch, samples: int) -> None:
-    """Do what comes before the second pass of a micro-batch, whose rows are repeated for a global batch of `samples`.
+    """Prepare the second pass of a micro-batch as a step does, with its rows repeated for a global batch of `samples`.
 
-    For the memory and the time of a step, and for the check that the loss fits the rows.
+    This shows memory and time of a step, and whether the loss takes the rows.
     """
-    if components.task.global_loss is not None:
-        columns, size = run_first_pass(components, batch), max(samples, len(batch))
-        rows = torch.arange(size) % len(batch)
-        whole = [column if column is None else column[rows.to(column.device)] for column in columns]
-        pieces = {batch.micro_batch_index: slice(0, len(batch))}
-        components.task.global_loss.find_gradients(components.state.model, whole, pieces)
+    columns, rows = run_first_pass(components, batch), torch.arange(max(samples, len(batch))) % len(batch)
+    whole = [column if column is None else column[rows.to(column.device)] for column in columns]
+    pieces = {batch.micro_batch_index: slice(0, len(batch))}
+    _get_global_loss(components).find_gradients(components.state.model, whole, pieces)
 
 
 def describe_global_loss(components: TrainComponents) -> str:
-    """Return what the plan says of a loss over the global batch; "" without one."""
+    """Return the plan's note about a loss over the global batch, or ""."""
     if components.task.global_loss is None:
         return ""
     samples = components.plan.batches.global_batch
@@ -95,9 +99,9 @@ def describe_global_loss(components: TrainComponents) -> str:
     return f"{rows}; each micro-batch runs forward twice, which FLOPs and MFU count once"
 
 
-def _get(task: Task) -> GlobalLoss:
-    assert task.global_loss is not None
-    return task.global_loss
+def _get_global_loss(components: TrainComponents) -> GlobalLoss:
+    assert components.task.global_loss is not None
+    return components.task.global_loss
 
 
 def _to_host(tensor: Tensor) -> Tensor:

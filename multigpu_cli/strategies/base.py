@@ -171,7 +171,7 @@ class Strategy(ABC):
         self._buffers.begin_step(micro_batches)
 
     def synchronize_forward(self) -> None:  # noqa: B027 - most strategies communicate in no forward pass
-        """Do what the next forward pass would do together with all workers, as some may have none before they meet."""
+        """Communicate now what the next forward pass would; all ranks call it together, also those without a pass."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[object]:
         """The context of one micro-batch's forward and backward pass; gradients are reduced only in the last one."""

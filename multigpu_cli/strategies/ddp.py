@@ -141,7 +141,7 @@ class DDP(Strategy):
             self._low_rank.rollback(skipped)
 
     def synchronize_forward(self) -> None:
-        """Let DDP divide its buckets anew, which the first forward pass after its first reduction does otherwise."""
+        """Rebuild DDP's buckets, as the first forward pass after its first reduction would do with all ranks."""
         self._ddp.reducer._rebuild_buckets()
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[object]:

@@ -44,7 +44,7 @@ class BatchMetrics(NamedTuple):
     loss_sum: Tensor  # () float64, summed over the units
     counts: Tensor  # (k,) int64, the task's counts; integers add up exactly in any order
     sums: Tensor | None = None  # (s,) float64, summed over the units: one for each of the task's `sums`
-    columns: Columns | None = None  # in host memory, with a `global_loss`, which then replaces the loss
+    columns: Columns | None = None  # rows and targets in host memory, from which a `global_loss` computes the loss
 
 
 class Evaluation(NamedTuple):
@@ -74,8 +74,8 @@ class Task(ABC):
     expected_shapes: str = "what its loss_sum and measure take"  # of targets and outputs, for messages
     equal_passes: bool = False  # every worker runs the model equally often in an evaluation: each pass communicates
     supports_equal_passes: bool = False  # a task with its own `evaluate` sees to that, or `super().evaluate` does
-    global_loss: GlobalLoss | None = None  # a loss over the global batch, in place of a sum over the units
-    group_size: int = 0  # samples for which an evaluation takes a `global_loss` at once, as a step does; 0: all
+    global_loss: GlobalLoss | None = None  # a loss over the global batch, instead of a sum over the units
+    group_size: int = 0  # samples for which an evaluation computes a `global_loss` at once; 0: all
     own_metrics: Sequence[Metric] = ()  # of --metric; an evaluation gives them beside the task's
     moved: Callable[[], None]  # called in long work other than forward and backward: the watchdog sees progress
     batch_evaluated: Callable[[int], None]  # called in an evaluation with how many of this worker's batches are done

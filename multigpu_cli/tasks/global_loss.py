@@ -1,6 +1,6 @@
 """A loss over the global batch, whatever the number of workers and the size of the micro-batches: contrastive losses.
 
-Such a loss is no sum over samples, but a function of a few numbers of each sample, its row. Gradient caching: each
+Such a loss is not a sum over samples, but a function of a few numbers for each sample, its row. Gradient caching: each
 micro-batch first runs forward only; all rows, in the order of the micro-batches, give the loss and its gradient at the
 rows, the same on every rank; then each micro-batch runs again, with the same random numbers, and takes the gradient at
 its rows back through the model. Gao, Zhang, Han and Callan, "Scaling Deep Contrastive Learning Batch Size under Memory
@@ -36,7 +36,7 @@ class _Outline(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """What one micro-batch has of the gradient of a global batch."""
+    """The part of the gradient of a global batch that belongs to one micro-batch."""
 
     loss: Tensor  # (), of the global batch
     samples: int  # in the global batch
@@ -45,7 +45,7 @@ class _Share(NamedTuple):
 
 
 class GlobalLoss:
-    """The loss of a task over a global batch; between the two passes of a step it holds the gradient at the rows.
+    """A loss over a global batch; between the two forward passes of a step it holds the gradient at the rows.
 
     Args:
         rows: model and batch → rows.
@@ -64,7 +64,10 @@ class GlobalLoss:
         return sum(c.new_empty(1, *c.shape[1:]).nbytes for c in columns if c is not None)
 
     def make_columns(self, model: Model, batch: Batch) -> Columns:
-        """Run a batch forward; return its rows, in 32 bits or more, and targets. RequestError: they are no rows."""
+        """Run a batch forward; return its rows, in 32 bits or more, and targets.
+
+        RequestError: they do not have one row for each sample, or other rows than the first batch.
+        """
         (rows, of_rows), (targets, of_targets) = map(tree_flatten, (self._rows(model, batch), batch.targets))
         num_rows, specs = len(rows), (of_rows, of_targets)
         columns = [at_least_float32(each) if _is_floating(each) else each for each in (*rows, *targets)]
@@ -105,7 +108,7 @@ class GlobalLoss:
     def find_gradients(self, model: nn.Module, columns: Columns, pieces: Mapping[int, slice]) -> None:
         """Compute the loss, and store the gradient at the rows of this rank's micro-batches, by index, for `loss_sum`.
 
-        The columns are of the whole global batch. RequestError: the loss trains a tensor that the model does not have.
+        The columns are those of the global batch. RequestError: the loss trains a tensor that the model does not have.
         """
         floating = [row.requires_grad_() for row in self._list_floating(columns)]
         with torch.enable_grad():

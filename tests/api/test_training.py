@@ -51,13 +51,15 @@ def test_it_does_what_a_plain_loop_does(tmp_path: Path) -> None:
 
 
 class Following(nn.Module):
-    """A network with a running mean of its outputs."""
+    """A network with the mean of its outputs."""
+
+    mean: Tensor
+    steps: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.network = network()
         self.register_buffer("mean", torch.zeros(3))
-        self.steps: Tensor
         self.register_buffer("steps", torch.tensor(0))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ class Following(nn.Module):
 
     def after_step(self, step: int, outputs: Tensor) -> None:
         self.steps.fill_(step)
-        self.mean.copy_(outputs.mean(0))  # type: ignore[union-attr,operator]
+        self.mean.copy_(outputs.mean(0))
 
 
 def test_after_step_gets_the_outputs_of_the_global_batch(tmp_path: Path) -> None:

@@ -324,7 +324,7 @@ def test_what_takes_no_part_is_named_where_it_would_be_waited_for(
 def test_a_pass_is_that_of_a_step_whose_gradients_stay(
     device: str, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Mock(world=Mock(device=torch.device(device)))
+    made = Mock(world=Mock(device=torch.device(device)), task=Mock(global_loss=None))
     made.strategy.replicas_per_process = 2
     noted = note_calls(monkeypatch, "forward_backward", "smoke_test_batch", first_batch="batch", is_out_of_memory=False)
     batch_size._run_micro_batch(made, 5)

@@ -202,7 +202,10 @@ def test_half_precision_keeps_rows_in_32_bits() -> None:
 
 def test_run_out_of_memory_continues_with_half_the_micro_batch() -> None:
     """In the second pass of a micro-batch, whose gradient is discarded."""
-    flags = {"model": "tests.support.oom_model:net", "sets": ["model.args={after: 7, limit: 8, backward: true}"]}
+    flags: dict[str, Any] = {
+        "model": "tests.support.oom_model:net",
+        "sets": ["model.args={after: 7, limit: 8, backward: true}"],
+    }
     small = train("triplets", **flags, batch_size=8, save_dir="small")
     halved = train("triplets", **flags, batch_size=16, save_dir="halved")
     assert [fault["kind"] for fault in halved["faults"]] == ["out of memory"]

@@ -344,7 +344,8 @@ def _steps(components: TrainComponents, workers: int, messages: Sequence[Tensor]
         batch = next(stream)
         timer.mark()
         strategy.begin_step(workers)
-        rehearse_global_loss(components, batch, len(batch))
+        if components.task.global_loss:
+            rehearse_global_loss(components, batch, len(batch))
         forward_backward(components, batch, len(batch.sample_indices), last=True, observer=timer)
         for message in messages:
             dist.all_reduce(message)

@@ -30,6 +30,7 @@ from multigpu_cli.distributed.world import all_gather, broadcast_object
 from multigpu_cli.engine import train_step
 from multigpu_cli.errors import RequestError
 from multigpu_cli.run.assembly.components import StepResult, TrainComponents
+from multigpu_cli.run.global_batch import find_row_gradients
 from multigpu_cli.run.run import Run
 from multigpu_cli.run.step import forward_backward
 from multigpu_cli.runtime.module_state import preserve_buffers
@@ -70,7 +71,10 @@ def _compute_definition(components: TrainComponents, number: int) -> Measured:
     seen, loss = 0, 0.0
     layout, work = next(components.loaders.train.epoch(components.plan.batches, 0, number, 0, 1))
     whole = layout.samples * components.task.units_per_sample
-    for batch in work:
+    batches: Iterator[tuple[Batch, bool]] = ((batch, False) for batch in work)
+    if components.task.global_loss:
+        batches = find_row_gradients(components, layout, batches)
+    for batch, _ in batches:
         seed_micro_batch(seed, number, batch.micro_batch_index, components.world.device)
         with preserve_buffers(components.state.model):  # each micro-batch starts from those of the step's start
             loss += float(forward_backward(components, batch, whole, last=True))
