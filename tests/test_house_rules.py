@@ -386,12 +386,12 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 
 CEILINGS = {
-    "files": 232,  # 224, without the 7 of the guard
-    "code lines": 33_625,  # 31,400 without what this round's features add
+    "files": 235,  # 224, without the 7 of the guard
+    "code lines": 34_021,  # 31,400 without what this round's features add
     "files to read": 30,
-    "code lines to read": 5_200,  # 5,200
-    "files the engine reaches": 92,  # 85, without the guard
-    "code lines the engine reaches": 13_653,  # 12,500, without the guard
+    "code lines to read": 5_232,  # 5,200
+    "files the engine reaches": 98,  # 85, without the guard
+    "code lines the engine reaches": 14_561,  # 12,500, without the guard
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0
