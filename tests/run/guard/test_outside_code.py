@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import TensorDataset
 
 from multigpu_cli.data.loader import Batch
 from multigpu_cli.tasks.base import BatchMetrics, Task
@@ -17,6 +18,11 @@ from tests.support.run_training import run_training
 
 INPUTS = Path(__file__).resolve().parents[4] / "shared" / "review" / "inputs"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not INPUTS.is_dir(), reason="no code of reviewers")]
+
+
+def two_classes(split: str, seed: int) -> TensorDataset:
+    inputs = torch.randn(96 if split == "train" else 32, 8, generator=torch.Generator().manual_seed(seed + len(split)))
+    return TensorDataset(inputs, (inputs[:, :4].sum(1) > 0).long())
 
 
 class TeacherTask(Task):
@@ -44,6 +50,8 @@ class Case(NamedTuple):
 
 
 WRITES, NO_SUM = "forward writes the parameters", "that of their halves together"
+SPOKEN = (WRITES, NO_SUM, "forward changes", "forward keeps", "forward overwrites", "forward draws", "communicate")
+SPOKEN += ("an evaluation changes", "the loss depends on", "the task uses", "the guard examined no further")
 FOREIGN = [
     Case("f01_moco:MoCo", "f01_moco:data", WRITES),
     Case("f03_qat:qat", "f03_qat:data", warned="an evaluation changes", task="classification"),
@@ -52,7 +60,7 @@ FOREIGN = [
     Case("f14_simclr:SimCLR", "f14_simclr:data", warned=NO_SUM),
     Case("f14_simclr:SimCLR", "f14_simclr:data", "communicates by itself: allgather", workers=2),
     Case("f14_simclr:Local", "f14_simclr:data", warned=NO_SUM),
-    Case("f16_python:MeanTeacher", "zoo:data", WRITES, task=f"{__name__}:TeacherTask"),
+    Case("f16_python:MeanTeacher", f"{__name__}:two_classes", WRITES, task=f"{__name__}:TeacherTask"),
     Case(
         *("f17_lightning:Lit", "f17_lightning:data"),
         warned="the task uses model.training_step",
@@ -72,7 +80,6 @@ EXACT = [
         ("RankScale", "", "the loss depends on the rank"),
         ("EvalBuffer", "", "an evaluation changes mom"),
         ("EvalBufferOnly", "", "an evaluation changes mom"),
-        ("BatchMean", "", NO_SUM),
         ("PyCache", "(PyCache) .run, and the loss depends on it", ""),
         ("SeenParam", WRITES, ""),
         ("Moco", WRITES, ""),
@@ -92,12 +99,12 @@ RIGHT += [Case(f"zoo:{name}", "zoo:data", task="classification") for name in ("t
 RIGHT += [Case(f"u:m_{name}", "u:data", task="classification") for name in ("HalfBuf", "Spec", "Cum")]
 RIGHT += [
     Case("f08_fno:FNO", "f08_fno:data", task="regression"),
-    Case("f13_media:Forecaster", "f13_media:windows", task="regression"),
     Case("f07_forces:PotentialGrad", "f07_forces:data"),
     Case("f04_ctc:WithLoss", "f04_ctc:data"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore")  # code of reviewers uses what torch has deprecated
 @pytest.mark.parametrize(
     "case", [*FOREIGN, *EXACT, *RIGHT], ids=lambda case: f"{case.model}-{case.task}-{case.workers}"
 )
@@ -111,8 +118,9 @@ def test_guard_says_what_is_wrong_with_code_of_others(
     for folder in ("foreign", "exact"):
         monkeypatch.syspath_prepend(INPUTS / folder)
     sizes: dict[str, Any] = {"batch_size": 8, "global_batch_size": 32, "max_steps": 2, "save_dir": "run"}
-    ended = run_training(case.workers, data=case.data, model=case.model, task=case.task, screen="plain", **sizes)
-    said = " ".join(capfd.readouterr().err.split())
+    ended = run_training(case.workers, data=case.data, model=case.model, task=case.task, screen="normal", **sizes)
+    output = capfd.readouterr()
+    said = " ".join((output.out + output.err).split())
     if case.refused:
         assert case.refused in ended.error
         assert not Path("run").exists()
@@ -121,5 +129,4 @@ def test_guard_says_what_is_wrong_with_code_of_others(
     if case.warned:
         assert case.warned in said
     elif not case.refused:
-        assert "forward" not in said
-        assert "the loss" not in said
+        assert not [words for words in SPOKEN if words in said]
