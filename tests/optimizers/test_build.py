@@ -201,7 +201,8 @@ def test_complex_weights_take_steps_without_fused_kernels(name: str) -> None:
     model = nn.Linear(4, 4)
     model.weight, model.bias = (nn.Parameter(p.detach() * (1 + 1j)) for p in (model.weight, model.bias))
     before = model.weight.detach().clone()
-    optimizer = build(name, model, 0.1)
+    optimizer = build(name, model, 0.0)
+    set_rate(optimizer, 0.1)
     for _ in range(3):  # the first one creates the state
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
