@@ -74,8 +74,8 @@ def test_after_step_gets_the_outputs_of_the_global_batch(tmp_path: Path) -> None
     model = Following()
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
     folder = str(tmp_path / "run")
-    train_with_multi_gpu(model, loader(20), optimizer, num_epochs=1, global_batch_size=20, save_dir=folder, **QUIET)
-    inputs = torch.cat([inputs for inputs, _ in loader(20)])
+    train_with_multi_gpu(model, loader(24), optimizer, num_epochs=1, global_batch_size=24, save_dir=folder, **QUIET)
+    inputs = torch.cat([inputs for inputs, _ in loader(24)])
     assert int(model.steps) == 1
     torch.testing.assert_close(model.mean, model.network(inputs).mean(0).detach())
 
