@@ -72,12 +72,12 @@ class Following(nn.Module):
 
 def test_after_step_gets_the_outputs_of_the_global_batch(tmp_path: Path) -> None:
     model = Following()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    expected = model.network(torch.cat([inputs for inputs, _ in loader(24)])).mean(0).detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     folder = str(tmp_path / "run")
-    train_with_multi_gpu(model, loader(20), optimizer, num_epochs=1, global_batch_size=20, save_dir=folder, **QUIET)
-    inputs = torch.cat([inputs for inputs, _ in loader(20)])
+    train_with_multi_gpu(model, loader(24), optimizer, num_epochs=1, global_batch_size=24, save_dir=folder, **QUIET)
     assert int(model.steps) == 1
-    torch.testing.assert_close(model.mean, model.network(inputs).mean(0).detach())
+    torch.testing.assert_close(model.mean, expected)
 
 
 def test_ranks_share_the_work_of_one_whatever_they_drew_before(tmp_path: Path) -> None:
