@@ -89,7 +89,8 @@ def _examine(components: TrainComponents) -> Examination:
         autocast=state.precision.autocast,
         evaluate=task.measure if components.evaluates_in_batches else None,
         others=others,
-        has_additive_loss=isinstance(components.loaders.train, Loader),  # a stream of the task's own may join samples
+        # a stream of the task's own may join samples
+        has_additive_loss=task.global_loss is None and isinstance(components.loaders.train, Loader),
         devices=[world.device],
     )
     with strategy.accumulate(last=False):  # the model's gradients are not reduced
