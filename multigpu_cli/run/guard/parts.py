@@ -101,6 +101,8 @@ def record_rows(model: nn.Module, rows: list[Row]) -> Iterator[None]:
 
 def find_mixing(whole: Sequence[Row], halves: Sequence[Sequence[Row]], tolerance: float) -> str:
     """Return the first module whose rows depend on other rows, or an empty string."""
+    row: Row
+    parts: list[Row]
     for row, *parts in zip(whole, *halves, strict=False):
         outputs = [part.output for part in parts]
         same = all(part.module == row.module and part.output.ndim == row.output.ndim for part in parts)

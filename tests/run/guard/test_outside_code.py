@@ -50,7 +50,15 @@ class Case(NamedTuple):
 
 
 WRITES, NO_SUM = "forward writes the parameters", "that of their halves together"
-SPOKEN = (WRITES, NO_SUM, "forward changes", "forward keeps", "forward overwrites", "forward draws", "communicate")
+SPOKEN: tuple[str, ...] = (
+    WRITES,
+    NO_SUM,
+    "forward changes",
+    "forward keeps",
+    "forward overwrites",
+    "forward draws",
+    "communicate",
+)
 SPOKEN += ("an evaluation changes", "the loss depends on", "the task uses", "the guard examined no further")
 FOREIGN = [
     Case("f01_moco:MoCo", "f01_moco:data", WRITES),
