@@ -12,7 +12,7 @@ from hypothesis.strategies import integers
 
 from multigpu_cli.data.rows.tar import TarStore
 from multigpu_cli.errors import RequestError
-from tests.support.row_files import make_samples, write_tar
+from tests.support.row_files import encode_array, make_samples, write_tar
 
 SAMPLES = make_samples()[:20]
 
@@ -242,3 +242,9 @@ def test_hostile_member_is_named(tmp_path: Path, row: int, ending: str, content:
     write_tar(tmp_path, samples, shards=1)
     with pytest.raises(RequestError, match=rf"--data tar: .*0000\.tar: a \.{ending}"):
         open_shards(tmp_path).read("npy" if ending == "npy" else "json.kind", [row])
+
+
+@pytest.mark.parametrize("dtype", ["V9", "U3", "M8[s]"])
+def test_arrays_without_numbers_are_no_numbers(tmp_path: Path, dtype: str) -> None:
+    write_tar(tmp_path, [sample | {"npy": encode_array(np.zeros(2, dtype))} for sample in SAMPLES])
+    assert open_shards(tmp_path).columns["npy"].kind == "other"

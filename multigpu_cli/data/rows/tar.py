@@ -103,7 +103,8 @@ class TarStore(RowStore):
             content = b"" if row is None else self._open.read(int(row[0]), int(row[at]), int(row[at + 1]))
             if last == "npy" and content:
                 array = _load_array(content, ending, self.label)
-                yield column(kind="number", shape=array.shape, dtype=str(array.dtype), description="an array")
+                kind = "number" if array.dtype.kind in "biufc" else "other"  # a structure or a text has no numbers
+                yield column(kind=kind, shape=array.shape, dtype=str(array.dtype), description="an array")
             elif ending == "json" and content:
                 yield from _describe_json(content, gaps, self.label)
             else:
