@@ -20,6 +20,7 @@ from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, is_pie
 from multigpu_cli.checkpoint.store import Checkpoint
 from multigpu_cli.checkpoint.weights import format_differences, format_shape, read_weights
 from multigpu_cli.config.paths import find_weight_file
+from multigpu_cli.config.regular_files import read_small, refuse_special_file
 from multigpu_cli.errors import RequestError, pluralize
 
 # Of DDP, torch.compile, Lightning, and our own language/hugging_face.py.
@@ -78,6 +79,7 @@ def read_initial_weights(path: Path) -> dict[str, Any]:
     file = find_weight_file(path) if path.is_dir() else path
     if file is None:
         raise RequestError(f"--init-from {path}: this folder has no weights file, or several", remedy="name the file")
+    refuse_special_file(file, "--init-from")
     return _read_parts(file) if file.name.endswith(".index.json") else _read_file(file)
 
 
@@ -166,9 +168,9 @@ def _read_safetensors(file: Path) -> dict[str, Any]:
 def _read_parts(index: Path) -> dict[str, Any]:
     """Weights in several files, as Hugging Face's *.index.json lists them."""
     try:
-        places = dict(json.loads(index.read_text())["weight_map"])
+        places = dict(json.loads(read_small(index.resolve()))["weight_map"])
         files = sorted({str(file) for file in places.values()})
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"--init-from {index}: not a list of weights ({type(error).__name__})"
         raise RequestError(problem, remedy="a file with a weight_map") from error
     if strange := [file for file in files if Path(file).name != file or file.endswith(".json")]:

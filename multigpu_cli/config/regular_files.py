@@ -42,13 +42,13 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def refuse_special_file(path: Path) -> None:
+def refuse_special_file(path: Path, flag: str = "--data") -> None:
     """Check that what stands in place of a file of data can be read more than once; nothing at all is no fault here.
 
-    Opening a FIFO waits for a writer, and a device may never end. RequestError: names the file.
+    Opening a FIFO waits for a writer, and a device may never end. RequestError: names the file, after `flag`.
     """
     if path.exists() and stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-        problem = f"--data: {path} is a FIFO, a socket or a device"
+        problem = f"{flag}: {path} is a FIFO, a socket or a device"
         raise RequestError(problem, remedy="a regular file: each process reads the data by itself, and more than once")
 
 

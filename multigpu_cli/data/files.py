@@ -259,9 +259,7 @@ class JsonLines:
             file.seek(start)
             line = file.read(size)
         try:
-            record = json.loads(line.decode("utf-8-sig"))
-            if rb"\ud" in line.lower():  # half a character, perhaps
-                json.dumps(record, ensure_ascii=False).encode()
+            record = parse_json(line)
         except UnicodeError as error:
             raise RequestError(
                 f"{self.describe(index)}: not UTF-8 text ({error})", remedy=f"{_REMEDY}; as UTF-8"
@@ -276,6 +274,17 @@ class JsonLines:
     def describe(self, index: int) -> str:
         """The record's place, for messages: file:line."""
         return f"{self.path}:{self._places[3 * index]}"
+
+
+def parse_json(text: bytes) -> Any:  # any value of JSON
+    """Parse JSON in UTF-8, whose texts can be written again.
+
+    Raises ValueError, of the type UnicodeError if a text holds half of a character; RecursionError if it is too deep.
+    """
+    value = json.loads(text.decode("utf-8-sig"))
+    if rb"\ud" in text.lower():  # perhaps half of a surrogate pair, which no file in UTF-8 can hold
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def find_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
@@ -305,6 +314,8 @@ def _find_elements(path: Path) -> Iterator[tuple[int, int, str]]:
     except json.JSONDecodeError as error:
         fault = f"{error.msg} at character {error.colno}"
         raise RequestError(f"{path}:{error.lineno}: not JSON ({fault})", remedy=_REMEDY) from error
+    except RecursionError as error:
+        raise RequestError(f"{path}: a record after line {line} is nested too deep", remedy=_REMEDY) from error
 
 
 def _skip_blank(text: str, at: int) -> int:

@@ -168,16 +168,24 @@ def decode_image(file: Path | bytes, shorter: int, where: str) -> np.ndarray:
     return resize_pixels(read_colors(file, where, shorter), shorter)
 
 
+FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF", "PPM")
+"""Pillow's names of the formats that images may have. Its others include EPS, for which it starts Ghostscript."""
+
+
 @contextmanager
 def open_image(file: Path | bytes, where: str) -> Iterator[Any]:  # an Image of Pillow
-    """Open an image lazily; an error of Pillow, also inside the block, becomes one of ours that names `where`."""
+    """Open an image lazily; an error of Pillow, also inside the block, becomes one of ours that names `where`.
+
+    The content decides the format, which is one of FORMATS, whatever the name ends in.
+    """
     from PIL import Image  # an extra, and not for those who bring no images
 
     try:
-        with Image.open(BytesIO(file) if isinstance(file, bytes) else file) as opened:
+        with Image.open(BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as opened:
             yield opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise explain_unreadable(f"{where} is not a readable image ({error})", error, "repair or remove it") from error
+        remedy = f"repair or remove it; formats that are read: {', '.join(FORMATS)}"
+        raise explain_unreadable(f"{where} is not a readable image ({error})", error, remedy) from error
 
 
 def read_colors(file: Path | bytes, where: str, shorter: int = 0) -> Any:

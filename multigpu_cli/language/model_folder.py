@@ -7,6 +7,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from multigpu_cli.config.regular_files import read_small, refuse_special_file
 from multigpu_cli.errors import RequestError
 from multigpu_cli.runtime.factories import import_extra
 
@@ -28,6 +29,8 @@ def find_model_folder(name: str | None) -> Path:
         folder = _find_cached(name)
     if not (folder / "config.json").is_file():
         raise RequestError(f"--model-dir {name}: there is no config.json in it", remedy=_suggest_model(folder))
+    for file in (*folder.iterdir(), *folder.glob("additional_chat_templates/*")):  # all that transformers may read
+        refuse_special_file(file, "--model-dir")
     return folder
 
 
@@ -228,10 +231,10 @@ def _find_cached(name: str) -> Path:
 def _read_json(path: Path) -> dict[str, Any]:
     """An object in a file; {} where there is no such file; RequestError where it is not JSON."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_small(path.resolve()))  # Hugging Face's cache has links to its files
     except FileNotFoundError:
         return {}
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise RequestError(f"{path}: not JSON ({error})", remedy="download the model again") from error
     return found if isinstance(found, dict) else {}
 

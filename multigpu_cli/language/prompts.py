@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from multigpu_cli.config.regular_files import refuse_special_file
 from multigpu_cli.data.files import JsonLines
 from multigpu_cli.distributed.world import World, all_gather_object, broadcast_object, run_in_step, run_on_all_ranks
 from multigpu_cli.errors import RequestError
@@ -55,6 +56,7 @@ class PromptReader:
 
     def read_file(self, path: Path) -> list[Prompt]:
         """The prompts of a .jsonl or .txt file; RequestError where there are none, or one is wrong."""
+        refuse_special_file(path, "--prompts")
         read = self._read_lines if path.suffix == ".txt" else self._read_records
         try:
             found = list(read(path))

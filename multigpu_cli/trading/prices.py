@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from multigpu_cli.config.regular_files import refuse_special_file
 from multigpu_cli.errors import RequestError, did_you_mean, pluralize, raise_all
 
 _COLUMNS = ("open", "high", "low", "close")
@@ -89,6 +90,7 @@ def _files(folder: Path, symbols: Sequence[str]) -> list[Path]:
 def _table(file: Path) -> dict[date, tuple[float, ...]]:
     """Open, high, low, close and adjusted close (NaN if the file has none) by date."""
     found: dict[date, tuple[float, ...]] = {}
+    refuse_special_file(file)
     try:
         with open(file, newline="", encoding="utf-8-sig") as text:
             lines = csv.reader(text)

@@ -1,6 +1,7 @@
 """--init-from: the files that people have, and how their names and shapes fall to a model's."""
 
 import json
+import os
 import pickle
 import warnings
 from collections import OrderedDict
@@ -27,6 +28,7 @@ from multigpu_cli.checkpoint.weights import fingerprint, save_weights
 from multigpu_cli.commands.export import export_weights
 from multigpu_cli.config.paths import find_weight_file
 from multigpu_cli.errors import RequestError
+from tests.config.test_regular_files import within_seconds
 from tests.support.awkward_models import Note
 from tests.support.pieces import flip_byte, save_in_pieces
 
@@ -282,6 +284,10 @@ def spoil(kind: str, folder: Path) -> str:
         case "no map":
             del index["weight_map"]
             expected = "not a list of weights"
+        case "deep map":
+            file.write_text('{"weight_map": ' + "[" * 100_000 + "]" * 100_000 + "}")
+            file.replace(folder / "file.index.json")
+            return "not a list of weights"
     file.write_text(json.dumps(index))
     file.replace(folder / "file.index.json")
     return expected
@@ -291,7 +297,7 @@ def spoil(kind: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     "kind",
     ["torn", "no safetensors", "a Python object", "a pickle", "TorchScript", "a part is gone", "a name is gone",
-     "a file elsewhere", "no map"],
+     "a file elsewhere", "no map", "deep map"],
 )  # fmt: skip
 def test_what_is_broken_is_refused_in_one_message(kind: str, tmp_path: Path) -> None:
     expected = spoil(kind, tmp_path)
@@ -323,3 +329,10 @@ def test_a_folder_has_one_file_of_weights_or_is_refused(files: list[str], chosen
     for name in files:
         (tmp_path / name).write_bytes(serialize({}))
     assert find_weight_file(tmp_path) == (tmp_path / chosen if chosen else None)
+
+
+@pytest.mark.parametrize("name", ["a.safetensors.index.json", "a.safetensors", "a.pt"])
+def test_fifo_in_place_of_weights_is_refused(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with within_seconds(20), pytest.raises(RequestError, match=f"--init-from: .*{name} is a FIFO"):
+        read_initial_weights(tmp_path / name)

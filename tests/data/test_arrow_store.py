@@ -120,6 +120,7 @@ def test_files_of_different_columns_are_refused(tmp_path: Path) -> None:
     ("state", "message"),
     [
         ("{}", "can't be read"),
+        ("[" * 100_000, "state.json can't be read"),
         ('{"_data_files": [{"filename": "gone.arrow"}]}', "is missing"),
         ('{"_data_files": [{"filename": "../a.arrow"}]}', "not in its folder"),
         ('{"_data_files": [], "_indices_data_files": [{"filename": "i.arrow"}]}', "flatten_indices"),
@@ -136,3 +137,21 @@ def test_the_rows_of_two_files_follow_each_other(tmp_path: Path) -> None:
     one, two = write_arrow(tmp_path / "a", ROWS[:9]), write_arrow(tmp_path / "b", ROWS[9:], batch=100)
     store = ArrowStore([one / "data.arrow", two / "data.arrow"])
     assert store.read("a", [8, 9, 59]).tolist() == [2.0, 2.25, 14.75]
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ("[" * 100_000, "no JSON"),
+        ('{"info": {"features": {"label": {"_type": "ClassLabel", "names": 7}}}}', "'label' are no texts"),
+        ('{"info": {"features": {"label": {"_type": "ClassLabel", "names": ["a", 7]}}}}', "'label' are no texts"),
+        ('{"info": {"features": {"label": {"_type": "ClassLabel", "names": ["\\ud800"]}}}}', "no JSON"),
+    ],
+)
+def test_hostile_features_are_refused_with_the_file(tmp_path: Path, features: str, message: str) -> None:
+    table = pyarrow.table({"label": [0, 1]}).replace_schema_metadata({b"huggingface": features.encode()})
+    file = str(tmp_path / "a.arrow")
+    with pyarrow.OSFile(file, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table)
+    with pytest.raises(RequestError, match=rf"a\.arrow: .*{message}"):
+        ArrowStore([tmp_path / "a.arrow"])

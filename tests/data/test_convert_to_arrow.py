@@ -1,4 +1,6 @@
+import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from multigpu_cli.data.rows import convert as module
 from multigpu_cli.data.rows.arrow import ArrowStore, find_arrow_files
 from multigpu_cli.data.rows.convert import convert_to_arrow
 from multigpu_cli.errors import RequestError
+from tests.config.test_regular_files import within_seconds
 from tests.support.row_files import ROWS, write_jsonl
 
 
@@ -115,3 +118,49 @@ def test_a_full_disk_is_a_wrong_request_and_leaves_nothing(tmp_path: Path) -> No
     assert f"--to {tmp_path / 'to'}: " in done.stderr
     assert "Traceback" not in done.stderr
     assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}\n",
+        '{"a": ' + '{"b":\n' * 200_000 + "1" + "}" * 200_000 + "}\n",
+        '{"a": "' + "x" * 400 + "\n" + "[" * 200_000,  # pyarrow reads the second line by itself
+        '{"a": 1}\n' + "]" * 200_000 + "\n" + "[" * 200_000,
+    ],
+)
+def test_convert_refuses_jsonl_that_is_nested_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """In a process of its own, which pyarrow would end."""
+    monkeypatch.setattr(module, "_PIECE", 500)
+    (tmp_path / "a.jsonl").write_text(text)
+    code = (
+        "import sys; from main_multi_gpu import run; raise SystemExit(run(['data', 'convert', sys.argv[1], "
+        "'--to', sys.argv[2]]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "a.jsonl"), str(tmp_path / "to")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 2, ended.stderr
+    assert "a.jsonl" in ended.stderr
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 64])
+def test_convert_accepts_jsonl_with_brackets_in_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    rows = [{"a": "[" * 300 + '\\"[\\\\', "b": [{"c": [number, 2]}]} for number in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(module, "_PIECE", piece)
+    module._check_nesting(tmp_path / "a.jsonl")
+    with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
+        file.write((tmp_path / "a.jsonl").read_bytes() + b"[" * 101)
+    with pytest.raises(RequestError, match=r"b\.jsonl\.gz: JSON that is nested"):
+        module._check_nesting(tmp_path / "b.jsonl.gz")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl", "a.parquet"])
+def test_convert_refuses_a_fifo(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with within_seconds(20), pytest.raises(RequestError, match=f"SOURCE: .*{name} is a FIFO"):
+        convert_to_arrow(tmp_path / name, tmp_path / "to")

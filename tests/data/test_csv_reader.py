@@ -132,3 +132,10 @@ def test_decimal_commas(tmp_path: Path, content: str, form: dict[str, str], rows
 
 def test_numbers_written_in_two_ways_are_refused(tmp_path: Path) -> None:
     assert "t.csv:3: '2.5' in column 'a', and '1,5' in line 2" in read_refusal(tmp_path, "a;b\n1,5;x\n2.5;y\n")
+
+
+def test_gzip_that_unpacks_too_far_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("multigpu_cli.data.tables.csv._UNPACKED", 2**20)
+    content = b"a,b\n" + b"1,0\n" * 2**20
+    assert "gunzip t.csv" in read_refusal(tmp_path, gzip.compress(content))
+    assert len(table(tmp_path, gzip.compress(content[: 2**19])).rows) == 2**17 - 1

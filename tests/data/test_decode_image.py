@@ -1,5 +1,6 @@
 """Pixels of images in every mode and depth, compared with what NumPy computes from the raw values."""
 
+import os
 import struct
 from io import BytesIO
 from pathlib import Path
@@ -151,3 +152,21 @@ def test_a_damaged_image_is_named(tmp_path: Path) -> None:
         decode_image(file, 2, str(file))
     with pytest.raises(RequestError, match=r"it is not a readable image \(.*identify"):
         decode_image(struct.pack("<4I", 1, 2, 3, 4), 2, "it")
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_decode_image_starts_no_program_for_postscript(
+    as_bytes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow looks at the content, and starts Ghostscript for EPS, whatever the file is called."""
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    image = tmp_path / "1.png"
+    image.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(RequestError, match=r"1\.png is not a readable image") as refused:
+        decode_image(image.read_bytes() if as_bytes else image, 8, str(image))
+    assert "PNG, JPEG" in str(refused.value.remedy)
+    assert not (tmp_path / "started").exists()

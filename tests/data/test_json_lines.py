@@ -95,3 +95,9 @@ def test_what_is_no_parquet_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(RequestError, match=r"a\.parquet: no Parquet"):
         open_records([tmp_path / "a.parquet"])
+
+
+def test_array_that_is_nested_deep_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"a": 1},\n' + "[" * 50_000 + "]" * 50_000 + "]")
+    with pytest.raises(RequestError, match=r"a\.json: a record after line 1 is nested too deep"):
+        JsonLines(tmp_path / "a.json")

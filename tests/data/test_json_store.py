@@ -98,3 +98,11 @@ def test_rows_without_a_value_add_up(tmp_path_factory: pytest.TempPathFactory, l
         gaps = [number for number, line in enumerate(lines, 1) if json.loads(line).get(name) not in (1, 2, 2.5, 3)]
         first = f"{path}:{gaps[0]}" if gaps else ""
         assert (columns[name].null_count, columns[name].first_null) == (len(gaps), first)
+
+
+@pytest.mark.parametrize("text", [b'"\\ud800a"', b'"\xed\xa0\x80a"'])
+def test_half_a_character_is_refused_with_its_line(tmp_path: Path, text: bytes) -> None:
+    """It could be a label, which `predict` could not write."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"kind": "b"}\n{"kind": ' + text + b"}\n")
+    with pytest.raises(RequestError, match=r"a\.jsonl:2: not JSON"):
+        JsonStore([tmp_path / "a.jsonl"])

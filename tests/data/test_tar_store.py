@@ -1,5 +1,7 @@
 import os
 import tarfile
+import tracemalloc
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,7 +12,7 @@ from hypothesis.strategies import integers
 
 from multigpu_cli.data.rows.tar import TarStore
 from multigpu_cli.errors import RequestError
-from tests.support.row_files import make_samples, write_tar
+from tests.support.row_files import encode_array, make_samples, write_tar
 
 SAMPLES = make_samples()[:20]
 
@@ -160,3 +162,89 @@ def test_a_shard_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:3000])
     with pytest.raises(RequestError, match=r"unexpected end|ends at byte"):
         open_shards(tmp_path).read("npy", range(len(open_shards(tmp_path))))
+
+
+def make_header(name: str, size: int, kind: bytes) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size, info.type = size, kind
+    return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+def make_pax(**records: str) -> bytes:
+    """A header of pax; the length of each record counts its own digits."""
+    lines = [f" {name.replace('__', '.')}={value}\n" for name, value in records.items()]
+    content = b"".join(b"%d" % (len(line) + 2) + line.encode() for line in lines)
+    return make_header("pax", len(content), b"x") + content.ljust(512, b"\0")
+
+
+MEMBER = make_header("a.cls", 1, b"0") + b"1".ljust(512, b"\0") + bytes(1024)
+LONG_NAME = make_header("././@LongLink", 5, b"L") + b"aaaa\0".ljust(512, b"\0")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        LONG_NAME * 3000 + MEMBER,
+        make_pax(GNU__sparse__map="0,zz", GNU__sparse__size="abc") + MEMBER,
+        make_pax(GNU__sparse__major="1", GNU__sparse__minor="0", GNU__sparse__realsize="5") + MEMBER,
+        make_pax(size="9" * 30) + MEMBER,
+        make_header("pax", 2**30, b"x") + MEMBER,
+        make_header("././@LongLink", 2**30, b"L") + MEMBER,
+    ],
+    ids=["long names", "sparse map", "sparse 1.0", "size", "long pax", "long name"],
+)
+def test_shard_with_hostile_headers_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "0.tar").write_bytes(content)
+    os.truncate(tmp_path / "0.tar", max(len(content), 2**30 * (len(content) < 4096)))  # sparse on the disk
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError, match=r"--data tar: .*0\.tar: "):
+            open_shards(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()
+
+
+def test_member_of_negative_size_is_refused(tmp_path: Path) -> None:
+    header = bytearray(make_header("a.cls", 1, b"0"))
+    header[124:136] = b"\xff" * 12  # -1 in base 256
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    (tmp_path / "0.tar").write_bytes(bytes(header) + bytes(1024))
+    with pytest.raises(RequestError, match="-1 bytes"):
+        open_shards(tmp_path)
+
+
+def make_npy(header: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+
+
+def make_npz() -> bytes:
+    file = BytesIO()
+    np.savez(file, a=np.ones(2, np.float32))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("row", [0, 7])
+@pytest.mark.parametrize(
+    ("ending", "content"),
+    [
+        ("npy", make_npz()),
+        ("npy", make_npy("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }\n")),
+        ("npy", make_npy("{'descr': " + "[" * 300 + "]" * 300 + ", 'fortran_order': False, 'shape': (2,), }\n")),
+        ("json", b'{"kind": "cat", "a": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+        ("json", b'{"kind": "\\ud800a"}'),
+    ],
+)
+def test_hostile_member_is_named(tmp_path: Path, row: int, ending: str, content: bytes) -> None:
+    samples = [dict(sample) for sample in SAMPLES]
+    samples[row][ending] = content
+    write_tar(tmp_path, samples, shards=1)
+    with pytest.raises(RequestError, match=rf"--data tar: .*0000\.tar: a \.{ending}"):
+        open_shards(tmp_path).read("npy" if ending == "npy" else "json.kind", [row])
+
+
+@pytest.mark.parametrize("dtype", ["V9", "U3", "M8[s]"])
+def test_arrays_without_numbers_are_no_numbers(tmp_path: Path, dtype: str) -> None:
+    write_tar(tmp_path, [sample | {"npy": encode_array(np.zeros(2, dtype))} for sample in SAMPLES])
+    assert open_shards(tmp_path).columns["npy"].kind == "other"

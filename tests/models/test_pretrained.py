@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +11,10 @@ from torch import nn
 
 from multigpu_cli.config.schema import ModelConfig
 from multigpu_cli.errors import RequestError
+from multigpu_cli.language import model_folder
 from multigpu_cli.models.build import build_model
 from multigpu_cli.models.token_losses import check_causal, check_packing
+from tests.config.test_regular_files import within_seconds
 from tests.support.tiny_language_models import SIZES, make_model_folder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -214,3 +217,18 @@ def test_index_of_weights_that_is_no_mapping_is_refused(llama: Path, tmp_path: P
         (folder / "model.safetensors.index.json").write_text(content)
         with pytest.raises(RequestError, match=r"model\.safetensors\.index\.json names"):
             build(folder)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "chat_template.jinja", "x.safetensors"])
+def test_fifo_in_a_model_is_refused(llama: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with within_seconds(20), pytest.raises(RequestError, match=f"--model-dir: .*{name} is a FIFO"):
+        build(tmp_path)
+
+
+def test_read_json_does_not_wait_for_a_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    with within_seconds(20), pytest.raises(RequestError, match=r"a\.json: "):
+        model_folder._read_json(tmp_path / "a.json")

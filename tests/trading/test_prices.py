@@ -1,3 +1,4 @@
+import os
 from datetime import date
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 
 from multigpu_cli.errors import RequestError
 from multigpu_cli.trading.prices import read_prices
+from tests.config.test_regular_files import within_seconds
 from tests.trading.csv_files import HEAD, lines, write
 
 
@@ -106,3 +108,10 @@ def test_real_prices(real_data):
     assert read_prices(str(real_data("prices")), ["STOCKS_GOOGL"]).close.shape == (2335, 1)
     with pytest.raises(RequestError, match=r"FOREX_EURUSD_1H_ASK.csv:1: has no column Date"):
         read_prices(str(real_data("prices")))
+
+
+def test_a_fifo_in_place_of_prices_is_refused(tmp_path):
+    folder = write(tmp_path, A=lines())
+    os.mkfifo(tmp_path / "B.csv")
+    with within_seconds(20), pytest.raises(RequestError, match=r"B\.csv is a FIFO"):
+        read_prices(folder)

@@ -1,6 +1,7 @@
 """A fine-tuned language model as a folder that transformers and peft load as it is."""
 
 import json
+import os
 import shutil
 import warnings
 from dataclasses import replace
@@ -14,6 +15,7 @@ from multigpu_cli.checkpoint.weights import TrainedWeights, load_trained_weights
 from multigpu_cli.commands.inference import LoadedRun, load_run_without_data, load_text_model_of_run
 from multigpu_cli.commands.options import draft_of, writing_to
 from multigpu_cli.commands.requests import ExportTarget, InferenceRequest
+from multigpu_cli.config.regular_files import refuse_special_file
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.language import hugging_face
 from multigpu_cli.language.adapter import adapter_weights, find_adapted, merge_adapter
@@ -68,6 +70,7 @@ def _write(request: InferenceRequest, to: ExportTarget, draft: Path) -> _Live:
     run, template = _load_run(request, str(kind))
     network: Any = run.model.network  # of transformers or peft, which logits alone come out of in training
     base = find_model_folder(run.config.model.dir)
+    _list_copied(base)  # its refusal comes before anything is computed
     settings = {"dtype": "float32"} | run.config.model.args
     if (half or kind != "hf") and settings["dtype"] in ("float16", "bfloat16"):  # what learned is float32 beside it
         network.float()
@@ -164,9 +167,27 @@ def _write_adapter(network: nn.Module, draft: Path, base: Path) -> None:
     save_file(weights, draft / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
+def _list_copied(base: Path) -> list[Path]:
+    """Return the files and folders of a model that an export copies.
+
+    A link may lead to a file of the model, or of its blobs in Hugging Face's cache, which has snapshots of links.
+    RequestError: names a link to anything else, whose content an export would give away, or a FIFO.
+    """
+    copied = sorted({file for pattern in _COPIED for file in base.glob(pattern)})
+    root = Path(os.path.realpath(base))
+    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    for path in (each for source in copied for each in (source, *source.rglob("*"))):
+        refuse_special_file(path, "--model-dir")
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and (path.is_dir() or not any(map(target.is_relative_to, roots))):
+            problem = f"--model-dir: {path} is a link to {target}, which is no file of the model"
+            raise RequestError(problem, remedy="replace the link with the file that belongs there, or delete it")
+    return copied
+
+
 def _copy_text_files(base: Path, draft: Path, template: str | None) -> None:
     """Tokenizer, how text is generated, and chat template as they came with the model; or the training's template."""
-    for source in {file for pattern in _COPIED for file in base.glob(pattern)}:
+    for source in _list_copied(base):
         if source.is_dir():
             shutil.copytree(source, draft / source.name)
         else:

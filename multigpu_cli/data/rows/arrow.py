@@ -4,7 +4,6 @@ pyarrow finds the columns; numbers are then read through NumPy's views of the ma
 width a microsecond or two, where `datasets` takes a hundred.
 """
 
-import json
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from multigpu_cli.data.files import find_part_files, load_pyarrow
+from multigpu_cli.config.regular_files import read_small
+from multigpu_cli.data.files import find_part_files, load_pyarrow, parse_json
 from multigpu_cli.data.rows.store import Column, RowStore
 from multigpu_cli.errors import RequestError
 
@@ -39,7 +39,7 @@ class ArrowStore(RowStore):
         self._starts = np.cumsum([0, *sizes])
         self._chunks: dict[str, list[_Chunk]] = {}
         self._last: tuple[bytes, list[tuple[int, int]]] = b"", []
-        features = read_features(self._schema.metadata)
+        features = read_features(self._schema.metadata, self.label)
         self.columns = {
             field.name: _describe(field, features.get(field.name), [batch.column(at) for batch in self._batches])
             for at, field in enumerate(self._schema)
@@ -233,13 +233,27 @@ def find_arrow_files(data_dir: str | None) -> dict[str, list[Path]]:
     return find_part_files("arrow", data_dir, (".arrow",), LAYOUT, _list_files)
 
 
-def read_features(metadata: dict[bytes, bytes] | None) -> dict[str, Any]:
-    """The columns as Hugging Face describes them in the metadata of a file's schema; none if it did not write it."""
+def read_features(metadata: dict[bytes, bytes] | None, label: str) -> dict[str, Any]:
+    """Return the columns as Hugging Face describes them in the metadata of a schema; none if it did not write it.
+
+    Raises RequestError, with the files' `label`, if that is no JSON, or if the names of classes are no texts.
+    """
+    remedy = "write it anew with datasets' save_to_disk(…)"
     try:
-        found = json.loads((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
-    except (ValueError, KeyError, TypeError):
+        features = parse_json((metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+    except (KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    except (ValueError, RecursionError) as error:
+        problem = f"--data arrow: {label}: Hugging Face's description of the columns is no JSON ({error})"
+        raise RequestError(problem, remedy=remedy) from error
+    features = features if isinstance(features, dict) else {}
+    for column, feature in features.items():
+        if not isinstance(feature, dict) or feature.get("_type") != "ClassLabel":
+            continue
+        names = feature.get("names") or []
+        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise RequestError(f"--data arrow: {label}: the names of column {column!r} are no texts", remedy=remedy)
+    return features
 
 
 def _list_files(folder: Path) -> list[Path]:
@@ -250,9 +264,9 @@ def _list_files(folder: Path) -> list[Path]:
             return files
         raise RequestError(f"--data arrow: {folder} holds no .arrow file", remedy=LAYOUT)
     try:
-        content = json.loads(state.read_text())
+        content = parse_json(read_small(state.resolve()))
         names = [str(entry["filename"]) for entry in content["_data_files"]]
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise RequestError(f"--data arrow: {state} can't be read ({error})", remedy="write the folder anew") from error
     if content.get("_indices_data_files") or content.get("_indices_files"):
         problem = f"--data arrow: {folder} holds a selection of rows (flatten_indices was not called)"

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
+
 from multigpu_cli.checkpoint.files import flush_folder
+from multigpu_cli.config.regular_files import refuse_special_file
 from multigpu_cli.config.types import path
 from multigpu_cli.data.files import load_pyarrow
 from multigpu_cli.errors import RequestError, pluralize
@@ -22,6 +25,11 @@ _ENDINGS = {
     "json": (".jsonl", ".jsonl.gz", ".ndjson"),
 }
 _LEADING_ZERO = re.compile(r"[+-]?0[0-9]")
+_ESCAPE = re.compile(rb"\\.")
+_NO_MARKS = bytes(set(range(256)) - set(b'[]{}"\n'))
+_STEPS = np.zeros(256, np.int64)  # by which a byte outside texts changes the depth
+_STEPS[list(b"[{")], _STEPS[list(b"]}")] = 1, -1
+_DEEPEST = 100  # levels
 _PIECE = 2**23  # bytes of text that are parsed at once; the first piece decides the types
 _BATCH = 2**25  # bytes of a record batch
 _FILE = 2**29  # bytes of an Arrow file
@@ -43,6 +51,7 @@ def convert_to_arrow(source: Path, target: Path) -> dict[str, Any]:
     """
     if os.path.lexists(target):
         raise RequestError(f"--to {target} exists already", remedy="a new folder, or remove that one first")
+    refuse_special_file(source, "SOURCE")
     files, draft = _find_files(source), target.with_name(f".{target.name}.{uuid4().hex}.draft")
     try:
         draft.mkdir(parents=True)
@@ -163,7 +172,32 @@ def _read_batches(file: Path, texts: Collection[str]) -> Iterator[Any]:
     else:
         from pyarrow import json as arrow_json
 
+        _check_nesting(file)
         yield from arrow_json.open_json(file, arrow_json.ReadOptions(block_size=_PIECE))
+
+
+def _check_nesting(file: Path) -> None:
+    """Check that JSON lines are not nested so deep that pyarrow's parser, which recurses, would end the process.
+
+    A value may go on over several lines, so depth is counted over the file. Marks that do not match are refused, too,
+    since pyarrow starts each piece afresh and might find more depth there. RequestError: names the file.
+    """
+    depth, in_text, rest = 0, 0, b""
+    with load_pyarrow().input_stream(str(file)) as opened:  # unpacked as pyarrow's reader does it
+        while piece := opened.read(_PIECE):
+            piece = _ESCAPE.sub(b"", rest + piece)  # a quote behind a backslash ends no text
+            rest = b"\\" if piece.endswith(b"\\") else b""
+            marks = np.frombuffer(piece.translate(None, _NO_MARKS).replace(b'""', b""), np.uint8)  # texts without marks
+            is_text = (np.cumsum(marks == ord('"'), dtype=np.int32) + in_text) % 2
+            depths = depth + np.cumsum(np.where(is_text, 0, _STEPS[marks]))
+            if depths.max(initial=0) > _DEEPEST:
+                problem = f"{file}: JSON that is nested more than {_DEEPEST} levels deep"
+                raise RequestError(problem, remedy="columns of numbers, texts, and lists or objects of these")
+            if depths.min(initial=0) < 0 or (is_text & (marks == ord("\n"))).any():
+                problem = f"{file}: not JSON: brackets that close nothing, or a text without its end"
+                raise RequestError(problem, remedy="one JSON object per line, as UTF-8")
+            if len(marks):
+                depth, in_text = int(depths[-1]), int(is_text[-1])
 
 
 def _decode_dictionaries(table: Any) -> Any:

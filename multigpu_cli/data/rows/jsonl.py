@@ -1,6 +1,5 @@
 """Rows of JSON lines, read by their places in the files; the index is made once."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from multigpu_cli.data.files import UNCHANGED, OpenFiles, find_lines
+from multigpu_cli.data.files import UNCHANGED, OpenFiles, find_lines, parse_json
 from multigpu_cli.data.rows.store import Column, RowStore, open_index
 from multigpu_cli.errors import RequestError
 
@@ -87,7 +86,7 @@ class JsonStore(RowStore):
 
 def _parse_line(text: bytes, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(text)
+        record = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{place}: not JSON ({error})", remedy="one JSON object per line, as UTF-8") from error
     if not isinstance(record, dict):

@@ -3,19 +3,18 @@
 The shards stay as they are; an index of the members' places is made once, and a member is then read by its place.
 """
 
-import json
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from io import BytesIO
+from io import BufferedReader, BytesIO, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from multigpu_cli.config.paths import IMAGES, is_hidden
-from multigpu_cli.data.files import OpenFiles
+from multigpu_cli.data.files import OpenFiles, parse_json
 from multigpu_cli.data.rows.store import Column, RowStore, open_index
 from multigpu_cli.errors import RequestError
 
@@ -23,6 +22,7 @@ _INTEGER = re.compile(rb"[+-]?[0-9]+")  # int() takes 1_1 for 11, and reads the 
 _NUMBERS = ("cls", "id", "index")  # a whole number as text: it is kept in the index itself
 _TEXTS = ("txt", "text")
 _MOST = 16  # kinds of members in a sample
+_HEADER = 2**20  # bytes of a header; a name has at most a few thousand
 _INSIDE = -2  # in place of a size: the number itself stands in place of a place
 _VALUES = 1000  # different numbers of a column that the index keeps
 
@@ -103,9 +103,10 @@ class TarStore(RowStore):
             content = b"" if row is None else self._open.read(int(row[0]), int(row[at]), int(row[at + 1]))
             if last == "npy" and content:
                 array = _load_array(content, ending, self.label)
-                yield column(kind="number", shape=array.shape, dtype=str(array.dtype), description="an array")
+                kind = "number" if array.dtype.kind in "biufc" else "other"  # a structure or a text has no numbers
+                yield column(kind=kind, shape=array.shape, dtype=str(array.dtype), description="an array")
             elif ending == "json" and content:
-                yield from _describe_json(content, gaps)
+                yield from _describe_json(content, gaps, self.label)
             else:
                 yield column(kind="other", description=f".{ending} files")
 
@@ -162,11 +163,21 @@ def _check_uncompressed(file: Path) -> None:
             raise RequestError(problem, remedy=f"{command} {file.name}, once")
 
 
+class _HeaderReader(BufferedReader):
+    """A shard of which headers are read; the members themselves are skipped."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read some bytes of a header. Raises tarfile.ReadError if it is longer than any is: it would be kept whole."""
+        if size is None or not 0 <= size <= _HEADER:
+            raise tarfile.ReadError(f"a header of {size:,} bytes, at most {_HEADER:,}")
+        return super().read(size)
+
+
 def _group_members(file: Path) -> Iterator[list[_Member]]:
     """The samples of a shard, each as its members."""
     waiting: list[_Member] = []
     try:
-        with tarfile.open(file, "r:") as archive:
+        with _HeaderReader(FileIO(file)) as headers, tarfile.open(fileobj=headers, mode="r:") as archive:
             while (info := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # it would keep them all
                 if not info.isreg():
@@ -179,8 +190,10 @@ def _group_members(file: Path) -> Iterator[list[_Member]]:
                 if waiting and waiting[0].key != key:
                     yield waiting
                     waiting = []
+                if info.size < 0:
+                    raise tarfile.ReadError(f"{info.name} has {info.size} bytes")
                 waiting.append(_Member(key, ending, info.offset_data, info.size))
-    except (tarfile.TarError, OSError) as error:
+    except Exception as error:  # tarfile raises half a dozen types for damaged and hostile headers
         raise RequestError(f"--data tar: {file}: {error}", remedy="copy or write the shard anew") from error
     if waiting:
         yield waiting
@@ -195,8 +208,8 @@ def _read_number(text: bytes, where: str) -> int:
 
 def _load_array(content: bytes, ending: str, label: str) -> np.ndarray:
     try:
-        return np.load(BytesIO(content), allow_pickle=False)  # type: ignore[no-any-return]
-    except (ValueError, OSError, EOFError) as error:
+        return np.lib.format.read_array(BytesIO(content), allow_pickle=False)
+    except (ValueError, OSError, EOFError, MemoryError, RecursionError) as error:
         raise RequestError(f"--data tar: {label}: a .{ending} is no array ({error})", remedy="np.save(…)") from error
 
 
@@ -207,11 +220,11 @@ def _decode(content: bytes, ending: str, label: str) -> str:
         raise RequestError(f"--data tar: {label}: a .{ending}: {error}", remedy="texts in UTF-8") from error
 
 
-def _describe_json(content: bytes, gaps: int) -> Iterator[Column]:
+def _describe_json(content: bytes, gaps: int, label: str) -> Iterator[Column]:
     try:
-        record = json.loads(content)
-    except ValueError:
-        record = None
+        record = parse_json(content)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"--data tar: {label}: a .json is not JSON ({error})", remedy="JSON in UTF-8") from error
     for field, value in record.items() if isinstance(record, dict) else ():
         if isinstance(value, str):
             yield Column(name=f"json.{field}", kind="text", null_count=gaps, description="a text")
@@ -223,8 +236,8 @@ def _describe_json(content: bytes, gaps: int) -> Iterator[Column]:
 def _read_field(content: bytes, field: str, column: Column, label: str) -> Any:
     """The value of a field, of the kind that the first sample has."""
     try:
-        value = json.loads(content)[field]
-    except (ValueError, KeyError, TypeError) as error:
+        value = parse_json(content)[field]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RequestError(
             f"--data tar: {label}: a .json without {field!r} ({error})", remedy="the same fields in every sample"
         ) from error

@@ -24,6 +24,7 @@ from multigpu_cli.errors import RequestError, did_you_mean
 
 _SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "space": " ", "bar": "|"}
 _LOOK = 50  # rows that show how a file is written
+_UNPACKED, _RATIO = 2**28, 200  # bytes, or times its size, that a gzipped file may unpack to; tables pack 3 to 50 times
 _DOTTED = re.compile(r"[+-]?[1-9][0-9]{0,2}(\.[0-9]{3})+")  # 1.234, which is 1234 or 1.234
 
 
@@ -160,12 +161,23 @@ def _looks_like_data(columns: list[str], rows: list[list[str]]) -> bool:
     return bool(rows) and all(name in cells for name, cells in zip(columns, below, strict=True))
 
 
+def _unpack(path: Path, content: bytes) -> bytes:
+    """Unpack the gzipped `content` of a file; RequestError if that is far more than any table packs so well."""
+    limit = max(_UNPACKED, _RATIO * len(content))
+    with gzip.open(io.BytesIO(content)) as file:
+        unpacked = file.read(limit + 1)
+    if len(unpacked) > limit:
+        problem = f"--data csv: {path} unpacks to more than {_RATIO} times its size, beyond {limit:,} bytes"
+        raise RequestError(problem, remedy=f"gunzip {path.name}, if that is what you expect of it")
+    return unpacked
+
+
 def _read_text(path: Path) -> str:
     refuse_special_file(path)
     try:
         content = path.read_bytes()
         if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
+            content = _unpack(path, content)
     except FileNotFoundError as missing:
         there = [each.name for each in path.parent.glob("*") if each.is_file()]
         raise RequestError(

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import main_multi_gpu
 from multigpu_cli.commands.language import export_folder
+from multigpu_cli.errors import RequestError
 from tests.support.tiny_language_models import SIZES, make_model_folder, make_tokenizer
 from tests.support.trained_folders import save_trained_run
 
@@ -218,3 +220,54 @@ def test_what_can_not_be_exported_is_refused_and_nothing_is_written(
     assert Path("mine/model.safetensors").read_text() == "mine"
     assert main_multi_gpu.run(["export", "whole", "--to", "out", "--format", "hf", *at]) == 0
     assert make_tokenizer().chat_template == transformers.AutoTokenizer.from_pretrained("out").chat_template
+
+
+def plant(kind: str, base: Path, outside: Path) -> str:
+    """Make a trap in a model's folder; return the name of the file at fault."""
+    outside.mkdir()
+    (outside / "id_rsa").write_text("a private key")
+    (base / "tokenizer_files").mkdir(parents=True)
+    match kind:
+        case "file":
+            (base / "LICENSE").symlink_to(outside / "id_rsa")
+            return "LICENSE"
+        case "relative":
+            (base / "LICENSE").symlink_to(Path("..", outside.name, "id_rsa"))
+            return "LICENSE"
+        case "folder":
+            (base / "vocab_x").symlink_to(outside)
+            return "vocab_x"
+        case "loop":
+            (base / "vocab_x").symlink_to(".")
+            return "vocab_x"
+        case "inner file":
+            (base / "tokenizer_files" / "a").symlink_to(outside / "id_rsa")
+        case "inner folder":
+            (base / "tokenizer_files" / "a").symlink_to(outside)
+        case _:
+            os.mkfifo(base / "tokenizer_files" / "a")
+    return "tokenizer_files/a"
+
+
+@pytest.mark.parametrize("kind", ["file", "relative", "folder", "loop", "inner file", "inner folder", "FIFO"])
+def test_export_copies_nothing_through_planted_links(kind: str, tmp_path: Path) -> None:
+    name = plant(kind, tmp_path / "base", tmp_path / "outside")
+    (tmp_path / "draft").mkdir()
+    with pytest.raises(RequestError, match=f"--model-dir: .*base/{name} is a "):
+        export_folder._copy_text_files(tmp_path / "base", tmp_path / "draft", None)
+    assert not list((tmp_path / "draft").iterdir())
+
+
+def test_export_copies_links_of_hugging_faces_cache(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1234", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "5678").write_text("a licence")
+    (snapshot / "LICENSE").symlink_to("../../blobs/5678")
+    (snapshot / "NOTICE").symlink_to("LICENSE")
+    (tmp_path / "draft").mkdir()
+    export_folder._copy_text_files(snapshot, tmp_path / "draft", None)
+    assert {file.name: file.read_text() for file in (tmp_path / "draft").iterdir()} == {
+        "LICENSE": "a licence",
+        "NOTICE": "a licence",
+    }
