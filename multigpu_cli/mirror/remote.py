@@ -186,8 +186,10 @@ class Mirror:
 
     def _download_file(self, target: Path, moved: Moved, *names: str, size: int = 0) -> None:
         """Copy a file of any size, if the mirror has it."""
-        if (pieces := self._read_in_pieces(*names)) is not None:
-            publish_stream(target, lambda copy: [copy.write(piece) for piece in pieces], size, moved)
+        if (file := self._open(*names)) is not None:
+            with file:
+                pieces = self._iterate_pieces(file, names[-1])
+                publish_stream(target, lambda copy: [copy.write(piece) for piece in pieces], size, moved)
 
     def discard(self, unwanted: Callable[[int], bool]) -> None:
         """Remove checkpoints by their step, each one's manifest first."""
@@ -201,8 +203,10 @@ class Mirror:
                     self._system.rm(self._path("checkpoints", name), recursive=True)
 
     def _read(self, *names: str) -> bytes | None:
-        pieces = self._read_in_pieces(*names)
-        return None if pieces is None else b"".join(pieces)
+        if (file := self._open(*names)) is None:
+            return None
+        with file:
+            return b"".join(self._iterate_pieces(file, names[-1]))
 
     def _write(self, content: bytes, *names: str) -> None:
         with self._errors(f"writing {names[-1]}"):
@@ -242,31 +246,32 @@ class Mirror:
     def _sum(self, *names: str, moved: Moved) -> str | None:
         """SHA-256 of a remote file, read in chunks; None where it is missing, or a link or a FIFO to be replaced."""
         try:
-            pieces = self._read_in_pieces(*names)
+            file = self._open(*names)
         except DamagedMirror:
             return None
-        if pieces is None:
+        if file is None:
             return None
         digest = sha256()
-        for piece in pieces:
-            digest.update(piece)
-            moved()
+        with file:
+            for piece in self._iterate_pieces(file, names[-1]):
+                digest.update(piece)
+                moved()
         return digest.hexdigest()
 
-    def _read_in_pieces(self, *names: str) -> Iterator[bytes] | None:
-        """The content of a remote file; None where it is missing."""
+    def _open(self, *names: str) -> Any:  # the file of a driver, or None
+        """Open a remote file for reading; None where it is missing.
+
+        DamagedMirror: on a disk, a link or a FIFO stands in its place.
+        """
+        path = self._path(*names)
         with self._errors(f"reading {names[-1]}"), suppress(FileNotFoundError):
-            return self._iterate_pieces(self._open(self._path(*names)), names[-1])
+            if self._on_disk:
+                return open_regular(Path(path))
+            return self._system.open(path, "rb", block_size=PIECE, cache_type="readahead")
         return None
 
-    def _open(self, path: str) -> Any:
-        """Open a remote file; on a disk others may have put a link or a FIFO in its place."""
-        if self._on_disk:
-            return open_regular(Path(path))
-        return self._system.open(path, "rb", block_size=PIECE, cache_type="readahead")
-
     def _iterate_pieces(self, file: Any, name: str) -> Iterator[bytes]:
-        with self._errors(f"reading {name}"), file:
+        with self._errors(f"reading {name}"):
             while piece := file.read(PIECE):
                 yield piece
 
