@@ -98,7 +98,7 @@ class MirrorProcess:
 
     def _find_cause(self) -> str:
         """What keeps the process from sending; "" if it has not said."""
-        silence = f"it has not answered for {_HANGS:.0f} s" if self._companion.running else ""
+        silence = f"it has not answered for {_HANGS:.0f} s" if self._hangs else ""
         return "; ".join(filter(None, [self._note or read_state(self._run).error, silence]))
 
     def _explain_missing(self) -> str:

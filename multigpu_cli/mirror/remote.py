@@ -244,7 +244,7 @@ class Mirror:
             self._system.makedirs(self._path(*names), exist_ok=True)
 
     def _sum(self, *names: str, moved: Moved) -> str | None:
-        """SHA-256 of a remote file, read in chunks; None where it is missing, or a link or a FIFO to be replaced."""
+        """SHA-256 of a remote file, read in chunks; None if it is missing, or a link or a FIFO to be replaced."""
         try:
             file = self._open(*names)
         except DamagedMirror:
@@ -259,7 +259,7 @@ class Mirror:
         return digest.hexdigest()
 
     def _open(self, *names: str) -> Any:  # the file of a driver, or None
-        """Open a remote file for reading; None where it is missing.
+        """Open a remote file for reading; None if it is missing.
 
         DamagedMirror: on a disk, a link or a FIFO stands in its place.
         """
