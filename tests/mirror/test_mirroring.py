@@ -104,14 +104,13 @@ def test_a_mirror_that_fails_is_said_and_keeps_no_run_from_its_end(capfd: pytest
 
 
 def test_a_mirror_that_hangs_keeps_no_run_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe without a writer stands for a network's file system whose server is gone."""
+    """A stopped process stands for one that waits for a network's file system whose server is gone."""
     write_checkpoint(Path("run"), 3)
-    Path("mirror").mkdir()
-    os.mkfifo("mirror/run.json")
     monkeypatch.setattr(part, "_HANGS", 2.0)
     monkeypatch.setattr(part, "_SILENT", 0.5)
     said, moves = list[tuple[str, bool]](), list[int]()
     mirror = MirrorProcess(Path("run"), "file:mirror", 3)
+    os.kill(mirror._companion.process.pid, signal.SIGSTOP)
     missing = mirror.finish(lambda: False, lambda: moves.append(0), lambda text: said.append((text, len(moves) > 1)))
     assert len(moves) > 1, "that the run waits for it is no hang of the run"
     here = Path.cwd()
