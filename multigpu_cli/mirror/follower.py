@@ -65,9 +65,9 @@ class Follower:
                     self._record(error=str(error))
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 if last:
-                    failed_at = min(failed_at, time.monotonic())
                     # no wait turns a link or a FIFO in the run folder into a file
-                    if isinstance(error, NotRegularFile) or time.monotonic() - failed_at > patience:
+                    failed_at = -inf if isinstance(error, NotRegularFile) else min(failed_at, time.monotonic())
+                    if time.monotonic() - failed_at > patience:
                         return False
                     time.sleep(min(pause, patience / 10))
 

@@ -10,7 +10,7 @@ from multigpu_cli.checkpoint.manifest import BEST, MANIFEST
 from multigpu_cli.config.regular_files import NotRegularFile
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.mirror.follower import read_state
-from multigpu_cli.mirror.part import mirror_run
+from multigpu_cli.mirror.part import MirrorProcess, mirror_run
 from multigpu_cli.mirror.remote import FINAL_FILES, OWNER, SMALL_FILES, DamagedMirror, Mirror
 from tests.config.test_regular_files import within_seconds
 from tests.mirror.test_mirror_process import end, follower
@@ -114,3 +114,10 @@ def test_mirror_command_names_a_summary_that_is_a_fifo(run: Path) -> None:
     os.mkfifo(run / "summary.json")
     with within_seconds(20), pytest.raises(TrainingError, match=r"summary\.json"):
         mirror_run(str(run), f"file:{run.parent}/mirror")
+
+
+def test_run_names_a_mirror_log_that_is_a_fifo(run: Path) -> None:
+    (run / "logs").mkdir()
+    os.mkfifo(run / "logs/mirror.log")
+    with within_seconds(20), pytest.raises(TrainingError, match=r"mirror\.log"):
+        MirrorProcess(run, f"file:{run.parent}/mirror", 3)
