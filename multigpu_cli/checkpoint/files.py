@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from multigpu_cli.config.regular_files import open_new, open_regular, read_small, refuse_links
+from multigpu_cli.config.regular_files import open_new, open_regular, read_small, refuse_links, without_links
 from multigpu_cli.errors import RequestError, TrainingError
 
 PIECE = 32 * 2**20  # bytes per read or write; each one counts as progress for the hang watchdog
@@ -169,7 +169,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     refuse_links(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a")
+        file = open(folder / ".lock", "a", opener=without_links)  # noqa: SIM115 - closed below
     except OSError as error:
         problem = f"--save-dir {folder}: {error.strerror or error}"
         raise RequestError(problem, remedy="use another --save-dir") from error

@@ -24,22 +24,34 @@ def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode), "wb")
 
 
+class NotRegularFile(OSError):
+    """A link, a FIFO, a socket, a device or a folder, in place of a file: another try finds the same."""
+
+
 def without_links(path: str, flags: int) -> int:
-    """Open a log or a lock that may exist, as the `opener` of `open`; a link is not followed, a FIFO not waited for."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    """Open a log or a lock that may exist, as the `opener` of `open`; a link is not followed, a FIFO not waited for.
+
+    NotRegularFile: what exists there is of another type, be it one that can be written to.
+    """
+    # O_NONBLOCK, because opening a FIFO waits for the other end; it has no effect on regular files
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link; a FIFO or a socket; a folder
+            raise NotRegularFile(error.errno, "not a regular file", path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotRegularFile(errno.EINVAL, "not a regular file", path)
+    return descriptor
 
 
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; a link is not followed, and a FIFO or a device is not waited for.
 
-    Raises OSError if there is no such file, or if it is of another type.
+    Raises OSError if there is no such file; NotRegularFile if it is of another type.
     """
-    # O_NONBLOCK, because opening a FIFO waits for a writer; it has no effect on regular files
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+    return os.fdopen(without_links(str(path), os.O_RDONLY), "rb")
 
 
 def refuse_special_file(path: Path, flag: str = "--data") -> None:

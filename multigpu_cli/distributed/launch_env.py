@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multigpu_cli.config.regular_files import open_new
+from multigpu_cli.config.regular_files import open_new, read_small
 from multigpu_cli.config.rules import find_environment_errors, is_launched, is_self_launched
 from multigpu_cli.errors import FAILED, RequestError, TrainingError
 
@@ -195,7 +195,7 @@ def read_exit_codes(logs: Path) -> set[int | None]:
     """The exit codes in the error files of an agent's last attempt, in its --log-dir; None for a file not of ours."""
     attempts = sorted(logs.glob("*/attempt_*"), key=lambda folder: int(folder.name.removeprefix("attempt_")))
     files = attempts[-1].glob("*/error.json") if attempts else []
-    return {json.loads(file.read_text())["message"].get("errorCode") for file in files}
+    return {json.loads(read_small(file))["message"].get("errorCode") for file in files}
 
 
 def has_redirected_logs(environ: Mapping[str, str]) -> bool:
@@ -341,6 +341,6 @@ def _read_json(folder: Path | None, name: str) -> dict[str, Any] | None:
     if folder is None:
         return None
     try:
-        return dict(json.loads((folder / f"multigpu-{name}.json").read_text()))
+        return dict(json.loads(read_small(folder / f"multigpu-{name}.json")))
     except (FileNotFoundError, ValueError):  # another rank of this node may be writing it
         return None

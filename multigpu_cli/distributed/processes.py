@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType, FunctionType
 from typing import IO, Any, TextIO
 
+from multigpu_cli.config.regular_files import open_regular, without_links
 from multigpu_cli.distributed.launch_env import LaunchEnv
 from multigpu_cli.errors import RequestError, make_printable
 
@@ -218,12 +219,15 @@ class RankOutput(AbstractContextManager["RankOutput"]):
         self._before: tuple[tuple[int, int], TextIO, TextIO] | None = None
 
     def start(self, logs: Path, attempt: int) -> None:
-        """Append output to this rank's file from now on; if the file can't be opened, output is not redirected."""
+        """Append output to this rank's file from now on; if the file can't be opened, output is not redirected.
+
+        A link or a FIFO in its place is neither followed nor waited for.
+        """
         if self._before is not None:
             return
         _flush()
         with suppress(OSError):  # the folder of a run may lie on another machine
-            file = os.open(log_path(logs, self._rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            file = without_links(str(log_path(logs, self._rank)), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             originals = os.dup(1), os.dup(2)
             here = f"{platform.node()}, process {os.getpid()}"
             head = f"{_HEAD}{self._rank}, attempt {attempt + 1}, {time.strftime('%Y-%m-%d %H:%M:%S')}, {here}\n"
@@ -255,9 +259,9 @@ def log_path(logs: Path, rank: int) -> Path:
 
 
 def read_last_lines(logs: Path, rank: int, lines: int = 4) -> list[str]:
-    """The last lines that a rank printed in its last attempt; empty if its file is not on this machine."""
+    """The last lines that a rank printed in its last attempt; empty if its file is not on this machine, or is none."""
     try:
-        with open(log_path(logs, rank), "rb") as file:
+        with open_regular(log_path(logs, rank)) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             text = file.read().decode(errors="replace").splitlines()
     except OSError:

@@ -71,7 +71,9 @@ class OwnProgress:
 
     def open_report(self, name: str) -> TextIO:
         """A new file in the folder for reports; before training begins, what is written to it is lost."""
-        return open(os.devnull if self.logs is None else self.logs / name, "w", opener=without_links)
+        if self.logs is None:
+            return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+        return open(self.logs / name, "w", opener=without_links)
 
 
 Answer = TypeVar("Answer")

@@ -18,18 +18,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.config.code_names import hide_passwords
 from multigpu_cli.config.regular_files import open_regular, read_small, without_links
-from multigpu_cli.config.yaml_text import drop_private
+from multigpu_cli.config.resume_rules import PRIVATE
+from multigpu_cli.config.yaml_text import UnreadableError, compose, parse_typed
 from multigpu_cli.distributed.processes import Companion, serve
-from multigpu_cli.errors import pluralize
+from multigpu_cli.errors import RequestError, pluralize
 from multigpu_cli.faults.explain import hide_secrets
 from multigpu_cli.loggers.base import Destination, Ending, Row, RunIdentity, find_logger
 from multigpu_cli.monitor.history import JOURNAL, JournalTail, Line
-from multigpu_cli.monitor.journal import Event, Warn, read_json
+from multigpu_cli.monitor.journal import Event, Warn, parse_event, read_json
 from multigpu_cli.monitor.tensorboard import flatten, list_scalars
 
 _COMPARED = ("loss", "mean_loss", "lr")
@@ -164,6 +163,7 @@ def identify_run(run: Path) -> RunIdentity | None:
     """The identity of the run in a folder; None before the first line of its journal.
 
     The id is a hash of that line, which names host and time: it stays with the journal, wherever the folder goes.
+    RequestError: the line is no event, or config.yaml holds something else than settings.
     """
     try:
         with open_regular(run / JOURNAL) as file:
@@ -172,17 +172,37 @@ def identify_run(run: Path) -> RunIdentity | None:
         return None
     if not first.endswith(b"\n"):
         return None
-    folder, settings = run.resolve(), run / "config.yaml"
-    content = yaml.safe_load(drop_private(read_small(settings))) or {} if settings.is_file() else {}
-    config = {key: hide_passwords(value) if isinstance(value, str) else value for key, value in flatten(content)}
+    if (event := parse_event(first, run / JOURNAL)) is None:
+        raise RequestError(f"{run / JOURNAL}:1: is not an event of a run", remedy="remove the line")
+    folder, config = run.resolve(), _read_settings(run / "config.yaml")
     return RunIdentity(
         id=sha256(first).hexdigest()[:16],
         name=folder.name,
         folder=str(folder),
         project=str(config.get("recipe") or config.get("data.name") or "multigpu"),
         config=config,
-        began=float(json.loads(first).get("time", 0)),
+        began=float(event.get("time", 0)),
     )
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    """Return the settings of a run's config.yaml by key, without private ones and passwords; {} if it has none.
+
+    RequestError: the file is not plain YAML: an alias, for instance, may stand for billions of values.
+    """
+    try:
+        root = compose(read_small(file).decode())
+        content = {} if root is None else parse_typed(root)
+    except FileNotFoundError:
+        return {}
+    except UnreadableError as error:
+        raise RequestError(f"{file}:{error.line}: {error.problem}", remedy="repair or remove the file") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{file}: is not UTF-8 text", remedy="repair or remove the file") from error
+    if not isinstance(content, dict):
+        raise RequestError(f"{file}: is not a mapping of settings", remedy="repair or remove the file")
+    public = flatten({key: value for key, value in content.items() if key not in PRIVATE})
+    return {key: hide_passwords(value) if isinstance(value, str) else value for key, value in public}
 
 
 def describe_ending(run: Path, end: Event | None) -> Ending:

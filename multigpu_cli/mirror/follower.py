@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from multigpu_cli.checkpoint.files import publish, take_lock
 from multigpu_cli.checkpoint.manifest import find_damage, list_checkpoint_folders, parse_step, read_manifest
-from multigpu_cli.config.regular_files import without_links
+from multigpu_cli.config.regular_files import NotRegularFile, without_links
 from multigpu_cli.distributed.processes import serve
 from multigpu_cli.mirror.remote import FINAL_FILES, SMALL_FILES, Mirror, MirrorError
 from multigpu_cli.monitor.journal import read_json
@@ -65,7 +65,8 @@ class Follower:
                     self._record(error=str(error))
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 if last:
-                    failed_at = min(failed_at, time.monotonic())
+                    # no wait turns a link or a FIFO in the run folder into a file
+                    failed_at = -inf if isinstance(error, NotRegularFile) else min(failed_at, time.monotonic())
                     if time.monotonic() - failed_at > patience:
                         return False
                     time.sleep(min(pause, patience / 10))
@@ -117,7 +118,7 @@ class Follower:
         try:
             if last == step and read_manifest(folder)["sha256"] == self._state.content:
                 return False
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             pass  # `find_damage` says so below
         if find_damage(folder, self._say_at_work):
             self._damaged.add(str(folder))  # the run reports it
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
     def say_at_work(text: str) -> None:
         with suppress(OSError):
-            os.utime(run / _LOCK)
+            os.utime(run / _LOCK, follow_symlinks=False)
         note(text)
 
     def is_over(busy: str) -> bool:
@@ -178,6 +179,9 @@ def main(arguments: Sequence[str]) -> NoReturn:
             sys.exit(0 if Follower(run, Mirror(url), keep, say_at_work).follow(ended) else 1)
     except BlockingIOError as error:
         note(f"{error}, and has not moved for {hangs:.0f} s")
+        sys.exit(1)
+    except OSError as error:  # of the lock: the folder was removed, or holds something else under its name
+        note(str(error))
         sys.exit(1)
 
 

@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.checkpoint.files import is_locked
+from multigpu_cli.checkpoint.files import fail_on_write_error, is_locked
 from multigpu_cli.checkpoint.manifest import list_checkpoint_folders
 from multigpu_cli.checkpoint.run_folder import holds_run
 from multigpu_cli.config.regular_files import refuse_links, without_links
@@ -33,7 +33,9 @@ class MirrorProcess:
         self._run, self.url = run.absolute(), make_absolute(url)
         self._log = self._run / "logs" / "mirror.log"
         self._log.parent.mkdir(exist_ok=True)
-        with open(self._log, "ab", opener=without_links) as log:
+        with fail_on_write_error(self._run):
+            log = open(self._log, "ab", opener=without_links)  # noqa: SIM115 - the next line closes it
+        with log:
             arguments = [str(self._run), self.url, str(keep), str(_HANGS)]
             self._companion = Companion(follower.__name__, arguments, self._hear, log)
         self._reported = self._note = ""
@@ -96,7 +98,7 @@ class MirrorProcess:
 
     def _find_cause(self) -> str:
         """What keeps the process from sending; "" if it has not said."""
-        silence = f"it has not answered for {_HANGS:.0f} s" if self._companion.running else ""
+        silence = f"it has not answered for {_HANGS:.0f} s" if self._hangs else ""
         return "; ".join(filter(None, [self._note or read_state(self._run).error, silence]))
 
     def _explain_missing(self) -> str:
@@ -158,8 +160,10 @@ def mirror_run(run: str, url: str) -> dict[str, Any]:
         raise RequestError(error.problem, remedy="check the URL and the credentials") from error
     except BlockingIOError as error:
         raise RequestError(f"{run}: {error}", remedy="wait for its end, or end it if it hangs") from error
+    except OSError as error:
+        raise RequestError(f"{run}: {error}", remedy="repair or remove that file, and check the disk") from error
     if not complete:
-        raise TrainingError(read_state(folder).error, remedy="the same command once the remote folder is back")
+        raise TrainingError(read_state(folder).error, remedy="repair what it names, and run the same command again")
     return {"url": read_state(folder).url, "step": read_state(folder).step}
 
 

@@ -16,10 +16,12 @@ from typing import Any
 
 from multigpu_cli.checkpoint.files import PIECE, Moved, compute_sha256, flush_folder, publish, publish_stream
 from multigpu_cli.checkpoint.manifest import BEST, MANIFEST, find_damage, parse_step
+from multigpu_cli.config.regular_files import NotRegularFile, open_regular, read_small
 from multigpu_cli.config.yaml_text import drop_private
 from multigpu_cli.errors import TrainingError
 from multigpu_cli.faults.explain import hide_secrets
 from multigpu_cli.mirror.rules import make_absolute
+from multigpu_cli.monitor.journal import check_fields
 
 SMALL_FILES = ("config.yaml", "journal.jsonl", "summary.json")
 """Files of a run folder that are mirrored beside its checkpoints."""
@@ -57,11 +59,16 @@ class Mirror:
 
     @contextmanager
     def _errors(self, doing: str) -> Iterator[None]:
-        """Turn what a driver raises, whatever its classes, into one error that names the URL."""
+        """Turn what a driver raises, whatever its classes, into one error that names the URL.
+
+        DamagedMirror: a link or a FIFO stands in place of a file of a mirror on disk.
+        """
         try:
             yield
         except MirrorError:
             raise
+        except NotRegularFile as error:
+            raise DamagedMirror(f"mirror {self.url}: {doing} failed ({error})") from error
         except Exception as error:  # each driver has errors of its own, not all of them an OSError
             text = hide_secrets(f"{type(error).__name__}: {error}")[:300]
             raise MirrorError(f"mirror {self.url}: {doing} failed ({text})") from error
@@ -92,30 +99,33 @@ class Mirror:
         What an interrupted upload has left complete is not sent again. The files stay open, so that the run may remove
         the checkpoint meanwhile, as it does with old ones: on a slow network each would be gone before it has arrived.
         MirrorError: the remote folder refused it, or gave back other content. OSError: the checkpoint was removed
-        before.
+        before. NotRegularFile: a link or a FIFO was planted in it; what a link leads to is never sent.
         """
         with ExitStack() as stack:
 
             def hold(name: str) -> Path:
-                return Path(f"/dev/fd/{stack.enter_context(open(folder / name, 'rb')).fileno()}")
+                return Path(f"/dev/fd/{stack.enter_context(open_regular(folder / name)).fileno()}")
 
-            content = (folder / MANIFEST).read_bytes()
+            content = read_small(folder / MANIFEST)
             manifest = json.loads(content)
             sums = {name: str(entry["sha256"]) for name, entry in manifest["files"].items()}
             if "best" in manifest and (folder / BEST).exists():
                 sums[BEST] = str(manifest["best"]["sha256"])
             held = {name: hold(name) for name in sums}
             there = ("checkpoints", folder.name)
-            if self._read(*there, MANIFEST) != content:
+            if self._sum(*there, MANIFEST, moved=moved) != sha256(content).hexdigest():
                 self._remove_file(*there, MANIFEST)  # of the same step of an earlier attempt
             for name, wanted in sums.items():
                 self._upload(held[name], wanted, moved, *there, name)
         self._write(content, *there, MANIFEST)
 
     def upload_file(self, file: Path, moved: Moved) -> None:
-        """Copy a file of the run folder; one that is not there is removed: a run that goes on has no summary."""
+        """Copy a file of the run folder; one that is not there is removed: a run that goes on has no summary.
+
+        NotRegularFile: a link or a FIFO stands in its place.
+        """
         try:
-            with open(file, "rb") as held:
+            with open_regular(file) as held:
                 copied = Path(f"/dev/fd/{held.fileno()}")
                 if file.name in FINAL_FILES:
                     self._upload(copied, compute_sha256(copied, moved), moved, file.name)
@@ -128,9 +138,11 @@ class Mirror:
         """The manifest of a checkpoint, not verified; DamagedMirror if it is none."""
         name = f"step_{step:08d}"
         try:
-            return dict(json.loads(self._read("checkpoints", name, MANIFEST) or b""))
-        except (ValueError, TypeError) as error:
+            manifest: dict[str, Any] = json.loads(self._read("checkpoints", name, MANIFEST) or b"")
+            check_fields(manifest, MANIFEST)
+        except (ValueError, RecursionError) as error:
             raise DamagedMirror(f"mirror {self.url}: {name} is damaged: {MANIFEST} can't be read") from error
+        return manifest
 
     def measure_checkpoint(self, step: int) -> int:
         """The bytes of a checkpoint there."""
@@ -174,8 +186,10 @@ class Mirror:
 
     def _download_file(self, target: Path, moved: Moved, *names: str, size: int = 0) -> None:
         """Copy a file of any size, if the mirror has it."""
-        if (pieces := self._read_in_pieces(*names)) is not None:
-            publish_stream(target, lambda copy: [copy.write(piece) for piece in pieces], size, moved)
+        if (file := self._open(*names)) is not None:
+            with file:
+                pieces = self._iterate_pieces(file, names[-1])
+                publish_stream(target, lambda copy: [copy.write(piece) for piece in pieces], size, moved)
 
     def discard(self, unwanted: Callable[[int], bool]) -> None:
         """Remove checkpoints by their step, each one's manifest first."""
@@ -189,9 +203,10 @@ class Mirror:
                     self._system.rm(self._path("checkpoints", name), recursive=True)
 
     def _read(self, *names: str) -> bytes | None:
-        with self._errors(f"reading {names[-1]}"), suppress(FileNotFoundError):
-            return bytes(self._system.cat_file(self._path(*names)))
-        return None
+        if (file := self._open(*names)) is None:
+            return None
+        with file:
+            return b"".join(self._iterate_pieces(file, names[-1]))
 
     def _write(self, content: bytes, *names: str) -> None:
         with self._errors(f"writing {names[-1]}"):
@@ -229,24 +244,34 @@ class Mirror:
             self._system.makedirs(self._path(*names), exist_ok=True)
 
     def _sum(self, *names: str, moved: Moved) -> str | None:
-        """SHA-256 of a remote file, read in chunks; None where it is missing."""
-        if (pieces := self._read_in_pieces(*names)) is None:
+        """SHA-256 of a remote file, read in chunks; None if it is missing, or a link or a FIFO to be replaced."""
+        try:
+            file = self._open(*names)
+        except DamagedMirror:
+            return None
+        if file is None:
             return None
         digest = sha256()
-        for piece in pieces:
-            digest.update(piece)
-            moved()
+        with file:
+            for piece in self._iterate_pieces(file, names[-1]):
+                digest.update(piece)
+                moved()
         return digest.hexdigest()
 
-    def _read_in_pieces(self, *names: str) -> Iterator[bytes] | None:
-        """The content of a remote file; None where it is missing."""
+    def _open(self, *names: str) -> Any:  # the file of a driver, or None
+        """Open a remote file for reading; None if it is missing.
+
+        DamagedMirror: on a disk, a link or a FIFO stands in its place.
+        """
+        path = self._path(*names)
         with self._errors(f"reading {names[-1]}"), suppress(FileNotFoundError):
-            file = self._system.open(self._path(*names), "rb", block_size=PIECE, cache_type="readahead")
-            return self._iterate_pieces(file, names[-1])
+            if self._on_disk:
+                return open_regular(Path(path))
+            return self._system.open(path, "rb", block_size=PIECE, cache_type="readahead")
         return None
 
     def _iterate_pieces(self, file: Any, name: str) -> Iterator[bytes]:
-        with self._errors(f"reading {name}"), file:
+        with self._errors(f"reading {name}"):
             while piece := file.read(PIECE):
                 yield piece
 

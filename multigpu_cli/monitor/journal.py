@@ -11,7 +11,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from multigpu_cli.config.regular_files import open_regular, read_small
+from multigpu_cli.config.regular_files import open_regular, read_small, without_links
 
 _MOST = 64 * 2**20  # bytes that may wait in memory
 _BLOCK = 1 << 16  # bytes read at once
@@ -89,7 +89,7 @@ class AppendFile:
         os.close(old)
 
     def _open(self, flags: int) -> int:
-        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | flags, 0o666)
+        return without_links(str(self._path), os.O_RDWR | os.O_CREAT | os.O_APPEND | flags)
 
 
 def _whole_lines(file: int) -> int:

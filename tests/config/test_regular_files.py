@@ -3,15 +3,15 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 import main_multi_gpu
-from multigpu_cli.checkpoint.files import is_locked, publish, read_owner
-from multigpu_cli.config.regular_files import open_new, open_regular, read_small, without_links
-from multigpu_cli.monitor.journal import read_events, read_json
+from multigpu_cli.checkpoint.files import is_locked, lock_folder, publish, read_owner
+from multigpu_cli.config.regular_files import NotRegularFile, open_new, open_regular, read_small, without_links
+from multigpu_cli.monitor.journal import AppendFile, read_events, read_json
 from multigpu_cli.watch.runs import WatchedRuns
 from multigpu_cli.watch.view import list_runs
 from tests.commands.runs import interrupted_run
@@ -74,8 +74,13 @@ def test_writer_never_follows_a_link(tmp_path: Path) -> None:
 
 
 def test_log_is_appended_to_regular_files_only(trap: Path, tmp_path: Path) -> None:
-    with within_seconds(20), pytest.raises(OSError, match="trap"), open(trap, "ab", opener=without_links):
-        pass
+    """Not to a FIFO either which somebody reads, so that opening it would succeed."""
+    with within_seconds(20), ExitStack() as stack:
+        if trap.is_fifo():
+            stack.callback(os.close, os.open(trap, os.O_RDONLY | os.O_NONBLOCK))
+        for append in (lambda path: open(path, "ab", opener=without_links).close(), AppendFile):
+            with pytest.raises(NotRegularFile, match="trap"):
+                append(trap)
     for _ in range(2):
         with open(tmp_path / "log", "ab", opener=without_links) as log:
             log.write(b"a")
@@ -108,6 +113,8 @@ def test_lock_that_is_a_fifo_is_an_error_and_no_wait(tmp_path: Path) -> None:
         assert read_owner(tmp_path) == ""
         with pytest.raises(main_multi_gpu.RequestError):
             is_locked(tmp_path)
+        with pytest.raises(main_multi_gpu.RequestError, match="not a regular file"), lock_folder(tmp_path):
+            pass
 
 
 @pytest.mark.filterwarnings("ignore:.* is damaged, and not used")
@@ -129,4 +136,4 @@ def test_checkpoints_names_weights_that_are_a_fifo(tmp_path: Path, capsys: pytes
     os.mkfifo(interrupted_run(tmp_path / "run") / "best.pt")
     with within_seconds(60):
         assert main_multi_gpu.run(["checkpoints", str(tmp_path / "run")]) == 1
-        assert "best.pt is not a torch.save file (OSError)" in capsys.readouterr().out
+        assert "best.pt is not a torch.save file (NotRegularFile)" in capsys.readouterr().out

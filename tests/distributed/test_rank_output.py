@@ -6,7 +6,16 @@ import sys
 import textwrap
 from pathlib import Path
 
-from multigpu_cli.distributed.processes import find_ranks_with_output, log_path, quote_last_lines, read_last_lines
+import pytest
+
+from multigpu_cli.distributed.processes import (
+    RankOutput,
+    find_ranks_with_output,
+    log_path,
+    quote_last_lines,
+    read_last_lines,
+)
+from tests.config.test_regular_files import within_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEAK = """
@@ -98,6 +107,19 @@ def test_where_no_file_can_be_opened_nothing_changes(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "heard\n", "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("trap", ["fifo", "link"])
+def test_rank_log_that_is_a_link_or_fifo_is_not_used(trap: str, tmp_path: Path) -> None:
+    secret, log = tmp_path / "secret", log_path(tmp_path, 1)
+    secret.write_text("a secret\n")
+    os.mkfifo(log) if trap == "fifo" else log.symlink_to(secret)
+    with within_seconds(20):
+        assert read_last_lines(tmp_path, 1) == []
+        with RankOutput(1) as rank_output:
+            rank_output.start(tmp_path, 0)
+            assert rank_output._before is None, "output is redirected"
+    assert secret.read_text() == "a secret\n"
 
 
 def test_what_a_full_disk_does_not_take_stays_on_the_terminal(tmp_path: Path) -> None:

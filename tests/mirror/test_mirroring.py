@@ -5,22 +5,22 @@ import os
 import shutil
 import signal
 from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
 from threading import Timer
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from fsspec.implementations.local import LocalFileOpener
 
 from multigpu_cli.checkpoint import files
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
 from multigpu_cli.faults.watchdog import Watchdog
-from multigpu_cli.mirror import part, restore
+from multigpu_cli.mirror import part, remote, restore
 from multigpu_cli.mirror.follower import MirrorState, lock_mirror, read_state, write_state
 from multigpu_cli.mirror.part import MirrorProcess
-from multigpu_cli.mirror.remote import Mirror, MirrorError
+from multigpu_cli.mirror.remote import OWNER, Mirror, MirrorError
 from multigpu_cli.monitor import journal
 from tests.support.die_at_third_checkpoint import die_at_third_checkpoint
 from tests.support.mirrors import read_mirrored_steps, s3_server, write_checkpoint
@@ -104,14 +104,13 @@ def test_a_mirror_that_fails_is_said_and_keeps_no_run_from_its_end(capfd: pytest
 
 
 def test_a_mirror_that_hangs_keeps_no_run_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipe without a writer stands for a network's file system whose server is gone."""
+    """A stopped process stands for one that waits for a network's file system whose server is gone."""
     write_checkpoint(Path("run"), 3)
-    Path("mirror").mkdir()
-    os.mkfifo("mirror/run.json")
     monkeypatch.setattr(part, "_HANGS", 2.0)
     monkeypatch.setattr(part, "_SILENT", 0.5)
     said, moves = list[tuple[str, bool]](), list[int]()
     mirror = MirrorProcess(Path("run"), "file:mirror", 3)
+    os.kill(mirror._companion.process.pid, signal.SIGSTOP)
     missing = mirror.finish(lambda: False, lambda: moves.append(0), lambda text: said.append((text, len(moves) > 1)))
     assert len(moves) > 1, "that the run waits for it is no hang of the run"
     here = Path.cwd()
@@ -265,7 +264,7 @@ def test_a_mirror_that_breaks_off_keeps_a_run_from_beginning_at_an_older_checkpo
         with pytest.raises(RequestError, match=r"could not be copied to run: the disk is full\n.*free some space"):
             restore.restore_from_mirror(config, attempt=0, begun=[])
     with monkeypatch.context() as broken:
-        broken.setattr(LocalFileOpener, "read", break_off)
+        broken.setattr(remote, "open_regular", CutFile)
         with pytest.raises(RequestError, match=r"the network is gone\)\n.*check the URL"):
             restore.restore_from_mirror(config, attempt=0, begun=[])
     assert not Path("run").exists()
@@ -324,10 +323,13 @@ def test_the_user_is_told_that_a_mirror_does_not_answer(monkeypatch: pytest.Monk
     assert notes == ["--mirror file:mirror: no answer for 0.1 s; still waiting"]
 
 
-def break_off(file: LocalFileOpener, size: int = -1) -> bytes:
-    if size == files.PIECE:
+class CutFile(FileIO):
+    """A file in the mirror whose connection breaks while a checkpoint is copied; run.json can still be read."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if Path(str(self.name)).name == OWNER:
+            return super().read(size) or b""
         raise ConnectionError("the network is gone")
-    return bytes(file.f.read(size))
 
 
 def refuse(*_: object) -> None:

@@ -1,6 +1,7 @@
 """What a stranger plants in or next to a run: nothing is written through it or imported; pages hold it as text."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import main_multi_gpu
+from multigpu_cli.mirror.follower import lock_mirror
 from tests.commands.runs import interrupted_run
 from tests.distributed.launcher import alone, run_command
 from tests.support.forked_command import ForkedCommand, call
@@ -72,6 +74,28 @@ def test_run_follows_no_links_planted_while_it_trains(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome
     assert victim.read_text() == "untouched"
     assert [name for name in names if (run / name).is_symlink()] == []
+
+
+@pytest.mark.parametrize("trap", ["link", "fifo"])
+def test_mirror_sends_nothing_planted_while_the_run_trains(trap: str, tmp_path: Path) -> None:
+    """Neither what a link leads to, nor does the command wait for a FIFO; it says that the mirror is not complete."""
+    run, mirror, secret = tmp_path / "run", tmp_path / "mirror", tmp_path / "secret"
+    secret.write_text("password: hush\n")
+    flags = ["--model", "mlp", "--max-steps", "200", "--checkpoint-every", "20", "--multi-gpu", "none", "--quiet"]
+    words = [*flags, "--num-workers", "0", "--mirror", f"file:{mirror}", "--save-dir", str(run)]
+    command = ForkedCommand(words, tmp_path, tmp_path)
+    wait_until((run / "checkpoints/step_00000020/manifest.json").exists, "a checkpoint")
+    (run / "config.yaml").unlink()
+    os.mkfifo(run / "config.yaml") if trap == "fifo" else (run / "config.yaml").symlink_to(secret)
+    outcome = command.wait()
+    assert "Traceback" not in outcome.text
+    assert outcome.code == 0, outcome
+    assert f"file:{mirror} lacks" in outcome.text
+    assert "not a regular file" in outcome.text
+    assert "has not answered" not in outcome.text
+    assert [file for file in mirror.rglob("*") if file.is_file() and b"hush" in file.read_bytes()] == []
+    with lock_mirror(run, lambda busy: True):
+        pass  # the process that sends has ended
 
 
 PACKAGES: tuple[str, ...] = (
