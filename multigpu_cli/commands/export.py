@@ -24,8 +24,8 @@ from multigpu_cli.commands.options import draft_of, writing_to
 from multigpu_cli.commands.requests import ExportTarget, InferenceRequest
 from multigpu_cli.data.load import FROM_MODEL, check_has_samples
 from multigpu_cli.data.loader import Loader, first_batch
+from multigpu_cli.data.notation import list_missing_words
 from multigpu_cli.data.tables.features import TableFeatures
-from multigpu_cli.data.tables.notation import list_missing_words
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.monitor.journal import dump_json
 from multigpu_cli.runtime.model_call import Arguments, bind_arguments

@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from multigpu_cli.data.notation import list_missing_words
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.data.tables.features import GAP, TableFeatures
-from multigpu_cli.data.tables.notation import list_missing_words
 from multigpu_cli.errors import RequestError
 
 _LABELS = ("ai.onnx.ml", 3)  # the operators for categories, and their version

@@ -117,9 +117,12 @@ _SUPPORTED = (
 )
 
 
+_OF_SYSTEMS = ("__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
+
+
 def is_hidden(name: str) -> bool:
-    """Return whether a name marks a file or folder that is not data: dot files, `__MACOSX`, Synology's `@eaDir`."""
-    return (name.startswith(".") and name not in (".", "..")) or name in ("__MACOSX", "@eaDir")
+    """Return whether a name marks a file or folder that is not data: dot files, and folders of operating systems."""
+    return (name.startswith(".") and name not in (".", "..")) or name in _OF_SYSTEMS
 
 
 def is_path(data: str) -> bool:

@@ -13,41 +13,54 @@ from multigpu_cli.config.types import PARTS, SettingEntry, quote_value
 from multigpu_cli.errors import RequestError, TrainingError, raise_all
 
 NAMES_ELSEWHERE = {
-    "amp": "precision mixed-precision",
+    "adapter lora": "lora use-lora peft use-peft",
+    "amp": "precision mixed-precision amp-backend",
     "amp fp16": "fp16 half",
     "amp bf16": "bf16",
-    "batch_size": "per-device-train-batch-size per-device-batch-size train-batch-size local-batch-size",
+    "batch_size": "per-device-train-batch-size per-device-batch-size train-batch-size local-batch-size "
+    "train-micro-batch-size-per-gpu",
     "best": "metric-for-best-model monitor load-best-model-at-end",
     "checkpoint_every": "save-steps save-every save-interval save-freq save-strategy every-n-train-steps",
     "compile default": "torch-compile",
     "data": "dataset dataset-name",
+    "data.block=128, or max_length N with model_dir": "block-size context-length max-seq-length max-seq-len",
+    "data.size=224": "imgsz img-size image-size",
     "data_dir": "data-path data-root dataset-path train-file train-dir",
     "early_stopping_patience": "patience early-stopping",
     "ema": "model-ema ema-decay",
     "epochs": "max-epochs num-train-epochs num-epochs",
+    "epochs N: an evaluation follows each epoch": "eval-steps eval-strategy evaluation-strategy val-check-interval",
+    "epochs N: training and evaluations need no flag": "do-train do-eval",
     "exact": "deterministic",
+    "gpu_ids 0,1; GPUs are used by default, and none with CUDA_VISIBLE_DEVICES=''": "device cuda no-cuda use-cuda",
     "grad_accum_steps": "accumulate gradient-accumulation-steps accumulate-grad-batches accumulation-steps accum-iter",
     "grad_checkpointing": "gradient-checkpointing activation-checkpointing",
     "init_from": "pretrained-weights load-weights",
     "keep": "save-total-limit keep-last save-top-k",
     "log_interval": "logging-steps log-every log-every-n-steps print-freq",
     "logger": "report-to wandb tensorboard",
-    "lr": "learning-rate",
+    "lr": "learning-rate lr0",
     "max_grad_norm": "clip-grad grad-clip gradient-clip-val gradient-clipping max-norm",
     "max_steps": "max-iters max-train-steps total-steps num-steps",
     "model": "arch architecture model-name model-name-or-path",
     "multi_gpu": "strategy accelerator deepspeed distributed-backend distribution",
+    "multi_gpu ddp": "ddp use-ddp",
+    "multi_gpu fsdp": "fsdp use-fsdp",
     "nproc_per_node": "num-processes world-size",
+    "nproc_per_node N on one node; torchrun, with nnodes of its own, on several": "num-nodes nnodes",
     "nproc_per_node N, or torchrun in the place of torch.distributed.launch": "local-rank",
-    "nproc_per_node N for the number, or gpu_ids 0,1 for the choice": "num-gpus gpus devices n-gpu n-gpus ngpus",
+    "nproc_per_node N for the number, or gpu_ids 0,1 for the choice": (
+        "num-gpus num-gpu gpus devices device-ids n-gpu n-gpus ngpus"
+    ),
     "nproc_per_node for training processes, or num_workers for those that load data": "workers",
     "num_workers": "dataloader-num-workers num-data-workers",
     "optimizer": "optim opt",
-    "optimizer.args.momentum=0.9": "momentum",
+    "optimizer.args.momentum=0.9 with optimizer sgd": "momentum",
     "model.args.dropout=0.1": "dropout",
     "resume": "resume-from-checkpoint resume-from ckpt-path checkpoint ckpt",
     "save_dir": "output-dir output checkpoint-dir save-path logging-dir log-dir default-root-dir work-dir",
-    "schedule": "lr-scheduler lr-scheduler-type scheduler sched",
+    "seed": "seed-everything random-seed",
+    "schedule": "lr-scheduler lr-decay lr-scheduler-type scheduler sched",
     "warmup_epochs": "warmup-steps warmup-ratio num-warmup-steps",
     "weight_decay": "wd",
 }
@@ -182,14 +195,17 @@ def translate_name(name: str, *, flags: bool) -> str | None:
     ours = next((ours for ours, theirs in NAMES_ELSEWHERE.items() if word in theirs.split()), None)
     if ours is None or not flags:
         return ours
-    if "=" in ours:
-        return f"--set {ours}"
-    return " ".join(f"--{part.replace('_', '-')}" if part in SETTINGS else part for part in ours.split(" "))
+    words = [f"--{word.replace('_', '-')}" if word in SETTINGS else word for word in ours.split(" ")]
+    return " ".join(["--set", *words] if "=" in words[0] else words)
 
 
 def _suggestion(key: str) -> str:
     if ours := translate_name(key, flags=False):
-        return f"{ours}, which is the name here"
+        first, _, more = ours.partition(" ")
+        name, equals, _ = first.partition("=")  # without the example's value: a search space has an expression there
+        if not equals:
+            return f"{ours}, which is the name here"
+        return f"{name}, which is the name here" + f", {more}" * bool(more)
     part, _, inner = key.partition(".")
     name = inner if inner in SETTINGS else f"{part}_{inner}"
     if part in PARTS and name in SETTINGS:

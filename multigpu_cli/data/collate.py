@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, Subset, default_collate
 
+from multigpu_cli.data.files import explain_unreadable
 from multigpu_cli.distributed.world import copy_stream, pin_memory
 from multigpu_cli.errors import RequestError, TrainingError
 from multigpu_cli.runtime.factories import describe_error
@@ -36,15 +37,16 @@ _MOST_AT_ONCE, _BYTES_AT_ONCE = 32, 2**23  # batches that are fetched together
 VOID = 255  # the class that no pixel has, in the masks of most datasets for segmentation
 
 
-def get_sample(dataset: Dataset[Any], index: int) -> Any:
-    """One sample as the dataset hands it out; an error of its own code is one of the request, and says where."""
-    with report_own_code(dataset, f"sample {index}", f"[{index}]"):
+def get_sample(dataset: Dataset[Any], index: int, split: str = "train") -> Any:
+    """Return one sample as the dataset hands it out; an error of its own code says where, and in which split."""
+    with report_own_code(dataset, f"sample {index}", f"[{index}]", split):
         return dataset[index]
 
 
-def get_samples(dataset: Dataset[Any], indices: list[int]) -> Sequence[Any]:
-    """The same of a dataset that hands out several at once."""
-    with report_own_code(dataset, f"samples {', '.join(map(str, indices[:8]))}", f".__getitems__({indices[:8]})"):
+def get_samples(dataset: Dataset[Any], indices: list[int], split: str = "train") -> Sequence[Any]:
+    """Return several samples of a dataset that hands them out at once; errors are those of `get_sample`."""
+    what = f"samples {', '.join(map(str, indices[:8]))}"
+    with report_own_code(dataset, what, f".__getitems__({indices[:8]})", split):
         items: Sequence[Any] = dataset.__getitems__(indices)  # type: ignore[attr-defined]
     if len(items) != len(indices):
         raise RequestError(
@@ -56,18 +58,18 @@ def get_samples(dataset: Dataset[Any], indices: list[int]) -> Sequence[Any]:
 
 
 @contextmanager
-def report_own_code(dataset: Dataset[Any], what: str, call: str) -> Iterator[None]:
+def report_own_code(dataset: Dataset[Any], what: str, call: str, split: str = "train") -> Iterator[None]:
     """Report an error of the dataset's own code, which `what` (in words) raised, as a RequestError that says where.
 
-    `call` is the expression on the dataset that shows it in Python.
+    `call` is the expression on the dataset of `split` that shows it in Python. Raises TrainingError if a disk failed.
     """
     try:
         yield
     except TrainingError:
         raise
     except Exception as error:  # the user's own code: reported as what is wrong with the request
-        remedy = f"see what {type(unwrap_dataset(dataset)).__name__}{call} gives in Python"
-        raise RequestError(f"--data: {what} raised {describe_error(error)}", remedy=remedy) from error
+        remedy = f"see what {type(unwrap_dataset(dataset)).__name__}{call} of the {split} split gives in Python"
+        raise explain_unreadable(f"--data: {what} raised {describe_error(error)}", error, remedy) from error
 
 
 def to_pair(item: Any, what: str, form: SampleForm = PAIR) -> tuple[Any, Any]:

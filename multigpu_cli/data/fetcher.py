@@ -37,7 +37,7 @@ from multigpu_cli.data.collate import (
     unwrap_dataset,
 )
 from multigpu_cli.data.order import EVAL_EPOCH
-from multigpu_cli.data.source import DataSource
+from multigpu_cli.data.source import SPLITS, DataSource
 from multigpu_cli.distributed.placement import count_cores
 from multigpu_cli.distributed.processes import die_with_parent
 from multigpu_cli.errors import RequestError, TrainingError, pluralize
@@ -63,7 +63,7 @@ class ItemFetcher:
         source: DataSource,
     ) -> None:
         self.device = device
-        self._dataset, self._collate = SeededDataset(split, seed), Collate(split, source.form)
+        self._dataset, self._collate = _seed_split(split, seed, source), Collate(split, source.form)
         processes, reason = _loader_processes(self._dataset, wanted, workers_here)
         self._fetches_whole = not processes and self._dataset.fetch_batch is not None  # DataLoader would only cost time
         known = [part for part in (source.train, source.val, source.test, source.new) if part is not None]
@@ -122,7 +122,7 @@ class _Pool(DataLoader[Any]):
         self.turn: object = None  # of the stream that was begun last
         self.requests, options = _Requests(), source.loader_options
         super().__init__(
-            _Splits([(SeededDataset(split, seed), Collate(split, source.form)) for split in splits]),
+            _Splits([(_seed_split(split, seed, source), Collate(split, source.form)) for split in splits]),
             collate_fn=lambda made: made,
             batch_sampler=self.requests,  # type: ignore[arg-type]  # what `_Splits` is asked for
             num_workers=processes,
@@ -183,8 +183,8 @@ class SeededDataset(Dataset[Any]):
     sample, and for evaluations with a number that many can't take.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Dataset[Any], seed: int, split: str = "train") -> None:
+        self.dataset, self.seed, self.split = dataset, seed, split
         self._size = len(dataset)  # type: ignore[arg-type]
         self._make_packs = getattr(unwrap_dataset(dataset), "make_packs_of_epoch", None)
         self.fetch_batch = getattr(dataset, "fetch_batch", None)
@@ -193,7 +193,7 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, where: tuple[int, int]) -> tuple[int, Any]:
         self._seed(*where)
         index = where[1] % self._size
-        return index, get_sample(self.dataset, index)
+        return index, get_sample(self.dataset, index, self.split)
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, Any]] | Fetched:
         if self.fetch_batch is not None:
@@ -202,7 +202,7 @@ class SeededDataset(Dataset[Any]):
             return [self[where] for where in places]
         self._seed(*places[0])
         indices = [index % self._size for _, index in places]
-        return list(zip(indices, get_samples(self.dataset, indices), strict=True))
+        return list(zip(indices, get_samples(self.dataset, indices, self.split), strict=True))
 
     def fetch_whole(self, indices: np.ndarray) -> Fetched:
         """A batch that the dataset itself puts together (`fetch_batch`)."""
@@ -215,6 +215,12 @@ class SeededDataset(Dataset[Any]):
         if self._make_packs is not None:
             self._make_packs(epoch)
         seed_host(make_key(self.seed, epoch, index))
+
+
+def _seed_split(dataset: Dataset[Any], seed: int, source: DataSource) -> SeededDataset:
+    """Return the dataset of a split, with the name that the source has for it, for messages."""
+    names = (name for name in (*SPLITS, "new") if getattr(source, name) is dataset)
+    return SeededDataset(dataset, seed, next(names, "train"))
 
 
 def _loader_processes(dataset: SeededDataset, wanted: int | str, workers_here: int) -> tuple[int, str]:

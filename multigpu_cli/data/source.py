@@ -138,7 +138,7 @@ def check_precision(values: np.ndarray, name: str) -> None:
 
 def wrap_unlabeled(dataset: Dataset[Any], train: Dataset[Any], form: SampleForm = PAIR) -> UnlabeledDataset | None:
     """The dataset with placeholder targets; None if it has targets, or if the training samples have none."""
-    item, known = get_sample(dataset, 0), get_sample(train, 0)
+    item, known = get_sample(dataset, 0, "new"), get_sample(train, 0)
     if (own := getattr(unwrap_dataset(dataset), "collate_fn", None)) is not None:
         item, known = own([item]), own([known])
     if _has_target(item, form) or not _has_target(known, form):

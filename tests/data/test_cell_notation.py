@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from multigpu_cli.config.schema import DataConfig
 from multigpu_cli.data.load import load_data_source
+from multigpu_cli.data.notation import PLAIN, is_missing, to_number
 from multigpu_cli.data.source import DataSource
 from multigpu_cli.data.tables.csv import CsvFormat, CsvTable, read_csv, read_decimal_commas
-from multigpu_cli.data.tables.notation import PLAIN, is_missing, to_number
 from multigpu_cli.errors import RequestError
 
 CODES = st.text("01_\u0667\uff11.+-e aN?", min_size=1, max_size=4).map(str.strip).filter(bool)
@@ -185,6 +185,56 @@ def test_unread_numbers_are_warned_of_and_refused_as_targets(file: Path, cells: 
         with pytest.raises(RequestError, match=r"data\.target: .* is not a number, and .* rows are no classes"):
             open_table(file, target="x")
         assert open_table(file, target="x", kind="classification").num_classes == len(set(cells))
+
+
+@pytest.mark.parametrize("text", ["EUR {}.50", "{} years", "{}.5°C", "room {}"])
+def test_class_per_text_with_a_number_is_warned_of(file: Path, text: str) -> None:
+    write(file, {"x": range(90), "y": [text.format(at % 30) for at in range(90)]})
+    (warning,) = open_table(file).warnings
+    assert "column 'y': " in warning
+    assert "30 different texts such as" in warning or "is not a number" in warning
+    assert open_table(file, kind="classification").warnings == ()
+
+
+@pytest.mark.parametrize(("text", "count"), [("class {}", 20), ("grade {}", 3), ("room {}", 30), ("wnid{:08}", 40)])
+def test_labels_with_numbers_are_not_warned_of(file: Path, text: str, count: int) -> None:
+    source = open_table(write(file, {"x": range(400), "y": [text.format(at % count) for at in range(400)]}))
+    assert (source.num_classes, source.warnings) == (count, ())
+
+
+def test_texts_with_a_fraction_are_warned_of_in_many_rows(file: Path) -> None:
+    write(file, {"x": range(4000), "y": [f"EUR {at % 25}.50" for at in range(4000)]})
+    assert "25 different texts such as 'EUR 0.50'" in str(open_table(file).warnings)
+
+
+def test_amounts_without_their_sign_are_read(tmp_path: Path) -> None:
+    write(tmp_path / "t.csv", {"p": [f"${at}.12" for at in range(60)], "y": [f"$1,{at:03}.50" for at in range(60)]})
+    write(tmp_path / "test.csv", {"p": ["7.12", "8.12"], "y": ["1,007.50", "1008.50"]})
+    source = open_table(tmp_path / "t.csv", test_file="test.csv")
+    assert source.test.tensors[1].tolist() == [1007.5, 1008.5]  # type: ignore[union-attr]
+    write(tmp_path / "t.csv", {"p": [f"{at} %" for at in range(60)], "y": [f"${at}.5" for at in range(60)]})
+    write(tmp_path / "test.csv", {"p": ["0.07"], "y": ["$3.5"]})
+    with pytest.raises(RequestError, match=r"test\.csv:2: '0\.07' in column 'p' is not a number.*such as '[0-9]+ %'"):
+        open_table(tmp_path / "t.csv", test_file="test.csv")
+
+
+def test_unread_target_of_another_file_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "t.csv", {"x": range(60), "y": [f"${at}.5" for at in range(60)]})
+    write(tmp_path / "test.csv", {"x": [1, 2], "y": ["$3.5", "4 EUR"]})
+    with pytest.raises(
+        RequestError, match=r"test\.csv:3: '4 EUR' in column 'y' is not a number.*such as '\$0\.5'"
+    ) as said:
+        open_table(tmp_path / "t.csv", test_file="test.csv")
+    assert "classification" not in said.value.remedy
+
+
+@pytest.mark.parametrize("name", ["images\\{}.png", "/elsewhere/{}.JPG", "clips/{}.wav"])
+@pytest.mark.parametrize("gaps", [0, 5])
+def test_names_of_images_or_sounds_are_refused(tmp_path: Path, name: str, gaps: int) -> None:
+    files = [*["?"] * gaps, "a note", *map(name.format, range(39 - gaps))]
+    write(tmp_path / "t.csv", {"file": files, "x": range(40), "y": [0, 1] * 20})
+    with pytest.raises(RequestError, match=r"column 'file' of .*t\.csv names files"):
+        open_table(tmp_path / "t.csv")
 
 
 def test_texts_of_their_own_in_every_row_are_warned_of(file: Path) -> None:

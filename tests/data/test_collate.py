@@ -1,3 +1,4 @@
+import errno
 import re
 from typing import Any
 
@@ -16,9 +17,10 @@ from multigpu_cli.data.collate import (
     describe_shapes,
     fetch_together,
     get_sample,
+    get_samples,
     to_pair,
 )
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, TrainingError
 
 
 def test_a_pair_of_arrays_becomes_a_pair_of_tensors() -> None:
@@ -101,6 +103,21 @@ def test_samples_that_make_no_batch_are_shown() -> None:
 def test_a_sample_that_raises_is_named_with_its_place() -> None:
     with pytest.raises(RequestError, match=r"sample 7 raised KeyError in test_collate\.py:\d+: 'broken'"):
         get_sample(Ragged(), 7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.EACCES, 2), (errno.ENOENT, 2)])
+def test_failing_disk_of_a_dataset_is_no_wrong_request(number: int, code: int) -> None:
+    class OnDisk:
+        def __getitem__(self, index: int) -> Any:
+            raise OSError(number, "no answer", "/nfs/7.png")
+
+        __getitems__ = __getitem__
+
+    for fetch, index in ((get_sample, 7), (get_samples, [7])):
+        with pytest.raises(TrainingError, match=r"7 raised \w+ in test_collate\.py:\d+: .*/nfs/7\.png") as raised:
+            fetch(OnDisk(), index, split="val")  # type: ignore[arg-type, operator]
+        assert raised.value.exit_code == code
+        assert ("disk" if code == 1 else "of the val split gives in Python") in raised.value.remedy
 
 
 def test_a_collate_fn_gets_samples_as_they_are_and_may_return_a_mapping() -> None:

@@ -51,7 +51,13 @@ def test_folders_are_classes_and_all_images_are_divided(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("split", ["", "train"])
-@pytest.mark.parametrize("hidden", [".ipynb_checkpoints", "deeper/.cache/more", "__MACOSX", "deeper/@eaDir/0.png"])
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        *(".ipynb_checkpoints", "deeper/.cache/more", "__MACOSX", "deeper/@eaDir/0.png"),
+        *("$RECYCLE.BIN", "System Volume Information", "lost+found/#12"),
+    ],
+)
 def test_images_in_hidden_folders_do_not_count(tmp_path: Path, hidden: str, split: str) -> None:
     root, later = write_images(tmp_path / "data" / split), tmp_path / "later"
     for folder in (root / "red" / hidden, root / hidden, later / hidden, later):
@@ -64,6 +70,29 @@ def test_images_in_hidden_folders_do_not_count(tmp_path: Path, hidden: str, spli
     assert sum(map(len, filter(None, (source.train, source.val, source.test)))) == 30  # type: ignore[arg-type]
     assert source.class_names == ("blue", "green", "red")
     assert len(source.new) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("names", "stem", "is_pair"),
+    [
+        *((["low", "high"], "{}", True), (["trainA", "trainB"], "{:04}", True), (["x", "y"], "photo_{}", True)),
+        *((["cat", "dog"], "{}", False), (["a", "b", "c"], "photo_{}", False)),
+    ],
+)
+def test_two_classes_of_the_same_names_are_warned_of(
+    tmp_path: Path, names: list[str], stem: str, is_pair: bool
+) -> None:
+    for at, folder in enumerate(names):
+        (tmp_path / folder).mkdir()
+        for number in range(12):
+            Image.new("RGB", (16, 16)).save(tmp_path / folder / f"{stem.format(number)}.{'png' if at else 'jpg'}")
+    warnings = " ".join(open_images(tmp_path).warnings)
+    assert warnings.startswith(
+        f"{tmp_path}: the classes {' and '.join(sorted(names))} have files of the same names" * is_pair
+    )
+    assert bool(warnings) == is_pair
+    Image.new("RGB", (16, 16)).save(tmp_path / names[0] / "another.png")
+    assert open_images(tmp_path).warnings == ()
 
 
 def test_splits_that_lie_there_are_taken(tmp_path: Path) -> None:

@@ -499,6 +499,7 @@ def test_what_fails_while_it_is_measured_is_told_without_the_way_there(monkeypat
     with pytest.raises(RequestError, match="sample 0 raised ValueError") as caught:
         loader(Failing(), "auto")
     assert len(str(caught.value).splitlines()) < 4
+    assert "see what Failing[0] of the train split gives in Python" in str(caught.value)
     assert set(multiprocessing.active_children()) <= before
 
 

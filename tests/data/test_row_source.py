@@ -109,6 +109,68 @@ def test_words_and_many_numbers(tmp_path: Path) -> None:
     assert numbers.target_scale is not None
 
 
+NOTATIONS = {"1,230.50": 1230.5, "$57": 57.0, "2024-01-05": 19727.0, "0.25": 0.25}
+
+
+def open_texts(folder: Path, texts: list[str], **args: Any) -> dict[str, Any]:
+    """Sources of 60 rows whose target is a text, in every format."""
+    rows = [{**row, "kind": texts[at % len(texts)]} for at, row in enumerate(ROWS)]
+    args |= {"ignore": "label"}
+    sources = {
+        "arrow": load("arrow", write_arrow(folder / "arrow", rows), target="kind", **args),
+        "jsonl": load("jsonl", write_jsonl(folder / "rows.jsonl", rows), target="kind", **args),
+    }
+    if not args.get("kind"):  # without a list of classes, a .tar has none but in .cls
+        columns = {"target": "json.kind", "columns": ["json.a", "json.b"]}
+        sources["tar"] = load("tar", write_tar(folder / "tar", make_samples(rows)), **columns)
+    return sources
+
+
+@pytest.mark.parametrize("text", NOTATIONS)
+def test_texts_of_amounts_or_dates_are_numbers(tmp_path: Path, text: str) -> None:
+    for source in open_texts(tmp_path, [text]).values():
+        assert (source.task, source.num_classes, source.class_names) == ("regression", 0, ())
+        assert source.train[3][1].tolist() == pytest.approx(NOTATIONS[text])
+        assert source.target_scale == pytest.approx((NOTATIONS[text], 1.0))
+    if text != "0.25":
+        assert open_texts(tmp_path, [text, "$1"], kind="classification")["arrow"].class_names == tuple(
+            sorted([text, "$1"])
+        )
+
+
+def test_texts_of_whole_numbers_stay_labels(tmp_path: Path) -> None:
+    labels = {"007", "11", "3"}
+    rows = [{"a": row["a"], "label": sorted(labels)[at % 3]} for at, row in enumerate(ROWS)]
+    source = load("jsonl", write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert (set(source.class_names), source.warnings) == (labels, ())
+
+
+def test_row_with_another_notation_is_named(tmp_path: Path) -> None:
+    rows = [{"a": row["a"], "label": f"${at}"} for at, row in enumerate(ROWS)]
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "test.jsonl", [*rows[:20], {"a": 1.0, "label": "call us"}])
+    with pytest.raises(RequestError, match=r"test\.jsonl: row 20, from 0, has 'call us' in column 'label'"):
+        load("jsonl", tmp_path)
+
+
+def test_uncertain_separator_of_texts_has_its_setting(tmp_path: Path) -> None:
+    for source in open_texts(tmp_path, ["1,234", "999"]).values():
+        assert "is read as 1234; --set data.decimal=comma if it is 1.234" in source.warnings[0]
+    rows = write_jsonl(tmp_path / "b.jsonl", [{"a": row["a"], "label": "1,234"} for row in ROWS])
+    source = load("jsonl", rows, decimal="comma")
+    assert (source.train[0][1].item(), source.warnings) == (pytest.approx(1.234), ())
+
+
+@pytest.mark.parametrize("text", ["EUR {}.50", "{} years", "{}.5°C", "{}"])
+def test_class_per_text_with_a_number_is_warned_of(tmp_path: Path, text: str) -> None:
+    rows = [{"a": row["a"], "label": text.format(at % 30)} for at, row in enumerate(ROWS)]
+    place = write_jsonl(tmp_path / "rows.jsonl", rows)
+    (warning,) = load("jsonl", place).warnings
+    assert f"rows.jsonl: column 'label': 30 different texts such as '{text.format(0)}' are 30 classes" in warning
+    assert "--set data.kind=classification" in warning
+    assert load("jsonl", place, kind="classification").warnings == ()
+
+
 def test_arrays_images_and_tokens(tmp_path: Path) -> None:
     rows = [{"x": [[n, 1], [2, 3]], "label": n % 2, "pic": encode_image(n), "on": n % 3 == 0} for n in range(20)]
     place = write_arrow(tmp_path / "wide", rows)
@@ -154,7 +216,7 @@ def test_images_of_16_bits_keep_their_values_in_rows(tmp_path: Path) -> None:
     [
         (ROWS, {}, "holds string"),
         (ROWS, {"target": "labl"}, "has no column 'labl'"),
-        (ROWS, {"target": "kind", "kind": "regression"}, "no regression target"),
+        (ROWS, {"target": "kind", "kind": "regression"}, "has 'cat' in column 'kind', which is not a number"),
         (ROWS, {"columns": ["a", "kind"]}, "holds string, neither numbers"),
         (ROWS[:9], {"ignore": "kind"}, "9 rows can't be divided"),
         ([{**row, "a": None if row["a"] == 2 else row["a"]} for row in ROWS], {"ignore": "kind"}, "1 rows without"),

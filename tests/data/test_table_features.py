@@ -9,9 +9,9 @@ from sklearn.impute import SimpleImputer
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
+from multigpu_cli.data.notation import to_number
 from multigpu_cli.data.tables.csv import CsvTable
 from multigpu_cli.data.tables.features import GAP, Part, learn_features
-from multigpu_cli.data.tables.notation import to_number
 
 NUMBERS = ["plain", "with gaps", "constant", "nearly constant", "huge", "empty"]
 WORDS = ["few", "many", "fifty", "words with gaps"]

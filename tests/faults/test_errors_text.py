@@ -42,6 +42,9 @@ def find_remedy(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return remedy.strip()
 
 
+MOMENTUM = "optimizer.args.momentum, which is the name here, with optimizer sgd"
+
+
 @pytest.mark.parametrize("ours", NAMES_ELSEWHERE)
 def test_remedy_translates_flags_of_other_trainers(ours: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With dashes and with underscores; what it advises is an option."""
@@ -67,8 +70,17 @@ def test_remedy_translates_flags_of_other_trainers(ours: str, capsys: pytest.Cap
         ("--Batch-Size 8", "did you mean '--batch-size'?"),
         ("--per_device_train_batch_size 8", "--batch-size"),
         ("--accelerator gpu", "--multi-gpu"),
-        ("--momentum 0.9", "--set optimizer.args.momentum=0.9"),
-        ("--set momentum=0.9", "optimizer.args.momentum=0.9, which is the name here"),
+        ("--momentum 0.9", "--set optimizer.args.momentum=0.9 with --optimizer sgd"),
+        ("--set momentum=0.9", MOMENTUM),
+        ("tune --objective val_loss:min --search momentum=range(0,0.9) --trials 2 --save-dir none", MOMENTUM),
+        ("--set dropout=0.5", "model.args.dropout, which is the name here"),
+        ("--set block_size=64", "data.block, which is the name here, or max_length N with model_dir"),
+        ("--fsdp full_shard", "--multi-gpu fsdp"),
+        ("--ddp", "--multi-gpu ddp"),
+        ("--use_lora", "--adapter lora"),
+        ("--imgsz 640", "--set data.size=224"),
+        ("--block_size 128", "--set data.block=128, or --max-length N with --model-dir"),
+        ("--eval_steps 100", "--epochs N: an evaluation follows each epoch"),
         ("--set output_dir=runs/a", "save_dir, which is the name here"),
         ("--optimiser sgd", "did you mean '--optimizer'?"),
     ],

@@ -19,7 +19,14 @@ from torch.utils.data import Dataset
 from multigpu_cli.config.types import integer
 from multigpu_cli.data import files, transforms
 from multigpu_cli.data.collate import PAIR, SampleForm
-from multigpu_cli.data.images.masks import Entry, choose_num_classes, read_mask, read_pairs, refuse_masks
+from multigpu_cli.data.images.masks import (
+    Entry,
+    choose_num_classes,
+    describe_pairs,
+    read_mask,
+    read_pairs,
+    refuse_masks,
+)
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import SPLITS, DataSource
 from multigpu_cli.errors import RequestError
@@ -87,9 +94,9 @@ def load(
     root = files.locate_data("image-folder", data_dir, _LAYOUT)
     if form.ignored is None:
         names, parts = _read_classes(root)
-        num_classes = len(names)
+        num_classes, doubt = len(names), describe_pairs(root, names, next(iter(parts.values())))
     else:
-        names, parts = [], read_pairs(root)
+        names, parts, doubt = [], read_pairs(root), ""
         num_classes = choose_num_classes(parts, values, form, moved)
     parts = _divide(parts, seed)
     if new:
@@ -107,6 +114,7 @@ def load(
         input_shape=transforms.model_input_shape((3, size, size), mode),
         num_classes=num_classes,
         class_names=tuple(names),
+        warnings=(doubt,) if doubt else (),
         prepare=transforms.Standardised(*transforms.IMAGENET, mode),
         model="resnet18" if names else "torchvision/lraspp_mobilenet_v3_large",
     )

@@ -18,6 +18,9 @@ _LAYOUT = "images/NAME.jpg and masks/NAME.png, directly in --data-dir or within 
 _MASKS = re.compile(r"mask|label|annot|segment|trimap|manual|ground.?truth|^gt", re.IGNORECASE)
 _IMAGES = re.compile(r"image|img|photo|picture|^(input|original)s?$", re.IGNORECASE)
 _MASK_ENDING = re.compile(r"[ _.-](mask|label|seg|gt|anno|trimap|manual)[^/]*$", re.IGNORECASE)  # of a name: 1_mask.png
+_SIDE = re.compile(  # a folder of one side of pairs
+    r"^(train|test|val)?_?[AB]$|(?i:^(low|high|[lh]r|input|target|source|noisy|clean|before|after|blur|sharp))"
+)
 _LOSSLESS = ("PNG", "TIFF", "BMP", "GIF")  # formats, in Pillow's words, that keep class numbers
 _MANY = 1000  # masks, whose reading takes seconds
 _STRETCHED = {"L;2": 85, "L;4": 17}  # by which Pillow multiplies gray of 2 and of 4 bits
@@ -92,6 +95,24 @@ def refuse_masks(folder: Path) -> None:
     if alike or (masks and any(_IMAGES.search(each.name) for each in images)):
         problem = f"--data image-folder: {masks[0]} seems to hold masks of the images in {images[0].name}/, not a class"
         raise RequestError(problem, remedy=f"add --task segmentation; or, if it is a class, rename {masks[0].name}/")
+
+
+def describe_pairs(root: Path, names: Sequence[str], entries: Sequence[Entry]) -> str:
+    """Return a warning if two classes look like the two sides of pairs, such as low/ and high/; otherwise "".
+
+    All files of both have the same names. Mere numbers, as in cat/1.jpg and dog/1.jpg, are no sign of pairs, unless
+    the names of the folders are.
+    """
+    stems = [{file.stem for file, number in entries if number == index} for index in range(len(names))]
+    if len(names) != 2 or stems[0] != stems[1]:
+        return ""
+    if all(map(_SIDE.search, names)) or not all(map(str.isdecimal, stems[0])):
+        first, second = names
+        return (
+            f"{root}: the classes {first} and {second} have files of the same names, as pairs of images do; "
+            "if they are no classes, write a Dataset that returns the pairs: --data module:factory"
+        )
+    return ""
 
 
 def _have_same_names(images: Path, masks: Path) -> bool:

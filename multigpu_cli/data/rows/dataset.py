@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from multigpu_cli.data.notation import Notation
 from multigpu_cli.data.order import RowSelection
 from multigpu_cli.data.rows.store import RowStore
 from multigpu_cli.data.transforms import cut_square, decode_image
@@ -25,6 +26,7 @@ class RowRoles:
     stacked: bool = False  # inputs are single numbers, side by side in a vector
     labels: Mapping[Any, int] | None = None  # the class number of each value of the target, where it is another
     num_classes: int = 0  # 0 where targets are numbers
+    notation: Notation | None = None  # how the target's texts write numbers, if they do
 
 
 class NumberRows(Dataset[tuple[Tensor, Tensor]]):
@@ -115,7 +117,7 @@ class ImageRows(Dataset[tuple[Tensor, Tensor]]):
 
 def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRoles) -> Tensor:
     """(n,) int64 class numbers, or (n, …) float32, all finite; RequestError: training does not know a row's label."""
-    found = store.read(roles.target, rows)
+    found = read_texts(store, roles.target, rows, roles.notation) if roles.notation else store.read(roles.target, rows)
     if not roles.num_classes:
         found = np.asarray(found, dtype=np.float32)
         _check_finite(found, rows, store, [roles.target])
@@ -132,6 +134,20 @@ def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRo
             remedy="data.args.classes=[…], all of them; or leave out such rows",
         )
     return torch.from_numpy(np.array(numbers))
+
+
+def read_texts(store: RowStore, name: str, rows: Sequence[int] | np.ndarray, notation: Notation) -> np.ndarray:
+    """Return the numbers (n,) float64 that a column of texts writes; RequestError names a row that has none."""
+    texts = store.read(name, rows)
+    numbers = [notation.read(text) for text in texts]
+    if None in numbers:
+        at = numbers.index(None)
+        problem = f"--data: {store.label}: row {int(rows[at])}, from 0, has {texts[at]!r} in column {name!r}"
+        raise RequestError(
+            f"{problem}, which is not a number, as in other rows",
+            remedy="numbers in all rows; or --set data.kind=classification, if they are classes",
+        )
+    return np.array(numbers, dtype=np.float64)
 
 
 def _check_finite(values: np.ndarray, rows: Sequence[int] | np.ndarray, store: RowStore, names: Sequence[str]) -> None:

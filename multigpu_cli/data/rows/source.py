@@ -9,11 +9,12 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from multigpu_cli.config.types import integer
+from multigpu_cli.config.types import choice, integer
 from multigpu_cli.data.files import find_part_files
+from multigpu_cli.data.notation import Notation, describe_numbers_as_classes, is_missing
 from multigpu_cli.data.order import RowSelection, divide_rows
 from multigpu_cli.data.rows.arrow import ArrowStore, find_arrow_files
-from multigpu_cli.data.rows.dataset import ImageRows, NumberRows, RowRoles, TokenRows
+from multigpu_cli.data.rows.dataset import ImageRows, NumberRows, RowRoles, TokenRows, read_texts
 from multigpu_cli.data.rows.jsonl import JsonStore
 from multigpu_cli.data.rows.store import Column, RowStore
 from multigpu_cli.data.rows.tar import TarStore
@@ -38,7 +39,8 @@ class RowOptions:
     target: str | None = None  # the column to predict; None where one is called label, target or the like
     columns: Sequence[str] | str | None = None  # the inputs; None: all others
     ignore: Sequence[str] | str = ()  # columns to leave out
-    kind: Kind = "auto"  # classification, regression, or auto: texts, and whole numbers of up to 20 values, are classes
+    kind: Kind = "auto"  # classification, regression, or auto: words, and whole numbers of up to 20 values, are classes
+    decimal: Annotated[str, choice("auto", "comma", "point")] = "auto"  # the sign before a fraction in texts
     classes: int | Sequence[Any] | None = None  # how many, or their names or values; None: to be found in the rows
     vocabulary: int | None = None  # how many tokens there are, where rows are tokens
     size: Annotated[int, integer(1)] = 64
@@ -59,20 +61,24 @@ def build_row_source(
     if inputs[0].name == _TOKENS and len(inputs) == 1:
         samples, facts = _build_tokens(inputs[0], target, parts, options)
     else:
-        labels, names = _find_classes(name, train, target, options)
+        notation, doubt = _learn_notation(name, train, target, options)
+        labels, names = (None, ()) if notation else _find_classes(name, train, target, options)
+        doubt = doubt or _doubt_classes(train, target, names, options)
         roles = RowRoles(
             inputs=tuple(column.name for column in inputs),
             target=target.name,
             stacked=inputs[0].kind == "number" and not inputs[0].shape,
             labels=labels,
             num_classes=len(names),
+            notation=notation,
         )
         images = inputs[0].kind == "bytes"
         rounded = [each for each in inputs if roles.stacked or each.dtype == "float64"] if not images else []
-        _check_rounding(name, *parts["train"], [*rounded, *([] if names else [target])])
+        _check_rounding(name, *parts["train"], [*rounded, *([] if names else [target])], notation)
         samples, facts = (partial(_build_images, name, options) if images else _build_numbers)(parts, roles, mode)
         task = "classification" if names else "regression"
         facts |= {"num_classes": len(names), "class_names": names, "task": task}
+        facts["warnings"] = (doubt,) if doubt else ()
     return DataSource(**samples, shuffle_block=block, **facts)
 
 
@@ -149,11 +155,40 @@ def _divide(name: str, stores: Mapping[str, RowStore], seed: int) -> Parts:
     return parts | {part: (train, rows) for part, rows in zip(["train", *held], selections, strict=True)}
 
 
+_DECIMALS = {"auto": ".,", "comma": ",", "point": "."}  # the likeliest first
+
+
+def _learn_notation(name: str, store: RowStore, target: Column, options: RowOptions) -> tuple[Notation | None, str]:
+    """Return how the target's texts write numbers, with a warning or ""; None if the texts are labels.
+
+    Amounts, dates and fractions are numbers, as in --data csv. Whole numbers that are texts are labels, except if
+    data.kind asks for a regression. RequestError: it does, and a text is not a number.
+    """
+    if target.kind != "text" or options.kind == "classification" or options.classes is not None:
+        return None, ""
+    rows = _spread_evenly(len(store))
+    cells = dict.fromkeys(text for text in store.read(target.name, rows) if not is_missing(text))
+    notation, doubt = Notation.learn(cells, _DECIMALS[options.decimal])
+    if options.kind == "regression":
+        read_texts(store, target.name, rows, notation)
+        return notation, doubt
+    numbers = [number for cell in cells if (number := notation.read(cell)) is not None]
+    are_numbers = len(numbers) == len(cells) and (notation.is_amount or not all(map(float.is_integer, numbers)))
+    return (notation, doubt) if are_numbers else (None, "")
+
+
+def _doubt_classes(store: RowStore, target: Column, names: Sequence[str], options: RowOptions) -> str:
+    """Return a warning if the texts of the target look like numbers, and each became a class; otherwise ""."""
+    if target.kind != "text" or options.kind != "auto" or options.classes is not None:
+        return ""
+    return describe_numbers_as_classes(f"{store.label}: column {target.name!r}", names, len(store))
+
+
 def _find_classes(
     name: str, store: RowStore, target: Column, options: RowOptions
 ) -> tuple[dict[Any, int] | None, tuple[str, ...]]:
     """The class number of each value of the target, where they are not the same; and the names of the classes."""
-    if target.kind not in ("number", "text") or (target.kind == "text" and options.kind == "regression"):
+    if target.kind not in ("number", "text"):
         problem = f"--data {name}: column {target.name!r} holds {target.description}, no {options.kind} target"
         raise RequestError(problem, remedy="data.target=…, a column of numbers or labels")
     if options.kind == "regression" or (target.kind == "number" and (target.shape or not target.is_integer)):
@@ -224,11 +259,16 @@ def _spread_evenly(count: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, _SCALED_BY)).astype(np.int64))
 
 
-def _check_rounding(name: str, store: RowStore, selection: RowSelection, columns: Sequence[Column]) -> None:
+def _check_rounding(
+    name: str, store: RowStore, selection: RowSelection, columns: Sequence[Column], notation: Notation | None
+) -> None:
     """Raise RequestError if float32 rounds what tells some rows' numbers apart, in a column that becomes float32."""
     rows = selection.find_rows(_spread_evenly(len(selection)))
     for column in columns:
-        check_precision(store.read(column.name, rows), f"--data {name}: {store.label}: column {column.name!r}")
+        values = store.read(column.name, rows)
+        if notation and column.kind == "text":
+            values = read_texts(store, column.name, rows, notation)
+        check_precision(values, f"--data {name}: {store.label}: column {column.name!r}")
 
 
 _TAR = "a .tar shard or a folder with several, with members such as KEY.jpg and KEY.cls"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from multigpu_cli.config.regular_files import refuse_special_file
 from multigpu_cli.config.types import ValueType, quote_value
-from multigpu_cli.data.tables.notation import DECIMAL_COMMA, PLAIN, Notation, Parsed, is_missing, is_number_like
+from multigpu_cli.data.notation import DECIMAL_COMMA, PLAIN, Notation, Parsed, is_missing, is_number_like
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "space": " ", "bar": "|"}

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multigpu_cli.data.notation import MOST, has_unit, is_missing, is_number_like
 from multigpu_cli.data.source import FEW, Codec
 from multigpu_cli.data.tables.csv import CsvTable
-from multigpu_cli.data.tables.notation import MOST, has_unit, is_missing, is_number_like
 
 _CATEGORIES = 50  # of one column; rarer ones share a place
 _EXAMPLES = 16

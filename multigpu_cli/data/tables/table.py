@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from multigpu_cli.config.paths import IMAGES
 from multigpu_cli.config.types import choice
 from multigpu_cli.config.yaml_text import UnreadableError, compose, parse_typed
 from multigpu_cli.data.files import JsonLines, locate_other_file, locate_single_file
+from multigpu_cli.data.notation import PLAIN, describe_numbers_as_classes, is_missing
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import FEW, SPLITS, DataSource, Kind, check_precision
 from multigpu_cli.data.tables.csv import SEPARATOR, CsvFormat, CsvTable, read_csv, read_decimal_commas
@@ -30,10 +32,11 @@ from multigpu_cli.data.tables.features import (
     describe_words,
     learn_features,
 )
-from multigpu_cli.data.tables.notation import PLAIN, is_missing
 from multigpu_cli.errors import RequestError, did_you_mean
 
 _WHOLE = re.compile(r"(0|-?[1-9][0-9]*)(\.0*)?")  # 1 and 1.0 are one class, if all labels are such
+_NAMES = 20  # different cells of a column that are looked up as names of files
+_MEDIA = (*IMAGES, ".wav", ".mp3", ".flac", ".ogg", ".m4a", ".mp4", ".avi")
 _QUOTES = """quotes around yes, no, on and off, which YAML reads as True and False: --set 'data.target="no"'"""
 
 
@@ -103,7 +106,11 @@ def _build_source(
     others = [*parts[1:], *([_whole(new)] if new else [])]
     warnings = [*table.warnings, *_check_numbers(features, others, table.path)]
     named = [*columns, target] if kind == "auto" else columns
-    warnings += [warning for name in named if (warning := describe_words(parts[0], name))]
+    words = {name: warning for name in named if (warning := describe_words(parts[0], name))}
+    if names and kind == "auto" and target not in words:
+        counts = table.count_cells(target)
+        words[target] = describe_numbers_as_classes(f"{table.path}: column {target!r}", counts, counts.total())
+    warnings += filter(None, words.values())
     files = [part for part in others if part.table is not table]
     warnings += [warning for part in files for warning in describe_unknown_words(features, part)]
     doubts = (each.table.doubts.get(name) for each in [parts[0], *others] for name in [*columns, target])
@@ -230,14 +237,24 @@ def _count_missing(table: CsvTable, columns: Sequence[str]) -> list[str]:
 
 
 def _refuse_file_names(table: CsvTable, column: str) -> None:
-    """Raise RequestError if a column of words has names of files, relative to the table's folder."""
-    cells = list(islice(table.count_cells(column), 3)) if table.parse(column)[1].any() else []
-    if cells and all("." in cell and len(cell) < 256 and (table.path.parent / cell).is_file() for cell in cells):
+    """Raise RequestError if most words of a column name files in the table's folder, or images or sounds anywhere.
+
+    Few words are looked at, spread over the column, because a network disk takes a moment for each.
+    """
+    counts = table.count_cells(column) if table.parse(column)[1].any() else {}
+    cells = list(islice(counts, 0, None, 1 + len(counts) // _NAMES))
+    names = [cell for cell in cells if _is_file_name(table.path.parent, cell)]
+    if 2 * len(names) > len(cells):
         raise RequestError(
-            f"--data csv: column {column!r} of {table.path} names files ({cells[0]}), whose content is not read",
+            f"--data csv: column {column!r} of {table.path} names files ({names[0]}), whose content is not read",
             remedy="write a Dataset that opens them: --data module:factory, or leave the column "
             f"out: --set {quote(f'data.ignore=[{column}]')}",
         )
+
+
+def _is_file_name(folder: Path, cell: str) -> bool:
+    path = folder / cell.replace("\\", "/")  # as Windows writes it
+    return "." in cell and len(cell) < 256 and (path.suffix.lower() in _MEDIA or path.is_file())
 
 
 def _read_test(path: Path, table: CsvTable, form: CsvFormat) -> CsvTable:
@@ -268,7 +285,7 @@ def _read_alike(others: CsvTable, table: CsvTable) -> CsvTable:
 def _check_numbers(features: TableFeatures, parts: Sequence[Part], path: Path) -> list[str]:
     """Return warnings about words of the same file among numbers; raise RequestError if another file has some."""
     words = [
-        (part.table.path, f"{part.table.describe_cell(name, row)} is not a number, as in the training rows")
+        (part.table.path, _describe_word(part, name, row, features.examples))
         for part in parts
         for name in features.numbers
         if (row := part.find_word(name)) is not None
@@ -276,6 +293,13 @@ def _check_numbers(features: TableFeatures, parts: Sequence[Part], path: Path) -
     if wrong := dict.fromkeys(line for file, line in words if file != path):
         raise RequestError("\n".join(wrong), remedy="numbers there, or nothing")
     return [f"{line}; it counts as missing" for _, line in words]
+
+
+def _describe_word(part: Part, column: str, row: int, train: CsvTable) -> str:
+    """Describe a cell that is not a number, with the first number of the training rows, if these have one."""
+    is_number = np.isfinite(train.parse(column)[0])
+    example = f", such as {train.select(column)[int(is_number.argmax())]!r}" if is_number.any() else ""
+    return f"{part.table.describe_cell(column, row)} is not a number, as in the training rows{example}"
 
 
 def _read_targets(
@@ -296,8 +320,10 @@ def _read_targets(
     if not classes:
         for part in parts:
             if (at := part.find_word(target)) is not None:
-                word = part.table.select(target)[at]
-                raise RequestError(f"data.kind: column {target!r} holds {word!r}, no number", remedy="classification")
+                way = (
+                    "numbers there, or data.kind=classification" if part.table is table else "numbers there, or nothing"
+                )
+                raise RequestError(f"data.target: {_describe_word(part, target, at, table)}", remedy=way)
         numbers_of = [part.table.parse(target)[0][part.rows] for part in parts]
         check_precision(numbers_of[0], f"{table.path}: column {target!r}")
         return [torch.from_numpy(each).float() for each in numbers_of], ()

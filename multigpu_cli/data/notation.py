@@ -13,16 +13,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from multigpu_cli.data.source import FEW
+
 _MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
 _LONGEST_GAP = max(map(len, _MISSING))
 MOST = 0.9  # if this share of a column are numbers, the other cells look like mistakes
 _UNITS = "$€£¥₹%"
+_PERCENT = "%"  # without it, 0.05 may be 5 %; a price without its sign is the same number
 _GROUPS = ("", *",.' ")  # signs between groups of three digits
 _SPACES = str.maketrans({"\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2019": "'", "\u2212": "-"})
 _LEADING_ZERO = re.compile(r"\n[+-]?0[0-9]")  # in cells that each follow a line break
 _NUMBER_LIKE = re.compile(rf"\(?[+-]?[{_UNITS}]? ?[+-]?\(?[0-9][0-9.,:/' TZeE+-]*[{_UNITS}]?\)?")
 _WITH_UNIT = re.compile(rf"[+-]?[{_UNITS}]?[0-9]+([.,][0-9]+)* ?[^\W\d_]{{1,4}}[.²³]?")
 _NEGATIVE = re.compile(r"([^()]?)\(([^()]+)\)")  # accountants write negative numbers in brackets: (500), $(500), ($500)
+_DIGIT = re.compile(r"[0-9]")
+_QUANTITY = re.compile(r"[0-9][.,][0-9]|^\W*[0-9]+ ?[^\W\d_]+$")  # with a fraction, or 40 years
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([ T][0-9]{2}:[0-9]{2}\S*)?")
 
 Parsed = tuple[np.ndarray, np.ndarray]
@@ -33,7 +38,7 @@ class Notation(NamedTuple):
 
     decimal: str = "."  # the sign before the fraction
     group: str = ""  # the sign between groups of three digits, in numbers that have one
-    unit: str = ""  # a sign that each number has before or after it
+    unit: str = ""  # a sign before or after each number; that of a currency may be missing
     is_date: bool = False  # ISO 8601; the number is that of days since 1970-01-01, in UTC
 
     @property
@@ -49,7 +54,8 @@ class Notation(NamedTuple):
         if bracketed := _NEGATIVE.fullmatch(text):
             text = f"-{bracketed[1]}{bracketed[2]}"
         match = _compile(self).fullmatch(text)
-        if match is None or (self.unit and text.count(self.unit) != 1):
+        least = 1 if self.unit == _PERCENT else 0
+        if match is None or (self.unit and not least <= text.count(self.unit) <= 1):
             return None
         return to_number("".join(match.groups()).replace(self.group, "").replace(self.decimal, "."))
 
@@ -125,6 +131,29 @@ def is_number_like(cell: str) -> bool:
 def has_unit(cell: str) -> bool:
     """Return whether a cell is a number with a short word behind it, as in 12 kg or 3k; so are some codes."""
     return _WITH_UNIT.fullmatch(cell.translate(_SPACES)) is not None
+
+
+def describe_numbers_as_classes(column: str, texts: Collection[str], num_rows: int) -> str:
+    """Return a warning if a class for each of a target's different texts looks like a mistake, or an empty string.
+
+    They are more than `FEW`, and most contain a number. Either there are less than ten rows for each, or most are
+    written as quantities are, and labels are not: with a fraction, or with a word behind the number.
+
+    Args:
+        column: the file and the column, for the message.
+    """
+
+    def is_most(pattern: re.Pattern[str]) -> bool:
+        return 2 * sum(pattern.search(text) is not None for text in texts) > len(texts)
+
+    is_rare = 10 * len(texts) > num_rows
+    if len(texts) <= FEW or not is_most(_DIGIT) or not (is_rare or is_most(_QUANTITY)):
+        return ""
+    count, example = f"{len(texts):,}", next(iter(texts))
+    return (
+        f"{column}: {count} different texts such as {example!r} are {count} classes, in {num_rows:,} rows; if they are "
+        "numbers, write them as 1234.5; if they are classes, --set data.kind=classification"
+    )
 
 
 def is_missing(cell: str) -> bool:
