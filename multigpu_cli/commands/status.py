@@ -12,7 +12,6 @@ from typing import Any
 
 from multigpu_cli.checkpoint.files import is_locked, read_owner
 from multigpu_cli.config.regular_files import read_small
-from multigpu_cli.config.sources import resolve
 from multigpu_cli.config.yaml_text import list_arguments
 from multigpu_cli.errors import RequestError, did_you_mean, make_printable, pluralize
 from multigpu_cli.loggers.sender import explain_unsent, list_unsent
@@ -24,6 +23,7 @@ from multigpu_cli.monitor.history import (
     History,
     JournalTail,
     find_run_folders,
+    load_config,
     load_history,
     load_summary,
 )
@@ -161,12 +161,12 @@ def sort_statuses(statuses: Sequence[Status], key: str) -> list[Status]:
 
 
 def _read_command(run: Path) -> str | None:
-    file = run / "config.yaml"
-    if not file.is_file():
+    config = load_config(run)
+    if config is None:
         return None
-    words = shlex.join(["python", "main_multi_gpu.py", *list_arguments(resolve({}, [], str(file)))])
-    more = "  # and what Python brought, see config.yaml" if read_small(file).startswith(b"# with live objects") else ""
-    return words + more
+    words = shlex.join(["python", "main_multi_gpu.py", *list_arguments(config)])
+    has_objects = read_small(run / "config.yaml").startswith(b"# with live objects")
+    return words + ("  # and what Python brought, see config.yaml" if has_objects else "")
 
 
 def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) -> Iterator[str]:

@@ -9,7 +9,7 @@ from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import resolve
 from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.history import load_history, load_summary
+from multigpu_cli.monitor.history import JOURNAL, load_history, load_summary
 
 _RESOLVED = (  # in the plan of the `start` event: the values that _SETTINGS_OF_THE_PLAN lead to
     "contents samples batch_size global_batch_size drop_last learning_rate schedule warmup_steps total_steps precision"
@@ -113,9 +113,13 @@ def format_comparison(comparison: Comparison) -> Iterator[str]:
 
 def _open_run(folder: str) -> RunTrace:
     path = Path(folder)
-    if not (path / "journal.jsonl").is_file():
+    if not (path / JOURNAL).is_file():
         raise RequestError(f"{folder} has no run: there is no journal.jsonl", remedy="the --save-dir of a run")
-    history = load_history(path)
+    try:
+        history = load_history(path)
+    except OSError as error:
+        problem = f"{path / JOURNAL} can't be read: {error.strerror}"
+        raise RequestError(problem, remedy="name a run whose journal is a regular file that you can read") from error
     start = history.attempts[-1].start if history.attempts else {}
     lines = {(step, 0, "train"): {name: event.get(name) for name in _TRAIN} for step, event in history.train.items()}
     for (step, split), event in history.evals.items():

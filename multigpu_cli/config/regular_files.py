@@ -35,7 +35,12 @@ def open_regular(path: Path) -> BinaryIO:
     Raises OSError if there is no such file, or if it is of another type.
     """
     # O_NONBLOCK, because opening a FIFO waits for a writer; it has no effect on regular files
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a symbolic link, which is not followed", str(path)) from error
+        raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

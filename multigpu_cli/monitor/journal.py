@@ -152,6 +152,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "size": lambda value: isinstance(value, int) and 0 < value <= 2**53,
     "time": lambda value: isinstance(value, _NUMBER) and 0 <= value < 2.5e11,  # Unix seconds, to the year 9892
     "finite": lambda value: isinstance(value, _NUMBER) and abs(value) < 1e100,  # so is a product of two
+    "bounded": lambda value: not isinstance(value, int) or abs(value) < 1e100,  # any integer can become a float
     "special": lambda value: isinstance(value, float) or value in ("NaN", "Infinity", "-Infinity"),
 }
 _KINDS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("fields.json").read_text())
