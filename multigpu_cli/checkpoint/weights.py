@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from multigpu_cli.checkpoint.files import Moved, ignore_progress
-from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from multigpu_cli.checkpoint.manifest import MANIFEST, check_extent, find_damage, read_manifest
 from multigpu_cli.checkpoint.pieces import deserialize, serialize, write_state
 from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.distributed.world import World, broadcast_object
@@ -223,6 +223,10 @@ def _from_file(file: Path) -> TrainedWeights:
     if not isinstance(settings, dict) or not is_state_dict(state):
         problem = f"{file} is not the best.pt or last.pt of a run"
         raise RequestError(problem, remedy="name a file that a run has written")
+    try:
+        check_extent(settings)
+    except ValueError as error:
+        raise RequestError(f"{file}: its settings are {error}", remedy="name a file that a run has written") from error
     return TrainedWeights(file, state, settings)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, make_line
 from multigpu_cli.monitor.history import JOURNAL, load_history, load_summary
 
 _RESOLVED = (  # in the plan of the `start` event: the values that _SETTINGS_OF_THE_PLAN lead to
@@ -83,7 +83,7 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
         run = a if a.fingerprint is None else b
         agree = f"all steps and evaluations that both logged agree ({len(both)})" if both else "no step is in both"
         status = run.summary.get("status", "not over")
-        problem = f"{run.folder} has no fingerprint, because it is {status}; so far {agree}"
+        problem = f"{run.folder} has no fingerprint, because it is {make_line(str(status))}; so far {agree}"
         raise RequestError(problem, remedy="let it run to its end")
     same = None not in prints and prints[0] == prints[1]
     agreed_until, notes = max(before, default=0), list(_list_notes(a, b, parting))
@@ -153,7 +153,7 @@ def _list_notes(a: RunTrace, b: RunTrace, parting: Divergence | None) -> Iterato
 def _list_unequal(names: list[str], one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     for name in names:
         if one.get(name) != other.get(name):
-            yield f"{name}: {one.get(name)} and {other.get(name)}"
+            yield make_line(f"{name}: {one.get(name)} and {other.get(name)}")
 
 
 def _find_divergences(a: RunTrace, b: RunTrace, places: list[tuple[int, int, str]]) -> Iterator[Divergence]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 from multigpu_cli.config.regular_files import open_regular
 from multigpu_cli.config.schema import Config
 from multigpu_cli.config.sources import gather
+from multigpu_cli.errors import make_line
 from multigpu_cli.monitor.journal import Event, parse_event, read_events, read_json
 
 JOURNAL = "journal.jsonl"
@@ -167,7 +168,7 @@ def load_config(folder: Path) -> Config | None:
 
 def _warn_of_damage(file: Path, reason: str | None) -> None:
     """Warn of a file of a run; the run that it belongs to must not end the view of others."""
-    warnings.warn(f"{file} is damaged, and not used: {reason}", stacklevel=3)
+    warnings.warn(make_line(f"{file} is damaged, and not used: {reason}"), stacklevel=3)
 
 
 def find_run_folders(folder: Path) -> list[Path]:

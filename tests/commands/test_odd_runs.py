@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,6 +132,11 @@ def test_odd_field_of_a_run_hides_no_other_run(
         ("summary.json", "{", "summary.json is damaged, and not used: Expecting"),
         ("journal.jsonl", '{"event": "train", "time": 1, "step": []}\n', "a line is damaged, and not used: step is"),
         ("journal.jsonl", '{"event": "train", "time": 1, "step": 4, "own_ms": {"": null}}\n', "not used: own_ms is"),
+        (
+            "journal.jsonl",
+            json.dumps(event(9, "eval", step=1, split="val", **{"x" * 201: 1.0})) + "\n",
+            "x… has too long",
+        ),
         ("plan.json", '{"memory": {}}', "plan.json is damaged, and not used: "),
         ("logs/state.json", '{"time": 1, "pid": "x"}', "state.json is damaged, and not used: pid is missing"),
     ],
@@ -190,6 +196,15 @@ def test_odd_field_of_a_study_is_a_refusal_or_shown(source: DataObject, study: P
         file.write_text(original)
 
 
+def test_study_with_values_of_an_absurd_epoch_is_refused(study: Path, tmp_path: Path) -> None:
+    planted = shutil.copytree(study, tmp_path / "study")
+    file = planted / "trials/0001/trial.json"
+    for epoch in ("9" * 400, "9" * 150, "0"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"values": {epoch: 0.5}}))
+        with pytest.raises(RequestError, match=r"trial\.json: can't be read"):
+            report_study(planted, 1)
+
+
 @given(odd=ODD)
 @example(odd={"state.pt": {"size": "9"}})
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
@@ -219,6 +234,14 @@ def plant_odd_start(run: Path) -> None:
         journal.write(json.dumps(event(1400, "start", world_size=[])) + "\n")
 
 
+def show_all(home: Path) -> str:
+    """Print the status of all runs of a folder, as text and as JSON, and return the page of their report."""
+    for as_json in (False, True):
+        watch_runs([str(home)], as_json=as_json, repeat=False, sort_by="val_loss")
+    loaded = load_runs(find_runs([str(home)]))
+    return report.render_page(report._sort_runs(loaded, "val_loss")[0], [])
+
+
 @pytest.mark.parametrize("plant", [plant_link, plant_settings, plant_huge_number, plant_odd_start])
 def test_odd_run_is_named_and_hides_no_other(
     plant: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -227,10 +250,8 @@ def test_odd_run_is_named_and_hides_no_other(
 
     plant(odd)
     with pytest.warns(UserWarning, match="damaged, and not used") as warned:
-        watch_runs([str(tmp_path)], as_json=False, repeat=False, sort_by="val_loss")
-        watch_runs([str(tmp_path)], as_json=True, repeat=False, sort_by="val_loss")
-        loaded = load_runs(find_runs([str(tmp_path)]))
-        assert "sound" in report.render_page(report._sort_runs(loaded, "val_loss")[0], [])
+        page = show_all(tmp_path)
+    assert "sound" in page
     assert capsys.readouterr().out.count(str(sound)) == 2
     assert {str(odd) in str(each.message) for each in warned} == {True}
     assert len({str(each.message) for each in warned}) == 1
