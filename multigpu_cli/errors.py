@@ -89,4 +89,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = get_close_matches(word, known, n=1, cutoff=0.6)
     more = f", … ({len(known)} in all)" if len(known) > _LISTED else ""
-    return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(known[:_LISTED])}{more}"
+    return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(map(make_line, known[:_LISTED]))}{more}"

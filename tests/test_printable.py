@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis.strategies import text
+from torch import nn
 
 import main_multi_gpu
-from multigpu_cli.errors import make_line, make_printable
+from multigpu_cli.checkpoint.weights import check_fit
+from multigpu_cli.commands.status import watch_runs
+from multigpu_cli.config.regular_files import refuse_links
+from multigpu_cli.errors import RequestError, make_line, make_printable
 from tests.commands.runs import PLAN, event, lines, run_folder
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\rerror: forged\u202e"
@@ -69,6 +73,22 @@ def test_error_of_settings_shows_no_forged_lines(tmp_path: Path, capfd: pytest.C
     (run / "config.yaml").write_text('"a\\nerror: forged": 1\ndata: {"x\\nerror: forged": 2}\n')
     assert main_multi_gpu.run(["verify", str(run), str(run)]) == 2
     assert capfd.readouterr().err.count("\nerror: ") == 1, "the second of two errors; neither is forged"
+
+
+@pytest.mark.filterwarnings("ignore:.* damaged, and not used")
+def test_refusal_shows_no_forged_lines(tmp_path: Path) -> None:
+    run = write_forging_run(tmp_path / "run")
+    with pytest.raises(RequestError) as unknown:
+        watch_runs([str(run)], as_json=False, repeat=False, sort_by="zzz")
+    (run / "logs").mkdir()
+    (run / "logs" / FORGED.rstrip()).symlink_to("elsewhere")
+    with pytest.raises(RequestError) as link:
+        refuse_links(run)
+    with pytest.raises(RequestError) as misfit:
+        check_fit(nn.Linear(1, 1), {FORGED: 1}, "best.pt")
+    shown = "\n".join(str(each.value) for each in (unknown, link, misfit))
+    assert shown.count("forged") == 3
+    assert not [line for line in shown.splitlines() if line.startswith(("good", "error: forged"))]
 
 
 def test_warning_of_a_run_is_one_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from multigpu_cli.checkpoint.files import Moved, compute_sha256, ignore_progress
 from multigpu_cli.config.regular_files import read_small
+from multigpu_cli.errors import make_line
 from multigpu_cli.monitor.journal import check_fields
 
 MANIFEST = "manifest.json"
@@ -94,7 +95,7 @@ def find_quick_damage(folder: Path, moved: Moved = ignore_progress) -> str | Non
     for name, listed in manifest["files"].items():
         file = folder / name
         if Path(name).name != name:
-            return f"{MANIFEST} lists {name}, which is not a file of its folder"
+            return f"{MANIFEST} lists {make_line(name)}, which is not a file of its folder"
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != listed["size"]:

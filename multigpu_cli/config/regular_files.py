@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, make_line
 
 FOLDERS = ("checkpoints", "loggers", "logs", "report", "tensorboard")  # in a run folder: all that is written below it
 SMALL = 64 * 2**20  # bytes; a plan, summary, state or manifest has kilobytes
@@ -96,7 +96,8 @@ def refuse_links(run: Path) -> None:
                 continue
             inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(of_wandb))
             if not (inside and of_wandb in path.parents):
+                link = make_line(str(path))
                 raise UnsafeFolder(
-                    f"{path} is a symbolic link: nothing in a run folder is written or removed through one",
+                    f"{link} is a symbolic link: nothing in a run folder is written or removed through one",
                     remedy="replace it by what it leads to, or remove it; the run folder itself may be a link",
                 )
