@@ -242,7 +242,13 @@ def show_all(home: Path) -> str:
     return report.render_page(report._sort_runs(loaded, "val_loss")[0], [])
 
 
-@pytest.mark.parametrize("plant", [plant_link, plant_settings, plant_huge_number, plant_odd_start])
+def plant_nested_host(run: Path) -> None:
+    """Add a line that JSON can read, and that recursive code can't walk."""
+    with (run / "journal.jsonl").open("a") as journal:
+        journal.write('{"event": "start", "time": 1400, "host": ' + "[" * 700 + "]" * 700 + "}\n")
+
+
+@pytest.mark.parametrize("plant", [plant_link, plant_settings, plant_huge_number, plant_odd_start, plant_nested_host])
 def test_odd_run_is_named_and_hides_no_other(
     plant: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
