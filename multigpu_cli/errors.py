@@ -76,9 +76,17 @@ def make_printable(text: str) -> str:
     )
 
 
+def make_line(text: str) -> str:
+    r"""Return a text in one line: like `make_printable`, but line ends and tabs stand as \n and \t too.
+
+    A text from a stranger's file could otherwise add a line that looks like one of ours, such as an error message.
+    """
+    return make_printable(text).replace("\n", r"\n").replace("\t", r"\t")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Name the closest known word, or list them if none is close: 'did you mean …?' or 'one of: …'."""
     known = sorted(known)
     close = get_close_matches(word, known, n=1, cutoff=0.6)
     more = f", … ({len(known)} in all)" if len(known) > _LISTED else ""
-    return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(known[:_LISTED])}{more}"
+    return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(map(make_line, known[:_LISTED]))}{more}"

@@ -2,19 +2,23 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.files import Moved, compute_sha256, ignore_progress
 from multigpu_cli.config.regular_files import read_small
+from multigpu_cli.errors import make_line
 from multigpu_cli.monitor.journal import check_fields
 
 MANIFEST = "manifest.json"
 BEST = "best_weights.pt"  # the best weights so far, in a checkpoint's folder; the manifest names their sum under "best"
 
 EVALUATION = "evaluation.pt"  # the entries of state.pt that the evaluation after it has changed
+
+_DEEPEST = 100  # levels of settings, which recursive code walks; YAML allows half of them
+_MOST = 1_000_000  # values of settings, of which a vocabulary is the longest part
 
 FindDamage = Callable[[Path], str | None]  # what is wrong with a checkpoint; None if nothing is
 
@@ -45,6 +49,28 @@ def _sum(manifest: dict[str, Any]) -> str:
     return sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
+def check_extent(settings: object) -> None:
+    """Raise ValueError unless settings have at most 100 levels and 1,000,000 values.
+
+    Code that looks for a value walks all of them. In a file of weights a list may contain itself, or ten times a list
+    that contains ten times another one: a few bytes for any number of values.
+    """
+    waiting, count = [(settings, 0)], 0
+    while waiting:  # not recursive, because the depth is what it checks
+        value, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise ValueError(f"nested more than {_DEEPEST} levels deep")
+        inner: list[object] = []
+        if isinstance(value, Mapping):
+            inner = [*value, *value.values()]
+        elif isinstance(value, list | tuple | set):
+            inner = list(value)
+        count += len(inner)
+        if count > _MOST:
+            raise ValueError(f"more than {_MOST:,} values")
+        waiting += [(each, depth + 1) for each in inner]
+
+
 def list_pieces(manifest: dict[str, Any]) -> list[str]:
     """The files of a checkpoint that hold the rows of one rank each; none where state.pt has everything."""
     return [name for name in manifest["files"] if is_piece(name)]
@@ -69,7 +95,7 @@ def find_quick_damage(folder: Path, moved: Moved = ignore_progress) -> str | Non
     for name, listed in manifest["files"].items():
         file = folder / name
         if Path(name).name != name:
-            return f"{MANIFEST} lists {name}, which is not a file of its folder"
+            return f"{MANIFEST} lists {make_line(name)}, which is not a file of its folder"
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != listed["size"]:
@@ -86,6 +112,7 @@ def find_manifest_damage(folder: Path) -> str | None:
         if manifest.get("sha256") != _sum({name: value for name, value in manifest.items() if name != "sha256"}):
             return f"{MANIFEST} does not match its own checksum"
         check_fields(manifest, MANIFEST)
+        check_extent(manifest)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} can't be read ({type(error).__name__})"
     return None

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from multigpu_cli.checkpoint.files import Moved, ignore_progress
-from multigpu_cli.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from multigpu_cli.checkpoint.manifest import MANIFEST, check_extent, find_damage, read_manifest
 from multigpu_cli.checkpoint.pieces import deserialize, serialize, write_state
 from multigpu_cli.checkpoint.store import Checkpoint, Store
 from multigpu_cli.distributed.world import World, broadcast_object
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, make_line
 from multigpu_cli.faults.explain import is_library_file
 from multigpu_cli.runtime.module_state import name_tensor
 from multigpu_cli.runtime.precision import DTYPES
@@ -158,7 +158,7 @@ def check_fit(model: nn.Module, state: dict[str, Any], origin: str) -> None:
 def format_differences(lines: list[str]) -> str:
     """The first few, a line each, and how many more there are."""
     more = [f"… {len(lines) - 6} more"] if len(lines) > 6 else []
-    return "\n".join(f"    {line}" for line in [*lines[:6], *more])
+    return "\n".join(f"    {make_line(line)}" for line in [*lines[:6], *more])
 
 
 def format_shape(value: Any) -> str:
@@ -223,6 +223,10 @@ def _from_file(file: Path) -> TrainedWeights:
     if not isinstance(settings, dict) or not is_state_dict(state):
         problem = f"{file} is not the best.pt or last.pt of a run"
         raise RequestError(problem, remedy="name a file that a run has written")
+    try:
+        check_extent(settings)
+    except ValueError as error:
+        raise RequestError(f"{file}: its settings are {error}", remedy="name a file that a run has written") from error
     return TrainedWeights(file, state, settings)
 
 
@@ -287,4 +291,4 @@ def name_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapp
         old = before.get(kind, new)
         compared = old.keys() | new.keys() if kind == "layers" else old.keys() & new.keys()
         names |= {name for name in compared if old.get(name) != new.get(name)}
-    return ", ".join(sorted(names))
+    return make_line(", ".join(sorted(names)))

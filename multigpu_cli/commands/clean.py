@@ -4,9 +4,11 @@ import pickletools
 import re
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from lzma import LZMAError
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
@@ -93,7 +95,7 @@ def _find_fault(path: Path) -> str:
             pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
             codes = chain.from_iterable(map(pickletools.genops, pickles))
             wanted = [str(arg or code.name) for code, arg, _ in codes if code.name in _IMPORTS]
-    except (BadZipFile, ValueError, EOFError, IndexError, OSError, RuntimeError) as error:
+    except (BadZipFile, zlib.error, LZMAError, ValueError, EOFError, IndexError, OSError, RuntimeError) as error:
         return f"{path.name} is not a torch.save file ({type(error).__name__})"
     strange = (name.replace(" ", ".") for name in wanted if not _PLAIN.fullmatch(name))
     return next((f"{path.name} would run {name} when loaded" for name in strange), "")

@@ -121,12 +121,19 @@ def _explain_objects(origin: Path) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        configs = [read_small(file) for folder in origin.parents[:3] for file in folder.glob("config.yaml")]
-        if not any(text.startswith(b"# with live objects") for text in configs):
+        if not any(_names_objects(folder / "config.yaml") for folder in origin.parents[:3]):
             raise
         problem = f"{origin} was made by a Python script, whose objects are not here: {error.problem}"
         remedy = "evaluate_with_multi_gpu in that script, or train_with_multi_gpu(…, test_loader=…)"
         raise RequestError(problem, remedy=remedy) from error
+
+
+def _names_objects(config: Path) -> bool:
+    """Return whether a config.yaml is of a run from Python; False if it is missing, or is a trap."""
+    try:
+        return read_small(config).startswith(b"# with live objects")
+    except OSError:  # the error that is explained matters, not this file
+        return False
 
 
 def _make_command_config(request: InferenceRequest) -> Config:

@@ -20,7 +20,7 @@ from multigpu_cli.commands.help import GENERAL, HelpPage, build_help_all_option,
 from multigpu_cli.config.paths import find_recipes
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.types import Setting
-from multigpu_cli.errors import RequestError, did_you_mean, make_printable
+from multigpu_cli.errors import RequestError, did_you_mean, make_line
 from multigpu_cli.monitor.journal import dump_json
 
 _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
@@ -192,8 +192,11 @@ def _complete_from(words: Iterable[str]) -> Offer:
 
 
 def print_result(result: Any, lines: Iterable[str], *, as_json: bool) -> None:
-    """Print a result: as JSON (plain data, dataclasses of it, paths), or else the lines that show it."""
-    print(dump_json(result, indent=2) if as_json else make_printable("\n".join(lines)), flush=True)
+    """Print a result: as JSON (plain data, dataclasses of it, paths), or else the lines that show it.
+
+    Each of these stays one line: names and texts in them may come from a stranger's file.
+    """
+    print(dump_json(result, indent=2) if as_json else "\n".join(map(make_line, lines)), flush=True)
 
 
 def name_draft(target: Path) -> Path:

@@ -12,9 +12,8 @@ from typing import Any
 
 from multigpu_cli.checkpoint.files import is_locked, read_owner
 from multigpu_cli.config.regular_files import read_small
-from multigpu_cli.config.sources import resolve
 from multigpu_cli.config.yaml_text import list_arguments
-from multigpu_cli.errors import RequestError, did_you_mean, make_printable, pluralize
+from multigpu_cli.errors import RequestError, did_you_mean, make_line, pluralize
 from multigpu_cli.loggers.sender import explain_unsent, list_unsent
 from multigpu_cli.mirror.follower import explain_missing, read_state
 from multigpu_cli.monitor.format import format_duration, format_metric, format_number
@@ -24,6 +23,7 @@ from multigpu_cli.monitor.history import (
     History,
     JournalTail,
     find_run_folders,
+    load_config,
     load_history,
     load_summary,
 )
@@ -136,7 +136,7 @@ def watch_runs(names: Sequence[str], *, as_json: bool, repeat: bool, sort_by: st
         if as_json:
             print(dump_json(statuses, indent=None if repeat else 2), flush=True)
         else:
-            text = make_printable("\n".join(format_statuses(statuses, sort_by)))
+            text = "\n".join(map(make_line, format_statuses(statuses, sort_by)))
             print((_REPAINT if repeat and sys.stdout.isatty() else "") + text, flush=True)
         if not repeat or not any(status.state in _RUNNING for status in statuses):
             return
@@ -161,12 +161,12 @@ def sort_statuses(statuses: Sequence[Status], key: str) -> list[Status]:
 
 
 def _read_command(run: Path) -> str | None:
-    file = run / "config.yaml"
-    if not file.is_file():
+    config = load_config(run)
+    if config is None:
         return None
-    words = shlex.join(["python", "main_multi_gpu.py", *list_arguments(resolve({}, [], str(file)))])
-    more = "  # and what Python brought, see config.yaml" if read_small(file).startswith(b"# with live objects") else ""
-    return words + more
+    words = shlex.join(["python", "main_multi_gpu.py", *list_arguments(config)])
+    has_objects = read_small(run / "config.yaml").startswith(b"# with live objects")
+    return words + ("  # and what Python brought, see config.yaml" if has_objects else "")
 
 
 def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) -> Iterator[str]:
@@ -199,7 +199,8 @@ def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) ->
             again = pluralize(status.lost_steps or 0, "step")
             tries += f", training again after {format_duration(status.recovery_seconds)}, {again} done twice"
         yield f"  {where}; {saved}; last line {format_duration(status.silent_seconds)} ago{tries}"
-        yield from (f"  ! {alarm}" for alarm in status.alarms)
+        for alarm in status.alarms:  # the cause of a failure may have several lines, with remedies
+            yield f"  ! {' | '.join(map(str.strip, alarm.splitlines()))}"
         yield from [f"  {status.command}"] if status.command else []
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from multigpu_cli.config.resume_rules import flatten_settings
 from multigpu_cli.config.schema import SETTINGS
 from multigpu_cli.config.sources import resolve
-from multigpu_cli.errors import RequestError
-from multigpu_cli.monitor.history import load_history, load_summary
+from multigpu_cli.errors import RequestError, make_line
+from multigpu_cli.monitor.history import JOURNAL, load_history, load_summary
 
 _RESOLVED = (  # in the plan of the `start` event: the values that _SETTINGS_OF_THE_PLAN lead to
     "contents samples batch_size global_batch_size drop_last learning_rate schedule warmup_steps total_steps precision"
@@ -83,7 +83,7 @@ def compare_runs(run_a: str, run_b: str) -> Comparison:
         run = a if a.fingerprint is None else b
         agree = f"all steps and evaluations that both logged agree ({len(both)})" if both else "no step is in both"
         status = run.summary.get("status", "not over")
-        problem = f"{run.folder} has no fingerprint, because it is {status}; so far {agree}"
+        problem = f"{run.folder} has no fingerprint, because it is {make_line(str(status))}; so far {agree}"
         raise RequestError(problem, remedy="let it run to its end")
     same = None not in prints and prints[0] == prints[1]
     agreed_until, notes = max(before, default=0), list(_list_notes(a, b, parting))
@@ -113,9 +113,13 @@ def format_comparison(comparison: Comparison) -> Iterator[str]:
 
 def _open_run(folder: str) -> RunTrace:
     path = Path(folder)
-    if not (path / "journal.jsonl").is_file():
+    if not (path / JOURNAL).is_file():
         raise RequestError(f"{folder} has no run: there is no journal.jsonl", remedy="the --save-dir of a run")
-    history = load_history(path)
+    try:
+        history = load_history(path)
+    except OSError as error:
+        problem = f"{path / JOURNAL} can't be read: {error.strerror}"
+        raise RequestError(problem, remedy="name a run whose journal is a regular file that you can read") from error
     start = history.attempts[-1].start if history.attempts else {}
     lines = {(step, 0, "train"): {name: event.get(name) for name in _TRAIN} for step, event in history.train.items()}
     for (step, split), event in history.evals.items():
@@ -149,7 +153,7 @@ def _list_notes(a: RunTrace, b: RunTrace, parting: Divergence | None) -> Iterato
 def _list_unequal(names: list[str], one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
     for name in names:
         if one.get(name) != other.get(name):
-            yield f"{name}: {one.get(name)} and {other.get(name)}"
+            yield make_line(f"{name}: {one.get(name)} and {other.get(name)}")
 
 
 def _find_divergences(a: RunTrace, b: RunTrace, places: list[tuple[int, int, str]]) -> Iterator[Divergence]:

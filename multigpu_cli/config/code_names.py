@@ -10,7 +10,7 @@ from multigpu_cli.capabilities import ENVIRONMENTS, OUTSIDE
 from multigpu_cli.config.resume_rules import PRIVATE
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.types import OWN_CODE
-from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.errors import RequestError, did_you_mean, make_line
 
 
 class NamedCode(NamedTuple):
@@ -79,7 +79,8 @@ def check_code(config: Config, command: Config, where: str, parts: Collection[st
         return
     named = set(_code(command, parts))
     if unnamed := [name for name in _code(config, parts) if name not in named]:
-        problem = f"{where} names code that this command does not name: {', '.join(unnamed)}"
+        listed = make_line(", ".join(unnamed))
+        problem = f"{where} names code that this command does not name: {listed}"
         raise RequestError(problem, remedy="add --own-code if you trust this code, or name it in this command as well")
 
 

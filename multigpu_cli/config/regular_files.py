@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from multigpu_cli.errors import RequestError
+from multigpu_cli.errors import RequestError, make_line
 
 FOLDERS = ("checkpoints", "loggers", "logs", "report", "tensorboard")  # in a run folder: all that is written below it
 SMALL = 64 * 2**20  # bytes; a plan, summary, state or manifest has kilobytes
@@ -38,7 +38,8 @@ def without_links(path: str, flags: int) -> int:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):  # a link; a FIFO or a socket; a folder
-            raise NotRegularFile(error.errno, "not a regular file", path) from error
+            what = "a symbolic link, not a regular file" if error.errno == errno.ELOOP else "not a regular file"
+            raise NotRegularFile(error.errno, what, path) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -103,7 +104,8 @@ def refuse_links(run: Path) -> None:
                 continue
             inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(of_wandb))
             if not (inside and of_wandb in path.parents):
+                link = make_line(str(path))
                 raise UnsafeFolder(
-                    f"{path} is a symbolic link: nothing in a run folder is written or removed through one",
+                    f"{link} is a symbolic link: nothing in a run folder is written or removed through one",
                     remedy="replace it by what it leads to, or remove it; the run folder itself may be a link",
                 )

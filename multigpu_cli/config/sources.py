@@ -10,7 +10,7 @@ from multigpu_cli.config.regular_files import open_regular
 from multigpu_cli.config.resume_rules import PRIVATE
 from multigpu_cli.config.schema import SECTIONS, SETTINGS, Config
 from multigpu_cli.config.types import PARTS, SettingEntry, quote_value
-from multigpu_cli.errors import RequestError, TrainingError, raise_all
+from multigpu_cli.errors import RequestError, TrainingError, make_line, raise_all
 
 NAMES_ELSEWHERE = {
     "adapter lora": "lora use-lora peft use-peft",
@@ -174,11 +174,11 @@ def _parse_entry(entry: SettingEntry) -> tuple[str, Any]:
             name, _, inner = argument.partition(".")
             remedy = f"use --set {section}.args.NAME=VALUE"
             if f"{section}.{name}" in _MAPPINGS:  # in quotes, for YAML reads *.bias otherwise
-                remedy = f"use --set '{section}.{name}={{\"{inner}\": {value}}}'"
+                remedy = make_line(f"use --set '{section}.{name}={{\"{inner}\": {value}}}'")
             raise RequestError(f"{label}: {argument!r} is not a valid argument name", remedy=remedy)
         key, value = f"{section}.args", {argument: value}
     if key not in SETTINGS:
-        raise RequestError(f"{label}: there is no such setting", remedy=_suggestion(key))
+        raise RequestError(f"{label}: there is no such setting", remedy=_suggestion(make_line(key)))
     setting = SETTINGS[key]
     if value is None and key.endswith(".args"):
         value = {}

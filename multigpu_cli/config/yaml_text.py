@@ -10,7 +10,7 @@ from multigpu_cli.config.paths import find_recipe, read_recipe
 from multigpu_cli.config.resume_rules import OF_THE_COMMAND, PRIVATE
 from multigpu_cli.config.schema import SETTINGS, Config
 from multigpu_cli.config.types import PARTS, Setting, SettingEntry
-from multigpu_cli.errors import RequestError, TrainingError
+from multigpu_cli.errors import RequestError, TrainingError, make_line
 
 _DEEPEST = 50
 _MOST = 20_000  # words, numbers, lists and mappings of a text: those of a second
@@ -176,13 +176,13 @@ def _flat(root: yaml.MappingNode, file: str) -> list[SettingEntry]:
             for inner, value in node.value:
                 full = key if inner.value == PARTS[key] else f"{key}.{inner.value}"
                 read = parse_typed if inner.value == "args" else parse_plain
-                label = f"{file}:{inner.start_mark.line + 1}: {key}.{inner.value}"
+                label = make_line(f"{file}:{inner.start_mark.line + 1}: {key}.{inner.value}")
                 entries.append(SettingEntry(full, read(value), label))
         else:
             value = parse_typed(node) if ".args" in key else parse_plain(node)
             if key == "recipe" and not isinstance(value, str | None):
                 raise UnreadableError("recipe must be a word", line)
-            entries.append(SettingEntry(key, value, f"{file}:{line}: {key}"))
+            entries.append(SettingEntry(key, value, make_line(f"{file}:{line}: {key}")))
     return entries
 
 

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from multigpu_cli.config.resume_rules import flatten_settings
-from multigpu_cli.config.sources import resolve
 from multigpu_cli.monitor.format import format_label, list_values
-from multigpu_cli.monitor.history import JOURNAL, PLAN, History, load_summary
+from multigpu_cli.monitor.history import JOURNAL, PLAN, History, load_config, load_summary
 from multigpu_cli.monitor.journal import Event, read_events, read_json
 
 Series = tuple[list[float], list[float]]
@@ -190,8 +189,8 @@ def load_runs(folders: Sequence[Path]) -> list[RunData]:
 
 def load_run(name: str, folder: Path, history: CurveHistory) -> RunData:
     """A run whose journal was read, with its other files."""
-    file = folder / "config.yaml"
-    settings = flatten_settings(resolve({}, [], str(file))) if file.is_file() else {}
+    config = load_config(folder)
+    settings = flatten_settings(config) if config else {}
     return RunData(name, folder, history, load_summary(folder), settings, read_json(folder / PLAN, PLAN))
 
 

@@ -1,11 +1,15 @@
 """The history of a run from its journal: its attempts, and the events that count; without torch."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from multigpu_cli.config.regular_files import open_regular
+from multigpu_cli.config.schema import Config
+from multigpu_cli.config.sources import gather
+from multigpu_cli.errors import make_line
 from multigpu_cli.monitor.journal import Event, parse_event, read_events, read_json
 
 JOURNAL = "journal.jsonl"
@@ -142,7 +146,42 @@ def load_summary(folder: Path) -> dict[str, Any]:
     return read_json(folder / "summary.json", "summary.json")
 
 
+def load_config(folder: Path) -> Config | None:
+    """Return the settings in the config.yaml of a run; None if it is missing or damaged. Warns of a damaged one.
+
+    `verify`, which compares the settings, resolves the file itself: a damaged one is an error there.
+    """
+    file = folder / "config.yaml"
+    try:
+        open_regular(file).close()  # settings are read by name, and could follow a link
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _warn_of_damage(file, error.strerror)
+        return None
+    request = gather({}, [], str(file))
+    if request.faults:
+        _warn_of_damage(file, request.faults[0].problem)
+        return None
+    return request.config
+
+
+def _warn_of_damage(file: Path, reason: str | None) -> None:
+    """Warn of a file of a run; the run that it belongs to must not end the view of others."""
+    warnings.warn(make_line(f"{file} is damaged, and not used: {reason}"), stacklevel=3)
+
+
 def find_run_folders(folder: Path) -> list[Path]:
-    """Run folders at this path or up to two levels below it, oldest first."""
-    journals = [file for depth in ("", "*/", "*/*/") for file in folder.glob(depth + JOURNAL) if file.is_file()]
+    """Run folders at this path or up to two levels below it, oldest first; warns of each journal that can't be read."""
+    journals = [file for depth in ("", "*/", "*/*/") for file in folder.glob(depth + JOURNAL) if _is_readable(file)]
     return [file.parent for file in sorted(journals, key=lambda file: file.stat().st_mtime)]
+
+
+def _is_readable(journal: Path) -> bool:
+    """Return whether a journal can be opened; a link, a FIFO or a file of another user is named in a warning."""
+    try:
+        open_regular(journal).close()
+    except OSError as error:
+        _warn_of_damage(journal, error.strerror)
+        return False
+    return True

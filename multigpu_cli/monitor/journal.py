@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.config.regular_files import open_regular, read_small, without_links
+from multigpu_cli.errors import make_line
 
 _MOST = 64 * 2**20  # bytes that may wait in memory
 _BLOCK = 1 << 16  # bytes read at once
@@ -152,8 +153,10 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "size": lambda value: isinstance(value, int) and 0 < value <= 2**53,
     "time": lambda value: isinstance(value, _NUMBER) and 0 <= value < 2.5e11,  # Unix seconds, to the year 9892
     "finite": lambda value: isinstance(value, _NUMBER) and abs(value) < 1e100,  # so is a product of two
+    "bounded": lambda value: not isinstance(value, int) or abs(value) < 1e100,  # any integer can become a float
     "special": lambda value: isinstance(value, float) or value in ("NaN", "Infinity", "-Infinity"),
 }
+_LONGEST_NAME = 200  # letters; a plot's title of 50,000 takes minutes to draw
 _KINDS: dict[str, dict[str, list[str]]] = json.loads(Path(__file__).with_name("fields.json").read_text())
 _NEEDED = {  # the fields that an object of each kind must have
     kind: [name for name, types in fields.items() if name not in ("*", "[]") and "missing" not in types]
@@ -180,6 +183,8 @@ def _find_misfit(content: Any, kind: str) -> str | None:
         others = fields.get("*")
     else:
         return "the list" if "[]" in fields else "the object"
+    if fields.get("*") and (long := next((name for name in content if len(name) > _LONGEST_NAME), None)):
+        return f"{long[:_LONGEST_NAME]}… has too long a name: it"
     for name, value in content.items():
         # a loop of checks without further calls: a journal may have 100,000 lines
         for each in fields.get(name, others) or ():
@@ -212,7 +217,7 @@ def read_json(file: Path, kind: str) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        warnings.warn(f"{file} is damaged, and not used: {error}", stacklevel=2)
+        warnings.warn(make_line(f"{file} is damaged, and not used: {error}"), stacklevel=2)
         return {}
     return content
 
@@ -226,7 +231,7 @@ def parse_event(line: str | bytes, journal: Path) -> Event | None:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         return None  # cut off by a kill, still being written, or nested too deep to be an event
     except ValueError as error:
-        warnings.warn(f"{journal}: a line is damaged, and not used: {error}", stacklevel=2)
+        warnings.warn(make_line(f"{journal}: a line is damaged, and not used: {error}"), stacklevel=2)
         return None
     return entry
 

@@ -11,7 +11,7 @@ from multigpu_cli.checkpoint.files import publish
 from multigpu_cli.config.regular_files import read_small
 from multigpu_cli.config.resume_rules import choose_mode
 from multigpu_cli.config.yaml_text import UnreadableError, compose, dump, dump_value, parse_typed
-from multigpu_cli.errors import RequestError, did_you_mean
+from multigpu_cli.errors import RequestError, did_you_mean, make_line
 from multigpu_cli.monitor.history import load_history, load_summary
 from multigpu_cli.monitor.journal import check_fields, dump_json
 from multigpu_cli.monitor.tensorboard import flatten
@@ -105,9 +105,11 @@ def read_study(path: Path) -> tuple[Study, list[Trial]]:
             trials.append(Trial(**content | {"values": values}))
             if trials[-1].number != number or (trials[-1].state == "completed" and not values):
                 raise ValueError(f"trial {number} is missing, or its values are")
+            if not all(0 < at <= max(study.rungs) for at in values):
+                raise ValueError(f"trial {number} has values of an epoch beyond the last rung")
             check_params(space, trials[-1].params)
     except (OSError, UnreadableError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        problem = f"{file}: can't be read ({getattr(error, 'problem', error)})"
+        problem = make_line(f"{file}: can't be read ({getattr(error, 'problem', error)})")
         raise RequestError(problem, remedy="another --save-dir") from error
     return study, trials
 

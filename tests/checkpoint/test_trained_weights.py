@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from multigpu_cli.checkpoint.manifest import find_manifest_damage
 from multigpu_cli.checkpoint.pieces import Pieces
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import load_trained_weights, save_weights
@@ -101,3 +102,33 @@ def test_a_malicious_one_is_refused_and_not_run(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="can't be loaded safely as weights"):
             load_trained_weights(path)
     assert not target.exists()
+
+
+def share(levels: int) -> list[object]:
+    """A list of ten references to one list of ten references, and so on: 10 ** levels values in a small file."""
+    value: list[object] = ["x"]
+    for _ in range(levels):
+        value = [value] * 10
+    return value
+
+
+@pytest.mark.parametrize(
+    ("levels", "problem"), [(9, "more than 1,000,000 values"), (None, "more than 100 levels deep")]
+)
+def test_weights_with_endless_settings_are_refused(levels: int | None, problem: str, tmp_path: Path) -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    value = endless if levels is None else share(levels)
+    content = {"model": {"w": torch.ones(1)}, "config": {"data.args": {"augment": value}}, "metrics": {}}
+    torch.save(content, tmp_path / "best.pt")
+    with pytest.raises(RequestError, match=rf"best\.pt: its settings are .*{problem}"):
+        load_trained_weights(tmp_path)
+
+
+def test_checkpoint_with_deeply_nested_settings_is_damaged(tmp_path: Path) -> None:
+    value: list[object] = []
+    for _ in range(200):
+        value = [value]
+    store = Store(tmp_path / "checkpoints", 3)
+    store.save(10, {"model": STATE, "average": None}, FACTS | {"settings": {"data.args": {"augment": value}}})
+    assert find_manifest_damage(tmp_path / "checkpoints/step_00000010") == "manifest.json can't be read (ValueError)"

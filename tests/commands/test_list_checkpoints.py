@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from zipfile import ZIP_BZIP2, ZIP_DEFLATED, ZIP_LZMA, ZipFile
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from multigpu_cli.checkpoint.files import lock_folder
 from multigpu_cli.checkpoint.manifest import MANIFEST
 from multigpu_cli.checkpoint.store import Store
 from multigpu_cli.checkpoint.weights import save_weights
-from multigpu_cli.commands.clean import CheckpointEntry, list_checkpoints
+from multigpu_cli.commands.clean import CheckpointEntry, _find_obstacle, list_checkpoints
 from multigpu_cli.errors import RequestError
 from tests.support.malicious_files import poison, poison_and_sign
 from tests.support.pieces import flip_byte, save_in_pieces
@@ -156,3 +157,15 @@ def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
 def test_an_entry_is_plain_values(run: Path) -> None:
     entry = list_checkpoints(run)[0]
     assert CheckpointEntry(**json.loads(json.dumps(entry.__dict__))) == entry
+
+
+@pytest.mark.parametrize("method", [ZIP_DEFLATED, ZIP_BZIP2, ZIP_LZMA])
+def test_weights_with_a_damaged_stream_are_named(method: int, run: Path) -> None:
+    with ZipFile(run / "best.pt", "w", method) as archive:
+        archive.writestr("best/data.pkl", bytes(range(250)) * 20)
+    content = bytearray((run / "best.pt").read_bytes())
+    content[50:90] = b"\xff" * 40
+    (run / "best.pt").write_bytes(content)
+    assert "best.pt is not a torch.save file" in reason(run, "best.pt")
+    (run / "summary.json").write_text('{"status": "completed"}')
+    assert "best.pt is missing or damaged" in _find_obstacle(run)

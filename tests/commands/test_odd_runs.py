@@ -2,8 +2,9 @@
 
 import copy
 import json
+import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis.strategies import DataObject, data, dictionaries, floats, intege
 
 from multigpu_cli.checkpoint.manifest import MANIFEST, find_manifest_damage, sign_manifest
 from multigpu_cli.commands.report import report
-from multigpu_cli.commands.status import watch_runs
+from multigpu_cli.commands.status import find_runs, watch_runs
+from multigpu_cli.commands.verify import compare_runs
 from multigpu_cli.errors import RequestError
 from multigpu_cli.monitor.curves import list_marks, list_plots, load_runs
 from multigpu_cli.monitor.journal import check_fields
@@ -36,6 +38,7 @@ SUMMARY = {
     "precision": "off",
     "step_ms": {"p50": 1.0, "p95": 2.0},
     "peak_memory_bytes": [2**30],
+    "val_accuracy": 0.9,
     "best": {"epoch": 2, "val_loss": 0.5},
 }
 STATE = {"phase": "training", "step": 3, "time": 1250.0, "host": "a", "pid": 1, "started": 5, "launcher": 0}
@@ -129,6 +132,11 @@ def test_odd_field_of_a_run_hides_no_other_run(
         ("summary.json", "{", "summary.json is damaged, and not used: Expecting"),
         ("journal.jsonl", '{"event": "train", "time": 1, "step": []}\n', "a line is damaged, and not used: step is"),
         ("journal.jsonl", '{"event": "train", "time": 1, "step": 4, "own_ms": {"": null}}\n', "not used: own_ms is"),
+        (
+            "journal.jsonl",
+            json.dumps(event(9, "eval", step=1, split="val", **{"x" * 201: 1.0})) + "\n",
+            "x… has too long",
+        ),
         ("plan.json", '{"memory": {}}', "plan.json is damaged, and not used: "),
         ("logs/state.json", '{"time": 1, "pid": "x"}', "state.json is damaged, and not used: pid is missing"),
     ],
@@ -188,6 +196,15 @@ def test_odd_field_of_a_study_is_a_refusal_or_shown(source: DataObject, study: P
         file.write_text(original)
 
 
+def test_study_with_values_of_an_absurd_epoch_is_refused(study: Path, tmp_path: Path) -> None:
+    planted = shutil.copytree(study, tmp_path / "study")
+    file = planted / "trials/0001/trial.json"
+    for epoch in ("9" * 400, "9" * 150, "0"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"values": {epoch: 0.5}}))
+        with pytest.raises(RequestError, match=r"trial\.json: can't be read"):
+            report_study(planted, 1)
+
+
 @given(odd=ODD)
 @example(odd={"state.pt": {"size": "9"}})
 @settings(suppress_health_check=list(HealthCheck), deadline=None)
@@ -196,6 +213,75 @@ def test_odd_manifest_is_damage(odd: Any, tmp_path: Path) -> None:
     if not isinstance(odd, dict) or odd:
         (tmp_path / MANIFEST).write_bytes(sign_manifest({"step": 3, "files": odd}))
         assert find_manifest_damage(tmp_path) == f"{MANIFEST} can't be read (ValueError)"
+
+
+def plant_link(run: Path) -> None:
+    """Put a link to another regular file in place of the journal."""
+    (run / "journal.jsonl").rename(run / "other.jsonl")
+    (run / "journal.jsonl").symlink_to("other.jsonl")
+
+
+def plant_settings(run: Path) -> None:
+    (run / "config.yaml").write_text("a: [")
+
+
+def plant_huge_number(run: Path) -> None:
+    (run / "summary.json").write_text(f'{{"val_accuracy": {10**400}}}')
+
+
+def plant_odd_start(run: Path) -> None:
+    with (run / "journal.jsonl").open("a") as journal:
+        journal.write(json.dumps(event(1400, "start", world_size=[])) + "\n")
+
+
+def show_all(home: Path) -> str:
+    """Print the status of all runs of a folder, as text and as JSON, and return the page of their report."""
+    for as_json in (False, True):
+        watch_runs([str(home)], as_json=as_json, repeat=False, sort_by="val_loss")
+    loaded = load_runs(find_runs([str(home)]))
+    return report.render_page(report._sort_runs(loaded, "val_loss")[0], [])
+
+
+def plant_nested_host(run: Path) -> None:
+    """Add a line that JSON can read, and that recursive code can't walk."""
+    with (run / "journal.jsonl").open("a") as journal:
+        journal.write('{"event": "start", "time": 1400, "host": ' + "[" * 700 + "]" * 700 + "}\n")
+
+
+@pytest.mark.parametrize("plant", [plant_link, plant_settings, plant_huge_number, plant_odd_start, plant_nested_host])
+def test_odd_run_is_named_and_hides_no_other(
+    plant: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound, odd = interrupted_run(tmp_path / "sound"), interrupted_run(tmp_path / "odd")
+
+    plant(odd)
+    with pytest.warns(UserWarning, match="damaged, and not used") as warned:
+        page = show_all(tmp_path)
+    assert "sound" in page
+    assert capsys.readouterr().out.count(str(sound)) == 2
+    assert {str(odd) in str(each.message) for each in warned} == {True}
+    assert len({str(each.message) for each in warned}) == 1
+
+
+def test_best_run_with_damaged_settings_has_no_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plant_settings(interrupted_run(tmp_path / "odd"))
+    with pytest.warns(UserWarning, match="config.yaml is damaged, and not used: .*malformed YAML"):
+        watch_runs([str(tmp_path)], as_json=False, repeat=False, sort_by="val_loss")
+    assert "main_multi_gpu.py" not in capsys.readouterr().out
+
+
+def test_verify_refuses_a_journal_that_is_a_link(tmp_path: Path) -> None:
+    sound, odd = interrupted_run(tmp_path / "sound"), interrupted_run(tmp_path / "odd")
+    plant_link(odd)
+    with pytest.raises(RequestError, match=r"odd/journal\.jsonl can't be read: a symbolic link"):
+        compare_runs(str(sound), str(odd))
+
+
+def test_verify_compares_a_run_with_an_odd_start(tmp_path: Path) -> None:
+    sound, odd = interrupted_run(tmp_path / "sound"), interrupted_run(tmp_path / "odd")
+    plant_odd_start(odd)
+    with pytest.warns(UserWarning, match="world_size is missing, or of another type"):
+        assert compare_runs(str(sound), str(odd)).lines
 
 
 def test_kind_without_types_may_be_any_object() -> None:

@@ -224,7 +224,7 @@ def test_what_a_journal_says_gives_no_orders_to_the_terminal(
     title = line(1040, "fault", kind="x", action="\x1b]0;owned\x07 two\nlines", step=20)
     watch_runs([str(run(tmp_path / "a", [*BEGUN, title]))], as_json=False, repeat=False)
     shown = capsys.readouterr().out
-    assert r"\x1b]0;owned\x07 two" + "\nlines" in shown
+    assert r"\x1b]0;owned\x07 two | lines" in shown
     assert "\x1b" not in shown
 
 

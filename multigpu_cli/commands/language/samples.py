@@ -81,8 +81,11 @@ def format_preview(preview: Preview, marks: tuple[str, str]) -> Iterator[str]:
     yield from (preview.data, *preview.warnings)
     for sample in preview.samples:
         cut = f", cut to {len(sample.tokens)}" if sample.truncated else ""
-        yield f"\n{sample.place}: {sample.length} tokens{cut}, {sample.learned} learned"
-        yield "".join(each.text.join(marks) if each.learned else each.text for each in sample.stretches)
+        yield ""
+        yield f"{sample.place}: {sample.length} tokens{cut}, {sample.learned} learned"
+        yield from "".join(each.text.join(marks) if each.learned else each.text for each in sample.stretches).split(
+            "\n"
+        )
 
 
 def _show(chats: SFTDataset, index: int, vocabulary: Vocabulary) -> PreviewedSample:

@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import main_multi_gpu
+from multigpu_cli.commands import inference
+from multigpu_cli.errors import RequestError
 from tests.commands.several import outputs
 from tests.support.run_training import run_training
 from tests.support.user_inputs import Points, network
@@ -31,6 +33,12 @@ def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(made, "run")
     return Path("run")
+
+
+def test_fault_of_a_run_is_named_though_its_config_yaml_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(RequestError, match=r"^no such data$"), inference._explain_objects(tmp_path / "best.pt"):
+        raise RequestError("no such data")
 
 
 def run_evaluate(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
