@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from multigpu_cli.checkpoint.files import is_locked, read_owner
-from multigpu_cli.config.regular_files import read_small
+from multigpu_cli.config.regular_files import read_small, refuse_links
 from multigpu_cli.config.yaml_text import list_arguments
 from multigpu_cli.errors import RequestError, did_you_mean, make_line, pluralize
 from multigpu_cli.loggers.sender import explain_unsent, list_unsent
@@ -79,6 +79,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     for name in names or [HOME]:
         here = find_run_folders(Path(name))
         if not here:
+            refuse_links(Path(name))  # a run whose journal is a link is none
             problem = f"{name} has no run: there is no journal.jsonl in it, nor two levels below"
             raise RequestError(problem, remedy="the --save-dir of a run, or a folder of runs")
         runs |= dict.fromkeys(here)

@@ -116,7 +116,7 @@ def test_report_writes_nowhere_else_if_a_metric_is_called_like_a_path(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Names of metrics come from the journal, which may be a stranger's."""
-    names = ["a/../../../mine", "b\0c", "../../mine", "x" * 300, "a b", "a.b"]
+    names = ["a/../../../mine", "b\0c", "../../mine", "x" * 200, "a b", "a.b"]
     evals = [event(9, "eval", split="val", step=8, epoch=2, samples=9, loss=1.0, **dict.fromkeys(names, 0.5))]
     evals += [event(10, "eval", split="val", step=9, epoch=3, samples=9, loss=1.0, **dict.fromkeys(names, 0.6))]
     run = run_folder(tmp_path / "runs" / "run", [event(1, "start", plan=PLAN), *lines(1, 8, 1), *evals])
