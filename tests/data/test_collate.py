@@ -115,7 +115,7 @@ def test_failing_disk_of_a_dataset_is_no_wrong_request(number: int, code: int) -
 
     for fetch, index in ((get_sample, 7), (get_samples, [7])):
         with pytest.raises(TrainingError, match=r"7 raised \w+ in test_collate\.py:\d+: .*/nfs/7\.png") as raised:
-            fetch(OnDisk(), index, split="val")  # type: ignore[arg-type, operator]
+            fetch(OnDisk(), index, split="val")  # type: ignore[arg-type]
         assert raised.value.exit_code == code
         assert ("disk" if code == 1 else "of the val split gives in Python") in raised.value.remedy
 
