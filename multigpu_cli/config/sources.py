@@ -45,7 +45,7 @@ NAMES_ELSEWHERE = {
     "model": "arch architecture model-name model-name-or-path",
     "multi_gpu": "strategy accelerator deepspeed distributed-backend distribution",
     "multi_gpu ddp": "ddp use-ddp",
-    "multi_gpu fsdp": "fsdp use-fsdp",
+    "multi_gpu fsdp for sharded weights": "fsdp use-fsdp full-shard",
     "nproc_per_node": "num-processes world-size",
     "nproc_per_node N on one node; torchrun, with nnodes of its own, on several": "num-nodes nnodes",
     "nproc_per_node N, or torchrun in the place of torch.distributed.launch": "local-rank",
