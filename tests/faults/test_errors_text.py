@@ -75,7 +75,7 @@ def test_remedy_translates_flags_of_other_trainers(ours: str, capsys: pytest.Cap
         ("tune --objective val_loss:min --search momentum=range(0,0.9) --trials 2 --save-dir none", MOMENTUM),
         ("--set dropout=0.5", "model.args.dropout, which is the name here"),
         ("--set block_size=64", "data.block, which is the name here, or max_length N with model_dir"),
-        ("--fsdp full_shard", "--multi-gpu fsdp"),
+        ("--fsdp full_shard", "--multi-gpu fsdp for sharded weights"),
         ("--ddp", "--multi-gpu ddp"),
         ("--use_lora", "--adapter lora"),
         ("--imgsz 640", "--set data.size=224"),

@@ -100,11 +100,7 @@ def load(
         num_classes = choose_num_classes(parts, values, form, moved)
     parts = _divide(parts, seed)
     if new:
-        folder = files.locate_other_file("image-folder", root, new)
-        parts["new"] = [(path, 0) for path in files.list_images(folder)]
-        if not parts["new"]:
-            remedy = "a folder within --data-dir, or a whole path"
-            raise RequestError(f"data.args.new: {folder} holds no images", remedy=remedy)
+        parts["new"] = _list_new(root, new)
     open_mask = partial(read_mask, values=values, ignored=form.ignored)
     make = partial(Images, size=size, resize=larger, open_mask=open_mask)
     part_names = [name for name in (*SPLITS, "new") if parts.get(name)]  # not "", which was divided
@@ -118,6 +114,16 @@ def load(
         prepare=transforms.Standardised(*transforms.IMAGENET, mode),
         model="resnet18" if names else "torchvision/lraspp_mobilenet_v3_large",
     )
+
+
+def _list_new(root: Path, new: str) -> list[Entry]:
+    """Return the images of the folder `new`, as class 0; RequestError if it has none."""
+    folder = files.locate_other_file("image-folder", root, new)
+    entries: list[Entry] = [(path, 0) for path in files.list_images(folder)]
+    if not entries:
+        remedy = "a folder within --data-dir, or a whole path"
+        raise RequestError(f"data.args.new: {folder} holds no images", remedy=remedy)
+    return entries
 
 
 def _divide(parts: dict[str, list[Entry]], seed: int) -> dict[str, list[Entry]]:

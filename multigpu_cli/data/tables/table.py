@@ -105,12 +105,7 @@ def _build_source(
     targets, names = _read_targets(parts, target, kind, table)
     others = [*parts[1:], *([_whole(new)] if new else [])]
     warnings = [*table.warnings, *_check_numbers(features, others, table.path)]
-    named = [*columns, target] if kind == "auto" else columns
-    words = {name: warning for name in named if (warning := describe_words(parts[0], name))}
-    if names and kind == "auto" and target not in words:
-        counts = table.count_cells(target)
-        words[target] = describe_numbers_as_classes(f"{table.path}: column {target!r}", counts, counts.total())
-    warnings += filter(None, words.values())
+    warnings += _warn_of_words(parts[0], columns, target if kind == "auto" else None, is_classified=bool(names))
     files = [part for part in others if part.table is not table]
     warnings += [warning for part in files for warning in describe_unknown_words(features, part)]
     doubts = (each.table.doubts.get(name) for each in [parts[0], *others] for name in [*columns, target])
@@ -141,6 +136,16 @@ def _build_source(
         model="mlp",
         task="classification" if names else "regression",
     )
+
+
+def _warn_of_words(part: Part, columns: Sequence[str], target: str | None, *, is_classified: bool) -> list[str]:
+    """Return warnings about columns of words that look like mistakes; the target is None if data.kind is set."""
+    named = [*columns, *([] if target is None else [target])]
+    words = {name: warning for name in named if (warning := describe_words(part, name))}
+    if is_classified and target is not None and target not in words:
+        counts, label = part.table.count_cells(target), f"{part.table.path}: column {target!r}"
+        words[target] = describe_numbers_as_classes(label, counts, counts.total())
+    return list(filter(None, words.values()))
 
 
 def _first_counts_rows(table: CsvTable) -> bool:
