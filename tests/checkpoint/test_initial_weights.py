@@ -268,6 +268,11 @@ def spoil(kind: str, folder: Path) -> str:
         case "TorchScript":
             torch.jit.save(torch.jit.trace(network().eval(), torch.zeros(1, 3)), folder / "file.pt")
             return "as weights: it is a TorchScript archive\n"
+    return spoil_parts(kind, folder)
+
+
+def spoil_parts(kind: str, folder: Path) -> str:
+    """Weights in several files, or their index, that are not what they say; returns what the message should say."""
     file = write_parts(folder, network().state_dict(), "safetensors")
     index: dict[str, Any] = json.loads(file.read_text())
     part = folder / "model-1-of-2.safetensors"
