@@ -2,7 +2,7 @@
 
 python main_multi_gpu.py --data fashion-mnist --task own_simclr:SimCLR --model own_simclr:Encoder \
     --global-batch-size 512 --batch-size 64 --save-dir runs/simclr
-python main_multi_gpu.py --data fashion-mnist --model own_simclr:Probe --freeze features \
+python main_multi_gpu.py --data fashion-mnist --model own_simclr:Probe --freeze 'features.*' \
     --init-from runs/simclr/last.pt --init-partial --save-dir runs/probe
 """
 

@@ -599,7 +599,7 @@ def test_a_step_asks_for_all_its_parts_in_order(exact: bool, hooked: bool, monke
     run.config.reproducibility, run.config.optimizer.max_grad_norm = Mock(seed=3, exact=exact), "off" if exact else 1
     run.spec.placement.devices, run.observer.fetch.return_value = ["cpu"], [(batch, True)]
     run.moments = SimpleNamespace(after_backward=[run.look] if hooked else [], step_end=[run.end])
-    run.after_step = run.after if hooked else None
+    run.after_step, run.task.global_loss = run.after if hooked else None, None
     run.loss_normalizer.count_units.return_value = 0.5
     run.state.precision.clip_and_step.return_value = "norm", "skipped"
     for name in ("forward_backward", "multiply_gradients", "seed_micro_batch", "seed_optimizer_step"):

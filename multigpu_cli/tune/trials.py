@@ -105,7 +105,7 @@ def read_study(path: Path) -> tuple[Study, list[Trial]]:
             trials.append(Trial(**content | {"values": values}))
             if trials[-1].number != number or (trials[-1].state == "completed" and not values):
                 raise ValueError(f"trial {number} is missing, or its values are")
-            if not all(0 < at <= max(study.rungs) for at in values):
+            if not all(0 <= at <= max(study.rungs) for at in values):
                 raise ValueError(f"trial {number} has values of an epoch beyond the last rung")
             check_params(space, trials[-1].params)
     except (OSError, UnreadableError, ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -199,7 +199,7 @@ def test_odd_field_of_a_study_is_a_refusal_or_shown(source: DataObject, study: P
 def test_study_with_values_of_an_absurd_epoch_is_refused(study: Path, tmp_path: Path) -> None:
     planted = shutil.copytree(study, tmp_path / "study")
     file = planted / "trials/0001/trial.json"
-    for epoch in ("9" * 400, "9" * 150, "0"):
+    for epoch in ("9" * 400, "9" * 150, "-1"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"values": {epoch: 0.5}}))
         with pytest.raises(RequestError, match=r"trial\.json: can't be read"):
             report_study(planted, 1)

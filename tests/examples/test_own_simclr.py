@@ -20,7 +20,7 @@ LEARN: dict[str, Any] = {
     "max_steps": 100,
     "save_dir": "simclr",
 }
-PROBE: dict[str, Any] = {"model": "own_simclr:Probe", "freeze": ["features"], "batch_size": 250, "max_steps": 200}
+PROBE: dict[str, Any] = {"model": "own_simclr:Probe", "freeze": ["features.*"], "batch_size": 250, "max_steps": 200}
 
 
 @pytest.mark.slow
