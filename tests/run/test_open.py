@@ -30,6 +30,7 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, *names: str) -> MagicMock:
     for name in names:
         monkeypatch.setattr(opening, name, getattr(noted, name))
     monkeypatch.setattr(opening, "run_on_main_rank", lambda world, work: work())
+    monkeypatch.setattr(opening, "with_notes", lambda spec, **notes: spec)
     return noted
 
 
@@ -71,6 +72,7 @@ def test_a_dry_run_says_what_was_tried(processes: int, monkeypatch: pytest.Monke
     noted = note_calls(monkeypatch, *names)
     noted.check_user_code.return_value = ["of the guard"]
     made, request = noted.build_components.return_value, MagicMock()
+    made.task.global_loss = None
     request.spec.is_complete, request.spec.placement.num_processes_to_launch = False, processes
     request.spec.resume_point.folder = "run"
     noted.try_micro_batch.return_value, made.state.restore_warning = (2, ["halved"]), ""
@@ -102,6 +104,7 @@ def test_a_run_is_opened_and_closed_in_this_order(written: bool, monkeypatch: py
     monkeypatch.setattr(opening, "time", Mock(perf_counter=lambda: 10.0))
     monkeypatch.setattr(opening, "record_failure", lambda run: nullcontext())
     made, run, console = noted.build_components.return_value, noted.assemble_run.return_value, noted.console
+    made.task.global_loss = None
     run.progress.startup_seconds, run.moments.start, run.control.summary_written = 5.0, (noted.begin,), written
     noted.check_user_code.return_value = []
     made.state.part_states = {"hooks": {"b": 1, "a": 2}} if written else {"hooks": {}}
