@@ -16,7 +16,6 @@ from multigpu_cli.run.guard.findings import Finding, decide, list_names
 from multigpu_cli.run.request.spec import with_notes
 from multigpu_cli.runtime.seeding import seed_micro_batch
 from multigpu_cli.tasks.base import Task
-from multigpu_cli.tasks.own_loss import refuse_dropped_rows
 
 _MAX_SAMPLES = 8
 _SAME_LOSS = 1e-6  # relative difference between ranks
@@ -77,6 +76,8 @@ def _examine(components: TrainComponents) -> Examination:
         others["criterion"] = criterion
     batch, load_others = _load_batches(components)
     if is_own and type(task).units is Task.units:  # a task that counts samples, although rows were dropped
+        from multigpu_cli.tasks.own_loss import refuse_dropped_rows  # late: most runs have no task of their own
+
         refuse_dropped_rows(task.source, batch, batch.inputs, batch.targets)
     seed = components.config.reproducibility.seed
     subject = Subject(
