@@ -125,7 +125,7 @@ def buffers(model: nn.Module, case: str, names: Sequence[str], writes: Mapping[s
 
 def no_sum(sums: Sums, size: int, tolerance: float, mixing: str) -> Finding:
     """The loss of a batch is not the sum of its halves' losses; `mixing` names a module whose rows mix, if any."""
-    problem = f"the loss of {size} samples is {sums.whole:.6g}, and that of their halves together {sums.together:.6g}"
+    problem = f"the loss of {size} samples is {sums.whole:.6g}, and that of their halves together {sums.of_halves:.6g}"
     reason = "each micro-batch has its own weights, negatives or statistics: the result depends on --batch-size"
     remedy = "a --task whose loss_sum is a sum (reduction='sum') and whose units are the weights; for a loss "
     remedy += "over the global batch, a task with rows and loss"

@@ -74,13 +74,13 @@ class Sums(NamedTuple):
     halves: Sequence[float]
 
     @property
-    def together(self) -> float:
+    def of_halves(self) -> float:
         return sum(self.halves)
 
     def is_sum(self, factor: float = 1.0, tolerance: float = _CLOSE) -> bool:
         """Return whether the halves add up to `factor` times the whole; True if a loss is infinite or NaN."""
         size = max(abs(self.whole), sum(map(abs, self.halves)))
-        return not abs(self.together - factor * self.whole) > tolerance * size + _CLOSE
+        return not abs(self.of_halves - factor * self.whole) > tolerance * size + _CLOSE
 
 
 @contextmanager
