@@ -306,7 +306,8 @@ class MultiGPUTrainingManager:
     def generate_comparison_report(self, results: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]]) -> str:
         """Return a Markdown table with a line for each result of `train_with_multi_gpu`, or summary.
 
-        The lines have the names of the mapping, or the numbers from 1 of the list. TypeError: a result is no mapping.
+        Each line is named by its key in the mapping, or by its number (from 1) in the list. Raises TypeError if a
+        result is not a mapping.
         """
         head = ("run", "strategy", "devices", "samples/s", "seconds", "final loss", "peak memory (GiB)", "speedup")
         rows, base = [], None

@@ -158,7 +158,7 @@ def wait_until_unlocked(folder: Path, *, patience: float) -> bool:
 
 
 def check_unlocked(folder: Path) -> None:
-    """Raises RequestError where another run is at work in the folder, as `lock_folder` does, and leaves no trace."""
+    """Raise RequestError if another run holds the folder's lock, as `lock_folder` does, but leave no trace."""
     if not wait_until_unlocked(folder, patience=_MOMENT):
         raise locked_error(folder)
 
@@ -211,7 +211,7 @@ def _signature() -> str:
 
 
 def read_owner(folder: Path) -> str:
-    """The id of the process that holds the lock, or did last, as this machine sees it; "" where there is none."""
+    """Return the id of the process that holds the lock, or held it last, as this machine sees it; "" if unknown."""
     try:
         return read_small(folder / ".lock").decode(errors="replace")
     except OSError:

@@ -54,7 +54,10 @@ def fingerprint(state: dict[str, Any]) -> str:
 
 
 def round_weights(name: str, weights: Tensor, half: str | None) -> Tensor:
-    """The weights as bf16 or fp16 where they are numbers; RequestError: one is beyond its range."""
+    """Return floating-point weights as `half`, bf16 or fp16; raise RequestError if a weight is beyond its range.
+
+    Other tensors, or all if `half` is None, are returned unchanged.
+    """
     if half is None or not weights.is_floating_point():
         return weights
     rounded = weights.to(DTYPES[half])
@@ -173,7 +176,7 @@ class TrainedWeights:
     origin: Path  # the file that they are in, or the folder of a checkpoint where several files hold them
     outline: dict[str, Any]  # names → tensors; those in pieces are on the meta device
     settings: dict[str, Any]  # of the run, by key
-    model: str | None = None  # name of the model, None where it follows from the settings
+    model: str | None = None  # name of the model; None if it follows from the settings
     read_piece: Callable[[str, Tensor], Tensor] | None = None  # the tensor in pieces of a name and an outline
 
     @property

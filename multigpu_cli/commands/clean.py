@@ -33,7 +33,7 @@ class CheckpointEntry:
 
     name: str  # relative to the run folder
     state: str  # whole (intact), damaged, draft (unfinished) or aside (damaged or replaced, renamed by a later attempt)
-    reason: str  # why it is not intact, "" where it is
+    reason: str  # why it is not intact; "" if it is
     written: float  # Unix seconds
     bytes: int  # of all its files
     step: int | None = None  # of the manifest, as the next; None where there is none

@@ -181,7 +181,7 @@ class Export:
     origin: str
     difference: float  # greatest difference of an output from the original's, 0 where bits were compared
     checked: str
-    takes: str = ""  # which inputs the file takes, where that is not what the network itself takes
+    takes: str = ""  # description of the file's inputs; "" if they are the network's own
 
 
 def export_run(request: InferenceRequest, to: ExportTarget) -> Export:

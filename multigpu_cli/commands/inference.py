@@ -117,7 +117,7 @@ def _load_weights(config: Config, source: DataSource, weights: TrainedWeights, *
 
 @contextmanager
 def _explain_objects(origin: Path) -> Iterator[None]:
-    """Say first of a run from Python, whose loaders and loss no name brings back, where it can be evaluated."""
+    """Explain an error for a run from Python: no name restores its loaders and loss, so its script must evaluate it."""
     try:
         yield
     except RequestError as error:

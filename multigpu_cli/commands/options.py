@@ -38,7 +38,7 @@ _EXTRA: tuple[tuple[str, Any, str, str], ...] = (
 
 
 def option(metavar: str, help: str, *names: str, **more: Any) -> Any:
-    """Declare an option; its name is the parameter's where none is given, and a switch has no metavar."""
+    """Declare an option; without `names` it is named after the parameter, and a switch has no metavar."""
     return typer.Option(*names, metavar=metavar or None, help=help, **more)
 
 
@@ -86,7 +86,7 @@ class Group(HelpPage, TyperGroup):
         return super().parse_args(_skip_value_parsing(self, ctx), args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the sub-command; RequestError where there is none of that name."""
+        """Find the sub-command; raise RequestError if it does not exist."""
         if args[0] not in self.commands:
             near = did_you_mean(args[0], self.commands)
             raise RequestError(f"{args[0]!r} is not a command", remedy=f"{near} (a value must follow its flag)")

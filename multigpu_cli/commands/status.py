@@ -69,7 +69,7 @@ class Status:
     recovery_seconds: float | None = None  # from the end of an attempt of this launch to the next one's first step
     lost_steps: int | None = None  # repeated after that
     alarms: list[str] = field(default_factory=list)
-    sort_value: float | None = None  # the number of --sort-by; None where the run has none
+    sort_value: float | None = None  # value of the --sort-by metric; None if the run lacks it
     command: str | None = None  # the best run's, which gives its settings again; None without --sort-by
 
 
@@ -87,7 +87,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
 
 
 def read_status(run: Path, now: float, history: History | None = None) -> Status:
-    """The state of a run at time `now` (Unix seconds), from its journal, or its history where that is known."""
+    """Return the state of a run at time `now` (Unix seconds), from its `history`; None: read it from the journal."""
     history = history or load_history(run)
     begun = (run / JOURNAL).stat().st_mtime  # of a journal that has no line yet
     attempt = history.attempts[-1] if history.attempts else Attempt({"time": begun}, begun)
@@ -206,7 +206,7 @@ def format_statuses(statuses: Sequence[Status], sorted_by: str | None = None) ->
 
 
 def _read_sign(run: Path, attempt: Attempt) -> dict[str, Any]:
-    """logs/state.json; {} where there is none, or only that of an older attempt."""
+    """Return logs/state.json; {} if it is missing, or was written by an older attempt."""
     sign = read_json(run / STATE, STATE)
     return sign if sign and sign["time"] > attempt.start["time"] - _PATIENCE else {}
 

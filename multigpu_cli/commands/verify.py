@@ -1,4 +1,4 @@
-"""Whether two runs are the same, and where they first differ; read from their folders alone, without torch."""
+"""Comparison of two runs: whether they are the same, or their first difference. Reads only their folders, no torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -148,7 +148,7 @@ def _texts(value: Any, place: str) -> Iterator[tuple[str, str]]:
 
 
 def match_names(names: Sequence[str], pattern: str, origin: str, kind: str = "parameter") -> list[str]:
-    """The names that match a shell pattern; RequestError, which begins with `origin`, where none does."""
+    """Return the names that match a shell pattern; RequestError, which begins with `origin`, if no name matches."""
     chosen = [name for name in names if fnmatch(name, pattern)]
     if not chosen:
         near = get_close_matches(pattern.rstrip("*"), names, n=4, cutoff=0.5) or list(names[:4])

@@ -279,7 +279,7 @@ def format_recipes(recipes: list[Recipe]) -> Iterator[str]:
 
 
 def read_recipe(path: Path) -> str:
-    """The text of a recipe; RequestError where it is no regular file, too large, unreadable or not UTF-8."""
+    """Return the text of a recipe; RequestError if it is not a regular file, too large, unreadable or not UTF-8."""
     where = f"--config {path}"
     try:
         status = path.stat()

@@ -31,7 +31,7 @@ class NotRegularFile(OSError):
 def without_links(path: str, flags: int) -> int:
     """Open a log or a lock that may exist, as the `opener` of `open`; a link is not followed, a FIFO not waited for.
 
-    NotRegularFile: what exists there is of another type, be it one that can be written to.
+    Raises NotRegularFile if the path exists but is of another type, even one that can be written to.
     """
     # O_NONBLOCK, because opening a FIFO waits for the other end; it has no effect on regular files
     try:
@@ -56,9 +56,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def refuse_special_file(path: Path, flag: str = "--data") -> None:
-    """Check that what stands in place of a file of data can be read more than once; nothing at all is no fault here.
+    """Check that a data file can be read more than once; a missing file is accepted here.
 
-    Opening a FIFO waits for a writer, and a device may never end. RequestError: names the file, after `flag`.
+    Opening a FIFO waits for a writer, and a device may never end. RequestError names the file, after `flag`.
     """
     if path.exists() and stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
         problem = f"{flag}: {path} is a FIFO, a socket or a device"

@@ -162,7 +162,7 @@ class Collated(NamedTuple):
 
 
 class Collate:
-    """Samples → (inputs, targets) of a batch, by the dataset's own `collate_fn` where it has one.
+    """Samples → (inputs, targets) of a batch, by the dataset's own `collate_fn` if it has one.
 
     Samples come as (number, sample); with a `collate_fn` they reach it as the dataset handed them out.
     """
@@ -227,7 +227,7 @@ def _list_samples(inputs: Any, targets: Any, count: int) -> Collated:
 
 
 def count_declared_classes(dataset: Dataset[Any]) -> int:
-    """How many classes a user's dataset says there are; 0 where it says nothing."""
+    """Return the number of classes that a user's dataset declares; 0 if it does not declare a number."""
     own = unwrap_dataset(dataset)
     count = getattr(own, "num_classes", None)
     return count if isinstance(count, int) else len(getattr(own, "classes", None) or ())

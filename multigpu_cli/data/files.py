@@ -145,7 +145,7 @@ class DatasetFiles:
     layout: str  # the files expected there, for the message
 
     def folder(self, data_dir: str | None, landmarks: Iterable[str]) -> Path:
-        """The first of the folders that holds one of the landmarks (files or folders); RequestError if none does."""
+        """Return the first folder that contains a landmark (a file or folder); raise RequestError if no folder does."""
         if data_dir is None:
             raise RequestError(f"--data {self.name} needs --data-dir, the folder that holds it", remedy=self.remedy)
         landmarks = list(landmarks)
@@ -208,7 +208,7 @@ class OpenFiles:
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def read(self, file: int, offset: int, size: int) -> bytes:
-        """Some bytes of a file; RequestError if it is gone or ends before, TrainingError if the disk fails."""
+        """Return `size` bytes of a file; RequestError if missing or too short, TrainingError if the disk fails."""
         try:
             if file not in self._open:
                 if len(self._open) == _MOST:
@@ -253,7 +253,7 @@ class JsonLines:
         return len(self._places) // 3
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One record; RequestError names the line if it is no JSON object, or no text."""
+        """Return one record; RequestError names the line if it is not a JSON object, or not UTF-8 text."""
         start, size = self._places[3 * index + 1 : 3 * index + 3]
         with self.path.open("rb") as file:
             file.seek(start)

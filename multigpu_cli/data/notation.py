@@ -38,12 +38,12 @@ class Notation(NamedTuple):
 
     decimal: str = "."  # the sign before the fraction
     group: str = ""  # the sign between groups of three digits, in numbers that have one
-    unit: str = ""  # a sign before or after each number; that of a currency may be missing
+    unit: str = ""  # a sign before or after each number; a currency sign may be missing
     is_date: bool = False  # ISO 8601; the number is that of days since 1970-01-01, in UTC
 
     @property
     def is_amount(self) -> bool:
-        """Whether a few whole numbers are no classes either: $5, 5 %, 1,000, or dates."""
+        """Return whether even a few distinct whole numbers are not classes: $5, 5 %, 1,000, or dates."""
         return bool(self.unit or self.group or self.is_date)
 
     def read(self, cell: str) -> float | None:

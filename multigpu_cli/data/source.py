@@ -22,7 +22,7 @@ from multigpu_cli.runtime.model_call import TARGETS
 from multigpu_cli.runtime.seeding import seed_everything
 
 SPLITS = ("train", "val", "test")
-FEW = 20  # whole numbers with at most so many values are classes, where nothing says what a target is
+FEW = 20  # whole-number targets with at most this many distinct values are classes, unless declared otherwise
 Kind = Annotated[str, choice("auto", "classification", "regression")]  # what data.kind says of the targets
 
 
@@ -45,7 +45,7 @@ class Codec:
     record: Mapping[str, str] = MappingProxyType({})  # what checkpoints say of a pretrained tokenizer that makes them
 
     def serialize(self) -> str:
-        """The codec as text, from which it can be built again; empty where that takes the data."""
+        """Return the codec as text, from which it can be rebuilt; "" if rebuilding it needs the data."""
         return ""
 
 

@@ -63,7 +63,7 @@ def fit_standardised(train: Tensor, mode: str) -> Standardised:
 
 
 def model_input_shape(sample_shape: Sequence[int], mode: str) -> tuple[int, ...]:
-    """Shape of one sample as the model receives it; RequestError where the mode is none, or not for vectors."""
+    """Return a sample's shape as the model receives it; RequestError if the mode is unknown, or not for vectors."""
     if mode not in MODES:
         raise RequestError(f"--mode: unknown name {mode!r}", remedy=did_you_mean(mode, MODES))
     if mode == "flatten":
@@ -154,7 +154,7 @@ def check_pillow(name: str) -> None:
 
 
 def choose_shorter_side(size: int, resize: int | None) -> int:
-    """Pixels of the shorter side before a square of `size` is cut out; RequestError where less than that is asked."""
+    """Return the shorter side in pixels before a square of `size` is cropped; RequestError if `resize` is smaller."""
     if resize is not None and resize < size:
         raise RequestError(f"data.args.resize: {resize} pixels", remedy=f"a whole number of at least {size}")
     return resize or size * 8 // 7

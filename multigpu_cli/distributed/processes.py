@@ -221,7 +221,7 @@ class RankOutput(AbstractContextManager["RankOutput"]):
     def start(self, logs: Path, attempt: int) -> None:
         """Append output to this rank's file from now on; if the file can't be opened, output is not redirected.
 
-        A link or a FIFO in its place is neither followed nor waited for.
+        If the path is a link or a FIFO, it is neither followed nor waited for.
         """
         if self._before is not None:
             return

@@ -152,10 +152,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's M_TRIM_THRESHOLD and M_MMAP
 
 
 def keep_freed_memory(below: int = 32 * 2**20) -> None:
-    """Keep freed blocks of fewer bytes for the next step, and return larger ones to the system, where this is glibc.
+    """Keep freed blocks below this size in bytes for the next step, and return larger ones to the system (glibc only).
 
-    By default it returns what lies free at its heap's end, so that page faults may take a tenth of a step, and raises
-    `below` up to 32 MiB: where weights are gathered and freed all the time, it keeps several times what they take.
+    By default glibc returns free memory at the end of its heap, so that page faults may take a tenth of a step, and
+    raises `below` up to 32 MiB: if weights are gathered and freed all the time, it keeps several times their size.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # musl and macOS have none

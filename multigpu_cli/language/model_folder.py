@@ -107,7 +107,7 @@ def check_size(folder: Path, count: int) -> None:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """The tokenizer; RequestError where there is none, or none that knows the place of its tokens in the text."""
+    """Return the tokenizer; RequestError if it can't be read, or can't return the offsets of its tokens in the text."""
     try:
         tokenizer = import_transformers().AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -204,7 +204,7 @@ def _check_whole(folder: Path, name: str) -> None:
 
 
 def import_transformers() -> Any:
-    """The library; RequestError where it is not installed."""
+    """Return the library transformers; raise RequestError if it is not installed."""
     remedy = "pip install 'multigpu-cli[hugging-face]' (in a checkout: pip install -e '.[hugging-face]')"
     transformers = import_extra("transformers", "transformers is not installed", remedy)
     transformers.utils.logging.disable_progress_bar()
@@ -229,7 +229,7 @@ def _find_cached(name: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An object in a file; {} where there is no such file; RequestError where it is not JSON."""
+    """Return the JSON object in a file; {} if the file is missing or has no object; RequestError if it is not JSON."""
     try:
         found = json.loads(read_small(path.resolve()))  # Hugging Face's cache has links to its files
     except FileNotFoundError:

@@ -32,9 +32,9 @@ class Prompt(NamedTuple):
 class PromptReader:
     """Turns prompts into tokens, as the model saw them in training.
 
-    The template is that of the training, None for the tokenizer's own; `values` is what it is given beside the
-    messages. `limit` is the places that the model knows. Raw prompts are text to go on from, and no messages; so are
-    all where there is no template.
+    The template is that of the training, None for the tokenizer's own; `values` are its variables other than the
+    messages. `limit` is the number of positions of the model. Raw prompts are text to continue, not messages; without a
+    template, all prompts are raw.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class PromptReader:
         self._raw, self._limit = raw or not (template or model.tokenizer.chat_template), limit
 
     def read_text(self, text: str, place: str = "--prompt") -> Prompt:
-        """A prompt as the message of a user; RequestError where it is empty, or fills all places of the model."""
+        """Return a prompt, a user's message unless raw; RequestError if it is empty, or leaves no room to answer."""
         conversation = Conversation(prompt=text) if self._raw else Conversation([{"role": "user", "content": text}])
         return self._encode(text, conversation, place)
 
     def read_file(self, path: Path) -> list[Prompt]:
-        """The prompts of a .jsonl or .txt file; RequestError where there are none, or one is wrong."""
+        """Return the prompts of a .jsonl or .txt file; RequestError if it contains no prompts, or an invalid one."""
         refuse_special_file(path, "--prompts")
         read = self._read_lines if path.suffix == ".txt" else self._read_records
         try:

@@ -68,7 +68,7 @@ class _TokenTask(Task):
 
 
 class LanguageModel(_TokenTask):
-    """Inputs (n, t) int64 tokens, targets (n, t) int64 or -100 where none counts, model outputs (n, t, vocabulary).
+    """Inputs (n, t) int64 tokens, targets (n, t) int64, -100 if not counted, model outputs (n, t, vocabulary).
 
     Loss and accuracy are means over the targets that count, on all workers together: nats per token, and the share of
     tokens that were the likeliest ones; perplexity is e to the loss. The better result has the lower loss.
@@ -113,7 +113,7 @@ class LanguageModel(_TokenTask):
         return BatchMetrics(losses.double().sum(), count_right(right, losses))
 
     def outputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """`loss` (n, t) of each token, 0 where it is not learned."""
+        """Return the `loss` (n, t) of each token, which is 0 for targets of -100."""
         return {"loss": self._compute_losses(model, batch).losses}
 
     def predictions(self, model: nn.Module, batch: Batch) -> dict[str, list[Any]]:

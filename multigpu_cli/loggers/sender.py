@@ -72,7 +72,7 @@ class Sender(threading.Thread):
         ended: set when nothing is added to the journal any more.
         note: gets a line for the user when the logger fails in another way than before.
         again: send from the beginning, whatever has arrived.
-        replay: give up after an error, or where another process sends the run, as that of a killed attempt still may.
+        replay: give up after an error, or if another process sends the run, e.g. one left over from a killed attempt.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ def identify_run(run: Path) -> RunIdentity | None:
     """The identity of the run in a folder; None before the first line of its journal.
 
     The id is a hash of that line, which names host and time: it stays with the journal, wherever the folder goes.
-    RequestError: the line is no event, or config.yaml holds something else than settings.
+    RequestError: the line is not an event, or config.yaml is not a mapping of settings.
     """
     try:
         with open_regular(run / JOURNAL) as file:
@@ -186,7 +186,7 @@ def identify_run(run: Path) -> RunIdentity | None:
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of a run's config.yaml by key, without private ones and passwords; {} if it has none.
+    """Return the settings of a run's config.yaml by key, without private ones and passwords; {} if it is missing.
 
     RequestError: the file is not plain YAML: an alias, for instance, may stand for billions of values.
     """

@@ -180,7 +180,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     except BlockingIOError as error:
         note(f"{error}, and has not moved for {hangs:.0f} s")
         sys.exit(1)
-    except OSError as error:  # of the lock: the folder was removed, or holds something else under its name
+    except OSError as error:  # the lock failed: the folder was removed, or its lock is not a regular file
         note(str(error))
         sys.exit(1)
 
@@ -201,7 +201,7 @@ class MirrorState:
 
 
 def read_state(run: Path) -> MirrorState:
-    """The state of a run folder's mirror; an empty one where it has none."""
+    """Return the state of a run folder's mirror; an empty state if mirror.json is missing."""
     found = read_json(run / STATE_FILE, STATE_FILE)
     return MirrorState(**{name: found[name] for name in found.keys() & asdict(MirrorState())})
 

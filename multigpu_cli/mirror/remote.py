@@ -61,7 +61,7 @@ class Mirror:
     def _errors(self, doing: str) -> Iterator[None]:
         """Turn what a driver raises, whatever its classes, into one error that names the URL.
 
-        DamagedMirror: a link or a FIFO stands in place of a file of a mirror on disk.
+        Raises DamagedMirror if a file of a mirror on disk is a link or a FIFO.
         """
         try:
             yield
@@ -77,7 +77,7 @@ class Mirror:
         return "/".join([self._root, *names])
 
     def read_owner(self) -> str:
-        """The id of the run that this folder belongs to; "" where it belongs to none."""
+        """Return the id of the run that this folder belongs to; "" if it does not belong to a run."""
         content = self._read(OWNER)
         with self._errors(f"reading {OWNER}"):
             return "" if content is None else str(json.loads(content)["id"])
@@ -120,9 +120,9 @@ class Mirror:
         self._write(content, *there, MANIFEST)
 
     def upload_file(self, file: Path, moved: Moved) -> None:
-        """Copy a file of the run folder; one that is not there is removed: a run that goes on has no summary.
+        """Copy a file of the run folder; if it is missing, remove the copy: a run that continues has no summary.
 
-        NotRegularFile: a link or a FIFO stands in its place.
+        Raises NotRegularFile if the file is a link or a FIFO.
         """
         try:
             with open_regular(file) as held:
@@ -261,7 +261,7 @@ class Mirror:
     def _open(self, *names: str) -> Any:  # the file of a driver, or None
         """Open a remote file for reading; None if it is missing.
 
-        DamagedMirror: on a disk, a link or a FIFO stands in its place.
+        Raises DamagedMirror if the mirror is on disk and the file is a link or a FIFO.
         """
         path = self._path(*names)
         with self._errors(f"reading {names[-1]}"), suppress(FileNotFoundError):

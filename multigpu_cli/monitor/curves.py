@@ -32,7 +32,7 @@ _WAITS = (("data_wait_share", "for data"), ("comm_share", "for the wire"), ("str
 
 
 class Curves:
-    """The numbers of `train` lines that plots show: a column for each, of 8 bytes a line; NaN where a line has none."""
+    """The numbers of `train` lines that plots show: a column for each, 8 bytes per line; NaN if a line lacks it."""
 
     def __init__(self) -> None:
         self.steps = array("d")  # the optimizer step of each line, ascending
@@ -205,7 +205,7 @@ def _shorten_names(folders: Sequence[Path]) -> list[str]:
 
 
 class Line(NamedTuple):
-    """One curve; `kind` is 'noisy' (smoothed where it is long), 'plain', or 'dots' at evaluations."""
+    """One curve; `kind` is 'noisy' (smoothed if it is long), 'plain', or 'dots' at evaluations."""
 
     label: str  # "" leaves it out of the legend
     color: int

@@ -142,7 +142,7 @@ def load_history(folder: Path) -> History:
 
 
 def load_summary(folder: Path) -> dict[str, Any]:
-    """How the run in a folder ended: its summary.json, {} where there is none that can be read."""
+    """Return the summary.json of a run folder, written when the run ends; {} if it is missing or unreadable."""
     return read_json(folder / "summary.json", "summary.json")
 
 

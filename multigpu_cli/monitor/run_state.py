@@ -105,7 +105,7 @@ class RunState:
 
 
 def read_process(pid: int | str) -> tuple[str, int | None]:
-    """A process's state, such as T where it is suspended, and its start in clock ticks since boot, by proc(5).
+    """Return a process's state, e.g. T if it is suspended, and its start in clock ticks since boot, by proc(5).
 
     "" and None: this machine has no such process any more, or no /proc.
     """

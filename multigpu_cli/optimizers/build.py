@@ -140,7 +140,7 @@ class GroupKey(NamedTuple):
     factor: float  # their share of the schedule's rate
     is_matrix: bool  # they have two dimensions or more
     weight_decay: float  # of each step
-    hidden: bool | None  # Muon moves them; None where there is one algorithm for all
+    hidden: bool | None  # updated by Muon; None if one algorithm updates all parameters
 
 
 def group_parameters(

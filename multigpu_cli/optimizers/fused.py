@@ -91,7 +91,7 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _divide(self) -> list[_Batch]:
-        """[] where torch's own step is needed: a state is not there yet, or settings ask for another kernel."""
+        """Return the batches; [] if torch's own step is needed: a state is missing, or settings need another kernel."""
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         moved = {parameter for parameter in every if parameter.grad is not None}
         self._idle = [parameter for parameter in every if parameter not in moved]

@@ -279,7 +279,7 @@ def _make_observer(components: TrainComponents, watchdog: Watchdog, trace: Sampl
     world, config = components.world, components.config
     fp16, global_loss = components.state.precision.name == "fp16", components.task.global_loss
     timer = StepTimer(device_runs_ahead=world.device.type == "cuda")
-    # fp16's scale changes from step to step, and a global loss is no mean over samples: there is no noise to measure
+    # fp16's scale changes from step to step, and a global loss is not a mean over samples: noise can't be measured
     noise = NoiseMeter(0 if fp16 or global_loss else config.log.interval, components.strategy.loss_factor)
     nonfinite = SkippedStepLimit(config.fault.nonfinite, world.device, fp16=fp16)
     loss = LossMeter(world, components.progress, components.plan.batches.steps_per_epoch)

@@ -98,7 +98,7 @@ class Precision:
 
         There is no host sync: on a GPU, fused optimizers skip on the device if `found_inf` is 1. The norm is that of
         the reduced gradient times the `factor` () float64, so the number and the decision are the same on every rank.
-        `total_norm` makes the whole gradient's from that of these gradients, where they are a part of it.
+        `total_norm` computes the norm of the full gradient from that of these gradients, if they are only a shard.
         """
         scaled, on_host = self._scales, self.device.type == "cpu"
         fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled

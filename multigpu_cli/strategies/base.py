@@ -178,7 +178,7 @@ class Strategy(ABC):
         return _NOTHING
 
     def local_gradients(self) -> list[Tensor]:
-        """The sum of this worker's micro-batches so far in the step, before the last of them; [] where none is kept."""
+        """Return this worker's gradients, summed over the step's micro-batches before the last one; [] if not kept."""
         return [parameter.grad for parameter in self.local_parameters if parameter.grad is not None]
 
     def after_backward(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """Rules by which a step merges the values that its micro-batches leave in a buffer.
 
-The mean of the changes is right for running means and for counts. Of the least value so far (a bound), of what the last
-micro-batch left, or of a total over samples it is not: a model names another rule for such a buffer.
+The mean of the changes is right for running means and for counts. It is wrong for bounds (the least value so far), for
+the last micro-batch's value, and for totals over samples: a model names another rule for such a buffer.
 """
 
 from collections.abc import Callable, Mapping

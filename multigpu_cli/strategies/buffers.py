@@ -99,9 +99,10 @@ class StepBuffers:
             group.write(torch.where(skipped.bool(), group.start, group.read()))
 
     def apply_mean_change(self, summed: list[Tensor] | None = None) -> None:
-        """Apply the mean change of all micro-batches on all workers; of floating buffers it may be `summed` already.
+        """Apply the mean change of all micro-batches on all workers.
 
-        Buffers with another rule end with its result.
+        `summed` holds the changes of floating buffers, if they are already summed over the workers. Buffers with
+        another rule get the result of that rule.
         """
         if not self._slots:
             return
@@ -222,7 +223,7 @@ class _DtypeGroup(_Flat):
     def __init__(self, buffers: list[Tensor], *, total: bool = False) -> None:
         super().__init__(buffers)
         self._by_total = total
-        # changes are added up in this dtype where it is floating; those of integers in wider ones
+        # changes of floating buffers are added up in their own dtype, those of integer buffers in a wider one
         self.format, self.floating = buffers[0].dtype, buffers[0].is_floating_point()
         narrow = torch.int32 if self.format.itemsize <= 2 else torch.int64
         self._wide = self.format if self.floating else narrow

@@ -104,7 +104,7 @@ class Task(ABC):
         return Loader(data, self.source, config, device=world.device, seed=seed, workers_here=here)
 
     def check_model(self, model: nn.Module, precision: Precision) -> None:  # noqa: B027 - most tasks need no more of it
-        """Check the model before its first batch; raise RequestError where it does not fit the task."""
+        """Check the model before its first batch; raise RequestError if it does not fit the task."""
 
     def class_names(self, classes: int) -> tuple[str, ...]:
         """The dataset's names of the classes, or else their numbers."""
@@ -132,7 +132,7 @@ class Task(ABC):
         """
 
     def step_outputs(self, returned: Any) -> Any:
-        """Return what `after_step` gets of what the model returned: tensors, or mappings and tuples of them."""
+        """Return the part of the model's outputs that `after_step` gets: tensors, or mappings and tuples of them."""
         return returned
 
     @abstractmethod
@@ -322,11 +322,11 @@ class LossNormalizer:
         return samples * self._task.units_per_sample
 
     def count_units(self, counted: Iterable[Tensor | int], samples: int) -> Tensor | None:
-        """At the end of a step: the factor () float64 of the reduced gradient, for the real number of units.
+        """Return, at a step's end, the factor () float64 that scales the reduced gradient to the real number of units.
 
-        None where there is nothing to correct. The mean over no unit is NaN, so that the optimizer skips a step without
-        any: momentum and decay would move the weights. `counted` are the units of this worker's micro-batches,
-        `samples` those of the step over all workers.
+        None if there is nothing to correct. The factor of a step without units is not finite, so the optimizer skips
+        that step: momentum and decay would move the weights. `counted` are the units of this worker's micro-batches,
+        `samples` the samples of the step over all workers.
         """
         self.last = samples
         if self._task.unit == "sample":
@@ -339,7 +339,7 @@ class LossNormalizer:
         return self.divisor(samples) / self.last.double()
 
     def get_step_norm(self, norm: Tensor) -> Tensor:
-        """The gradient norm () of the last step, for people: 0 where it had no unit."""
+        """Return the gradient norm () of the last step as it is shown to users: 0 if the step had no units."""
         return norm if isinstance(self.last, int) else torch.where(self.last > 0, norm, 0.0)
 
     def rate(self, samples_per_second: float) -> dict[str, float]:

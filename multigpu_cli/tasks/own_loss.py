@@ -286,7 +286,7 @@ class FromModel(_OwnLoss):
         return torch.count_nonzero(counted[..., 1:] if self._skips_first else counted)
 
     def step_outputs(self, returned: Any) -> Any:
-        """Return what is beside the loss: of a mapping or a tuple the others, of a pair the other one itself."""
+        """Return the outputs other than the loss: the rest of a mapping or tuple; of a pair, its other element."""
         loss = self._find_loss(returned)
         if isinstance(returned, Mapping):
             return {key: value for key, value in returned.items() if value is not loss}
@@ -309,7 +309,7 @@ class FromModel(_OwnLoss):
         return model(batch.inputs if self.global_loss else self._join_labels(model, batch))
 
     def _loss(self, model: Callable[..., Any], batch: Batch, *, needed: bool) -> Any:
-        """(): the mean over a micro-batch; None where nothing is one, and none is needed."""
+        """Return the mean loss () over a micro-batch; None if no output is a loss, or ValueError if it is `needed`."""
         outputs = model(self._join_labels(model, batch))
         self._skips_first = "CausalLM" in type(outputs).__name__
         loss = self._find_loss(outputs)
@@ -364,7 +364,7 @@ def _join(batch: Batch, labels: Tensor | None = None, new: Tensor | None = None)
 
 
 def _find_labels(inputs: Any, targets: Any) -> Tensor | None:
-    """(n, t, …) whole numbers, several for each sample; None where there are no such labels."""
+    """Return the labels (n, t, …) int64, several for each sample; None if there are no such labels."""
     if targets is None and isinstance(inputs, Mapping):
         targets = next((inputs[name] for name in TARGETS if name in inputs), None)
     several = isinstance(targets, Tensor) and targets.dtype == torch.int64 and targets.ndim > 1

@@ -187,7 +187,7 @@ class Segmentation(Classification):
     predictions, suggest_task = Task.predictions, Task.suggest_task
 
     def _by_pixel(self, outputs: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(pixels, classes) logits and (pixels,) classes, IGNORED where none counts; 1-d losses are deterministic."""
+        """Return (pixels, classes) logits and (pixels,) classes, IGNORED if excluded; 1-d losses are deterministic."""
         logits, classes = _choose_logits(outputs), self.source.num_classes
         targets = targets.squeeze(1) if targets.ndim == logits.ndim else targets
         if targets.is_floating_point() or logits.shape != (len(targets), classes, *targets.shape[1:]):

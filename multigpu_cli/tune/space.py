@@ -29,7 +29,7 @@ class Dimension:
     text: str  # the expression as the user wrote it
     values: tuple[Any, ...]  # of a choice; else the two ends
     points: int = 0  # of a grid; 0 where none are given
-    parent: str = ""  # the setting that must have one of the `wanted` values; "" where there is no condition
+    parent: str = ""  # the setting that must have one of the `wanted` values; "" if there is no condition
     wanted: tuple[Any, ...] = ()
 
     def holds(self, params: Params) -> bool:
@@ -155,7 +155,7 @@ def keep_active(space: Sequence[Dimension], params: Params) -> Params:
 
 
 def list_corners(space: Sequence[Dimension], most: int) -> list[Params]:
-    """All corners where there are no more than so many, else one for each value of each setting."""
+    """Return all corners if there are at most `most`; otherwise a point for each value of each setting."""
     if math.prod(len(each.values) for each in space) <= most:
         return list(list_points(space))
     first, found = {each.key: each.values[0] for each in space}, []

@@ -63,7 +63,7 @@ class Study:
 
 @dataclass
 class Trial:
-    """One configuration, and where it stands."""
+    """One configuration, with its progress and results."""
 
     number: int
     params: Params
@@ -74,7 +74,7 @@ class Trial:
     error: str = ""
 
     def score(self, study: Study) -> tuple[float, ...]:
-        """Its newest values, greater where they are better."""
+        """Return the newest values of the objectives, with signs such that a greater value is better."""
         newest = self.values[max(self.values)]
         return tuple(sign * value for (_, sign), value in zip(study.goals, newest, strict=True))
 

@@ -46,9 +46,10 @@ def write_model_folder(request: InferenceRequest, to: ExportTarget) -> tuple[str
     """Write a folder and check it: it is loaded again, once the network that was written is out of memory.
 
     The format is hf (all weights), adapter (for peft), or merged (all weights, with the adapter added to them in
-    float32); with a dtype, all weights are rounded to it. Returns where they come from, and shares of the largest
-    logit: how far one is from the network's, and was rounded. RequestError: the run is of another kind, or a weight is
-    beyond that range; nothing was written. TrainingError: the folder computes something else; it was removed.
+    float32); with a dtype, all weights are rounded to it. Returns the origin of the weights and two shares of the
+    largest logit: the largest difference from the network's logits, and the largest change by rounding. Raises
+    RequestError if the run is of another kind, or a weight is beyond the range of the dtype: nothing was written.
+    Raises TrainingError if the written folder computes different logits: it was removed.
     """
     with draft_of("--to", to.path) as draft:
         with writing_to("--to", to.path):
@@ -56,7 +57,7 @@ def write_model_folder(request: InferenceRequest, to: ExportTarget) -> tuple[str
         live = _write(request, to, draft)
         found = _compute_logits(_load_again(draft, str(to.format), live), live.tokens)
         difference = float((found - live.logits).abs().max() / live.logits.abs().max())
-        if not difference <= _TOLERANCE:  # also where it is NaN
+        if not difference <= _TOLERANCE:  # NaN must fail, too
             gap = f"{difference:.2g} of the largest one"
             problem = f"{to.path}: the logits of the exported model differ by {gap}, so it was removed"
             remedy = "another version of transformers; or --to ….safetensors, for the weights as they are"
@@ -113,7 +114,7 @@ def _load_run(request: InferenceRequest, kind: str) -> tuple[LoadedRun, str | No
     """The run with its weights, and the chat template of the training."""
     weights = load_trained_weights(request.run)
     _check_kind(weights, kind)
-    if kind == "merged":  # with the base as it is in its folder, also where the adapter learned beside 4 bits of it
+    if kind == "merged":  # merge into the base weights of the folder, even if the adapter was trained on a 4-bit copy
         args = {**request.changes.get("model.args", {}), "quantize": "none"}
         request = replace(request, changes={**request.changes, "model.args": args})
     run = load_run_without_data(weights, request)

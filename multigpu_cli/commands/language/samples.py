@@ -112,7 +112,7 @@ class Sampling:
     temperature: float
     top_k: int | None
     seed: int
-    raw: bool  # the prompt is to go on from, also where the model has a chat template
+    raw: bool  # continue the prompt as plain text, even if the model has a chat template
 
 
 def generate_text(request: InferenceRequest, prompt: str, sampling: Sampling) -> str:

@@ -54,7 +54,7 @@ class SingleWorkerProfile:
 
     components: TrainComponents
     works: dict[int, StepTimes]
-    wire: Link | None  # between the workers of a CPU, measured in their steps; None where that could not be
+    wire: Link | None  # link between the workers of a CPU, measured in their steps; None if not measured
     sharding: Sharding | None
     memory: Memory
     flops_per_sample: float
@@ -239,7 +239,7 @@ def _measure_memory(components: TrainComponents, whole: MicroBatchProfile, half:
 
 
 class GroupTimer:
-    """Counts the seconds that the groups of a sharded model take on a CPU, where nothing else runs meanwhile."""
+    """Counts the seconds that the groups of a sharded model take on a CPU, which runs nothing else meanwhile."""
 
     def __init__(self, model: nn.Module) -> None:
         from multigpu_cli.strategies.fsdp.probe import list_groups  # late: torch's FSDP takes most of a second

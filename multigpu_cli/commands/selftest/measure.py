@@ -129,9 +129,9 @@ def _measure_steps(run: Run) -> Measured:
 
 
 def _measure_step(run: Run, number: int) -> Measured:
-    """A step's loss and norm, and the gradient with which the optimizer is called: reduced, unscaled, clipped.
+    """Return a step's loss and norm, and the gradient that the optimizer receives: reduced, unscaled, clipped.
 
-    Rank 0 has the whole of it, also where it is sharded; the others have nothing.
+    Rank 0 returns the full gradient, even if it is sharded; the other ranks return an empty one.
     """
     _set_modest_scale(run)
     names = [name for name, p in run.state.model.named_parameters() if p.requires_grad]

@@ -117,7 +117,7 @@ def load(
 
 
 def _list_new(root: Path, new: str) -> list[Entry]:
-    """Return the images of the folder `new`, as class 0; RequestError if it has none."""
+    """Return the images of the folder `new`, as class 0; RequestError if it contains no images."""
     folder = files.locate_other_file("image-folder", root, new)
     entries: list[Entry] = [(path, 0) for path in files.list_images(folder)]
     if not entries:

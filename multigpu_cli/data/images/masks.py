@@ -100,8 +100,8 @@ def refuse_masks(folder: Path) -> None:
 def describe_pairs(root: Path, names: Sequence[str], entries: Sequence[Entry]) -> str:
     """Return a warning if two classes look like the two sides of pairs, such as low/ and high/; otherwise "".
 
-    All files of both have the same names. Mere numbers, as in cat/1.jpg and dog/1.jpg, are no sign of pairs, unless
-    the names of the folders are.
+    All files of both have the same names. Numbers as names, as in cat/1.jpg and dog/1.jpg, do not suggest pairs, unless
+    the names of the folders do.
     """
     stems = [{file.stem for file, number in entries if number == index} for index in range(len(names))]
     if len(names) != 2 or stems[0] != stems[1]:

@@ -1,7 +1,7 @@
-"""Rows of Arrow files, found and mapped into memory: a row is read where it lies, and nothing else is.
+"""Rows of Arrow files, which are found and memory-mapped: a row is read in place, without the rest of the file.
 
 pyarrow finds the columns; numbers are then read through NumPy's views of the mapping, which takes a random row of fixed
-width a microsecond or two, where `datasets` takes a hundred.
+width a microsecond or two, while `datasets` takes a hundred.
 """
 
 from collections.abc import Sequence
@@ -229,14 +229,14 @@ LAYOUT = (  # what --data arrow reads, as messages say it
 
 
 def find_arrow_files(data_dir: str | None) -> dict[str, list[Path]]:
-    """The files of each part: of train, val and test, or of `train` alone where nothing is divided."""
+    """Return the files of each split: train, val and test, or `train` alone if the data are not divided."""
     return find_part_files("arrow", data_dir, (".arrow",), LAYOUT, _list_files)
 
 
 def read_features(metadata: dict[bytes, bytes] | None, label: str) -> dict[str, Any]:
     """Return the columns as Hugging Face describes them in the metadata of a schema; none if it did not write it.
 
-    Raises RequestError, with the files' `label`, if that is no JSON, or if the names of classes are no texts.
+    Raises RequestError, with the files' `label`, if the metadata is not JSON, or if a class name is not text.
     """
     remedy = "write it anew with datasets' save_to_disk(…)"
     try:

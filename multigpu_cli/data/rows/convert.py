@@ -179,7 +179,7 @@ def _read_batches(file: Path, texts: Collection[str]) -> Iterator[Any]:
 def _check_nesting(file: Path) -> None:
     """Check that JSON lines are not nested so deep that pyarrow's parser, which recurses, would end the process.
 
-    A value may go on over several lines, so depth is counted over the file. Marks that do not match are refused, too,
+    A value may span several lines, so depth is counted over the file. Marks that do not match are refused, too,
     since pyarrow starts each piece afresh and might find more depth there. RequestError: names the file.
     """
     depth, in_text, rest = 0, 0, b""

@@ -24,7 +24,7 @@ class RowRoles:
     inputs: tuple[str, ...]
     target: str
     stacked: bool = False  # inputs are single numbers, side by side in a vector
-    labels: Mapping[Any, int] | None = None  # the class number of each value of the target, where it is another
+    labels: Mapping[Any, int] | None = None  # class number of each target value; None: values are used as they are
     num_classes: int = 0  # 0 where targets are numbers
     notation: Notation | None = None  # how the target's texts write numbers, if they do
 
@@ -137,7 +137,7 @@ def read_targets(store: RowStore, rows: Sequence[int] | np.ndarray, roles: RowRo
 
 
 def read_texts(store: RowStore, name: str, rows: Sequence[int] | np.ndarray, notation: Notation) -> np.ndarray:
-    """Return the numbers (n,) float64 that a column of texts writes; RequestError names a row that has none."""
+    """Return the numbers (n,) float64 that a column of texts contains; RequestError names a row without a number."""
     texts = store.read(name, rows)
     numbers = [notation.read(text) for text in texts]
     if None in numbers:

@@ -36,7 +36,7 @@ Built = tuple[dict[str, Any], dict[str, Any]]  # the samples of each part, and a
 class RowOptions:
     """The arguments of a dataset of rows; `size` and `resize` are of images, as in --data image-folder."""
 
-    target: str | None = None  # the column to predict; None where one is called label, target or the like
+    target: str | None = None  # the column to predict; None: the one called label, target or the like
     columns: Sequence[str] | str | None = None  # the inputs; None: all others
     ignore: Sequence[str] | str = ()  # columns to leave out
     kind: Kind = "auto"  # classification, regression, or auto: words, and whole numbers of up to 20 values, are classes
@@ -187,7 +187,7 @@ def _doubt_classes(store: RowStore, target: Column, names: Sequence[str], option
 def _find_classes(
     name: str, store: RowStore, target: Column, options: RowOptions
 ) -> tuple[dict[Any, int] | None, tuple[str, ...]]:
-    """The class number of each value of the target, where they are not the same; and the names of the classes."""
+    """Return the class number of each target value (None: values are used as they are), and the class names."""
     if target.kind not in ("number", "text"):
         problem = f"--data {name}: column {target.name!r} holds {target.description}, no {options.kind} target"
         raise RequestError(problem, remedy="data.target=…, a column of numbers or labels")

@@ -258,7 +258,7 @@ def _refuse_file_names(table: CsvTable, column: str) -> None:
 
 
 def _is_file_name(folder: Path, cell: str) -> bool:
-    path = folder / cell.replace("\\", "/")  # as Windows writes it
+    path = folder / cell.replace("\\", "/")  # Windows separates folders by backslashes
     return "." in cell and len(cell) < 256 and (path.suffix.lower() in _MEDIA or path.is_file())
 
 

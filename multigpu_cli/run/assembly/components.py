@@ -82,7 +82,7 @@ class TrainComponents:
 
     @cached_property
     def after_step(self) -> AfterStep | None:
-        """What calls `after_step` of model and task; None if neither has it. See `find_after_step`."""
+        """Return the caller of `after_step` of model and task; None if neither has it. See `find_after_step`."""
         guard = self.config.reproducibility.guard != "off"
         return find_after_step(self.task, self.state.model, self.strategy, self.world, guard=guard)
 
@@ -121,7 +121,7 @@ class GroupLabel(NamedTuple):
     """What the table says of a group."""
 
     factor: float  # its share of the schedule's rate
-    weight_decay: float | None  # None where optimizer.groups is not given
+    weight_decay: float | None  # None if optimizer.groups is not given
     hidden: bool | None  # moved by Muon; None with any other optimizer
 
     def format(self, peak: float) -> str:

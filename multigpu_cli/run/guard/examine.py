@@ -80,7 +80,7 @@ class PassResult(NamedTuple):
     writes: Mapping[str, Write]  # to parameters and buffers, by name
     parameters: Mapping[str, Tensor]  # by name, the values that it left in parameters that it wrote or replaced
     buffers: Values  # those that `read_buffers` lists
-    uses: Mapping[str, str]  # of the model by the loss, except its call: name → file:line
+    uses: Mapping[str, str]  # how the loss uses the model, except its call: name → file:line
     collectives: Mapping[str, str]  # operator → file:line
     draws: bool  # forward has drawn random numbers
     backward_draws: bool = False  # backward has drawn from Python's or NumPy's generator

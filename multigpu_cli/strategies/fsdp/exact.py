@@ -148,7 +148,7 @@ class SimdTails:
             return padded
         piece.rows.copy_(piece.cut(padded))
         for key, value in self._optimizer.state.pop(padded, {}).items():
-            state = self._optimizer.state[piece.rows]  # made where it is missing: only if the step made one
+            state = self._optimizer.state[piece.rows]  # creates a missing state, but only if the step made one
             if not _is_like(value, padded):
                 state[key] = value
             elif key in state:
