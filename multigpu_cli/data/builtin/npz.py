@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from multigpu_cli.config.regular_files import open_regular
-from multigpu_cli.data.files import locate_other_file, locate_single_file
+from multigpu_cli.data.files import explain_unreadable, locate_other_file, locate_single_file
 from multigpu_cli.data.order import split_by_sample
 from multigpu_cli.data.source import FEW, SPLITS, DataSource, Kind, check_precision
 from multigpu_cli.errors import RequestError
@@ -65,7 +65,8 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
             return {name: np.asarray(file[name]) for name in file.files}
     except Exception as error:  # zipfile, its decompressors and NumPy raise a dozen types for damaged and hostile files
         problem = str(error) or type(error).__name__
-        raise RequestError(f"--data npz: {path}: {problem}", remedy=f"plain arrays of numbers: {_LAYOUT}") from error
+        remedy = f"plain arrays of numbers: {_LAYOUT}"
+        raise explain_unreadable(f"--data npz: {path}: {problem}", error, remedy) from error
 
 
 def _split(arrays: dict[str, np.ndarray], ending: str, path: Path) -> TensorDataset:
