@@ -122,7 +122,7 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
     observer, state, config, parameters = run.observer, run.state, run.config, run.strategy.local_parameters
     seed, devices = config.reproducibility.seed, run.spec.placement.devices
     run.set_learning_rates(layout.step)
-    losses, units = _run_micro_batches(run, layout, work)
+    losses, units = _run_micro_batches(run, layout, work, seed)
     observer.phase("reduction")
     run.strategy.reduce_gradients(idle=not losses)
     factor = run.loss_normalizer.count_units(units, layout.samples)
@@ -151,10 +151,10 @@ def train_step(run: Run, layout: StepLayout, work: Iterator[Batch]) -> StepResul
 
 
 def _run_micro_batches(
-    run: Run, layout: StepLayout, work: Iterator[Batch]
+    run: Run, layout: StepLayout, work: Iterator[Batch], seed: int
 ) -> tuple[dict[int, Tensor], list[Tensor | int]]:
     """Add up the gradients of this worker's micro-batches; returns their loss sums by number, and their units."""
-    observer, seed, devices = run.observer, run.config.reproducibility.seed, run.spec.placement.devices
+    observer, devices = run.observer, run.spec.placement.devices
     divisor = run.loss_normalizer.divisor(layout.samples)
     losses: dict[int, Tensor] = {}
     units: list[Tensor | int] = []

@@ -387,11 +387,11 @@ def measure_house(tree: Tree) -> dict[str, int]:
 
 CEILINGS = {
     "files": 239,  # 226, without the guard, after_step and losses over the global batch
-    "code lines": 34_863,  # 31,400 without what this round's features add
+    "code lines": 34_868,  # 31,400 without what this round's features add
     "files to read": 31,
     "code lines to read": 5_419,  # 5,200
     "files the engine reaches": 103,  # 86, without the guard and what stands beside it
-    "code lines the engine reaches": 15_400,  # 12,500, without the guard
+    "code lines the engine reaches": 15_404,  # 12,500, without the guard
     "core files that read a capability's settings": 0,  # 0
     "core files that ask for live objects": 0,  # 0
     "core files that ask for shards": 0,  # 0

@@ -183,10 +183,11 @@ def _find_misfit(content: Any, kind: str) -> str | None:
         others = fields.get("*")
     else:
         return "the list" if "[]" in fields else "the object"
-    if fields.get("*") and (long := next((name for name in content if len(name) > _LONGEST_NAME), None)):
-        return f"{long[:_LONGEST_NAME]}… has too long a name: it"
+    has_free_names = "*" in fields
     for name, value in content.items():
         # a loop of checks without further calls: a journal may have 100,000 lines
+        if has_free_names and len(name) > _LONGEST_NAME:
+            return f"{name[:_LONGEST_NAME]}… has too long a name: it"
         for each in fields.get(name, others) or ():
             check = _CHECKS.get(each)
             if check(value) if check else _find_misfit(value, each) is None:
@@ -194,7 +195,10 @@ def _find_misfit(content: Any, kind: str) -> str | None:
         else:
             if name in fields or others is not None:
                 return str(name)
-    return next((name for name in _NEEDED[kind] if name not in content), None)
+    for name in _NEEDED[kind]:
+        if name not in content:
+            return name
+    return None
 
 
 def read_events(path: Path | str) -> Iterator[Event]:

@@ -39,7 +39,9 @@ def test_what_the_mirror_refuses_is_told(run: Path, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(command, "_PATIENCE", 0.05)
     monkeypatch.setattr(Mirror, "upload_checkpoint", refuse)
-    with pytest.raises(TrainingError, match="the bucket is gone\n  try: the same command"):
+    with pytest.raises(
+        TrainingError, match="the bucket is gone\n  try: repair what it names, and run the same command"
+    ):
         mirror_run(str(run), f"file:{tmp_path}/mirror")
     assert 1 < len(tries) < 20  # 5 ms apart: that the checkpoint is read each time is no progress
 
