@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(reason := missing()), r
 FLAGS = {
     "data": "tests.support.user_code:tensors",
     "model": "tests.support.user_code:net",
+    "set": "guard=off",  # the network counts its passes
     "exact": True,
     "epochs": 24,
     "batch_size": 5,
